@@ -1,0 +1,320 @@
+"""Every message that crosses a process boundary in Coppice.
+
+A wire message is a list of ZeroMQ frames: ``[header, body, array, array, ...]``. The header is one of
+the tagged ``Message`` structs; the body is one of the request or result structs named in ``SERVICES``
+(absent for messages that have none); arrays follow as raw frames (see ``wire.arrays``). Nothing is pickled.
+
+Units: times in seconds, lengths in tokens unless a name says otherwise. Log-probabilities are natural logarithms.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+
+# ---------------------------------------------------------------------------------------------- protocol
+
+
+class Register(msgspec.Struct, tag="register", frozen=True):
+    """Worker -> scheduler, first message: the services offered and the most requests in flight at once."""
+
+    worker: str
+    services: list[str]
+    capacity: int
+    pid: int
+    host: str
+    protocol: int = 1
+
+
+class Registered(msgspec.Struct, tag="registered", frozen=True):
+    """Scheduler -> worker: accepted; send a heartbeat at least every ``heartbeat_s`` seconds."""
+
+    heartbeat_s: float
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
+    """Worker -> scheduler: alive. ``stats`` are monotonic counters and gauges named by the worker."""
+
+    in_flight: int
+    stats: dict[str, float]
+
+
+class Request(msgspec.Struct, tag="request", frozen=True):
+    """Scheduler -> worker: run ``service`` on the body; ``deadline_s`` seconds are left when it is sent."""
+
+    id: int
+    service: str
+    deadline_s: float
+
+
+class Partial(msgspec.Struct, tag="partial", frozen=True):
+    """Worker -> scheduler: one piece of the answer to request ``id``; more follow, then a Result or an Error."""
+
+    id: int
+
+
+class Result(msgspec.Struct, tag="result", frozen=True):
+    """Worker -> scheduler: the answer to request ``id`` is the body."""
+
+    id: int
+
+
+FaultKind = Literal["infrastructure", "data", "policy"]
+
+
+class Error(msgspec.Struct, tag="error", frozen=True):
+    """Worker -> scheduler: request ``id`` failed. Infrastructure faults are retried elsewhere, data faults never."""
+
+    id: int
+    kind: FaultKind
+    message: str
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """Scheduler -> worker: stop work on request ``id``; no answer is expected."""
+
+    id: int
+
+
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    """Either way. To a worker: finish what is in flight, then leave. From a worker: send no new requests."""
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
+    """Worker -> scheduler: leaving now, nothing is in flight. Scheduler -> worker: rejected, with the reason."""
+
+    reason: str = ""
+
+
+Message = (
+    Register
+    | Registered
+    | Heartbeat
+    | Request
+    | Partial
+    | Result
+    | Error
+    | Cancel
+    | Drain
+    | Goodbye
+)
+
+# ---------------------------------------------------------------------------------------------- generation
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to sample. temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: list[str] = []
+    seed: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """Service ``generate``: ``n`` independent continuations of one prefix. tokens: int32 [prefix]."""
+
+    tokens: np.ndarray
+    n: int
+    sampling: Sampling
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One continuation.
+
+    tokens: int32 [new], the sampled ids only. logprobs: float32 [new], of the distribution really sampled
+    from (after temperature and top-p/k). versions: int32 [new], the policy version that sampled each token.
+    finish: "stop" (a stop string or end-of-sequence token, kept in tokens), "length" or "abort".
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish: Literal["stop", "length", "abort"]
+
+
+class GenerateResult(msgspec.Struct, frozen=True):
+    """cached_tokens of the prompt_tokens were served from the prefix cache; the rest were prefilled."""
+
+    samples: list[Sample]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class ScoreRequest(msgspec.Struct, frozen=True):
+    """Service ``score``: log-probabilities of given tokens. tokens: int32 [tokens]."""
+
+    tokens: np.ndarray
+
+
+class ScoreResult(msgspec.Struct, frozen=True):
+    """logprobs: float32 [tokens], entry 0 is 0 (nothing precedes it); at temperature 1."""
+
+    logprobs: np.ndarray
+    version: int
+
+
+class LoadRequest(msgspec.Struct, frozen=True):
+    """Service ``load``: take the weights in folder ``path`` as policy ``version``; ``digest`` proves arrival."""
+
+    version: int
+    path: str
+    digest: str
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """The digest the worker computed from the tensors it now holds, and how long the swap took."""
+
+    version: int
+    digest: str
+    seconds: float
+
+
+# ---------------------------------------------------------------------------------------------- judging
+
+
+class JudgedTurn(msgspec.Struct, frozen=True):
+    """What a judge sees of one turn.
+
+    ``context`` is the text of the earlier turns as the method renders it; ``response`` the whole action as
+    generated; think / query / answer its parsed parts (None when absent). ``step`` counts from 1 to ``budget``.
+    ``evidence`` holds, one text a hop, the passages known to support the gold answer (empty when unknown).
+    """
+
+    question: str
+    golds: list[str]
+    context: str
+    response: str
+    step: int
+    budget: int
+    think: str | None = None
+    query: str | None = None
+    answer: str | None = None
+    observation: str | None = None
+    past_queries: list[str] = []
+    past_observations: list[str] = []
+    evidence: list[str] = []
+
+
+class JudgeRequest(msgspec.Struct, frozen=True):
+    """Service ``judge.<name>``: score a batch of turns."""
+
+    turns: list[JudgedTurn]
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Named scores of one turn. A column listed in ``invalid`` has no score: it is never silently zero."""
+
+    scores: dict[str, float]
+    invalid: list[str] = []
+    explanation: str = ""
+
+
+class JudgeResult(msgspec.Struct, frozen=True):
+    """One judgement for each turn of the request, in order."""
+
+    judgements: list[Judgement]
+
+
+class RetrieveRequest(msgspec.Struct, frozen=True):
+    """Service ``retrieve``: the ``topk`` nearest passages of each query."""
+
+    queries: list[str]
+    topk: int
+
+
+class Passage(msgspec.Struct, frozen=True):
+    """A corpus passage with its similarity to the query (inner product of unit vectors, in [-1, 1])."""
+
+    id: str
+    title: str
+    text: str
+    score: float
+
+
+class RetrieveResult(msgspec.Struct, frozen=True):
+    """passages[i] answers queries[i], best first."""
+
+    passages: list[list[Passage]]
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+class TreeNode(msgspec.Struct, frozen=True):
+    """A node of the prefix tree as it travels: only the tokens it adds.
+
+    tokens: int32 [new]. For an action: logprobs float32 [new], versions int32 [new], sampled bool [new]
+    (False where the token was forced, which has no sampling probability). parent -1 marks the root.
+    """
+
+    id: int
+    parent: int
+    kind: Literal["prompt", "action", "observation"]
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+    scores: dict[str, float] = {}
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One trained turn: the action node, its place, and its scores (NaN never travels: a missing score is absent)."""
+
+    node: int
+    trajectory: int
+    turn: int
+    scores: dict[str, float]
+
+
+class TrainGroup(msgspec.Struct, frozen=True):
+    """Service ``train``: one finished group of turns of tree ``tree``.
+
+    ``id`` is unique in the run and the key of exactly-once training. ``nodes`` are those nodes of the tree that
+    this learner connection has not been sent yet, parents first; every other ancestor was sent before.
+    """
+
+    id: int
+    tree: int
+    nodes: list[TreeNode]
+    turns: list[Turn]
+
+
+class TreeClosed(msgspec.Struct, frozen=True):
+    """Service ``close``: tree ``tree`` will emit no more; ``groups`` are the ids of all it emitted (maybe none)."""
+
+    tree: int
+    groups: list[int]
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """Answer to ``train``: the group is part of policy ``version``; the weights are at ``path``.
+
+    ``metrics`` are the update's (the same for every group of one update). ``durable`` says whether a checkpoint
+    holds this version. A group that was already in the trained frontier is answered at once.
+    """
+
+    version: int
+    path: str
+    digest: str
+    durable: bool
+    metrics: dict[str, float]
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """Answer to ``close``: noted."""
+
+
+SERVICES: dict[str, tuple[type, type]] = {
+    "generate": (GenerateRequest, GenerateResult),
+    "score": (ScoreRequest, ScoreResult),
+    "load": (LoadRequest, LoadResult),
+    "retrieve": (RetrieveRequest, RetrieveResult),
+    "judge": (JudgeRequest, JudgeResult),
+    "train": (TrainGroup, Trained),
+    "close": (TreeClosed, Closed),
+}
+"""Request and result struct by service; a service named ``judge.<name>`` uses the row ``judge``."""
