@@ -1,0 +1,127 @@
+"""ZeroMQ sockets with CURVE keys: a peer without this run's keys never reaches the decoder.
+
+The scheduler binds a ROUTER, workers connect a DEALER. ``RunKeys`` is a folder of 0600 files made at the start of a run.
+"""
+
+import ipaddress
+import os
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+import zmq.auth.asyncio
+
+from wire.arrays import Limits
+
+
+class RunKeys(msgspec.Struct, frozen=True):
+    """CURVE keys of one run (Z85 text): one pair for the scheduler, one shared by its workers."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    @classmethod
+    def create(cls, folder: Path) -> "RunKeys":
+        """Make new keys in ``folder`` (0700), or load those that are there (a resumed run keeps its keys)."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (folder / "server_secret").exists():
+            return cls.load(folder)
+        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
+        for name, key in zip(cls.__struct_fields__, pairs, strict=True):
+            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(key)
+        return cls(*pairs)
+
+    @classmethod
+    def load(cls, folder: Path) -> "RunKeys":
+        """Read the keys of a run; raises FileNotFoundError with the remedy when there are none."""
+        try:
+            return cls(*((folder / name).read_bytes() for name in cls.__struct_fields__))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"no keys in {folder} ({error}): is this a run folder that was started?") from None
+
+
+def _is_loopback(endpoint: str) -> bool:
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    host = endpoint.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Router:
+    """The scheduler's bound socket. ``endpoint`` is the address workers connect to (port 0 binds a free one)."""
+
+    def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
+        if keys is None and not _is_loopback(bind):
+            raise ValueError(f"refusing to bind {bind} without CURVE keys: use a loopback address or give RunKeys")
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
+        _configure(self.socket, limits)
+        if keys is not None:
+            self.authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self.context)
+            self.authenticator.start()
+            self.authenticator.configure_curve_callback(credentials_provider=_Allow(keys.client_public))
+            self.socket.curve_server = True
+            self.socket.curve_publickey = keys.server_public
+            self.socket.curve_secretkey = keys.server_secret
+        try:
+            self.socket.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(
+                f"cannot bind {bind}: {error.strerror}. Stop what uses it, or take a free port with port 0"
+            ) from None
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        """Close at once; unsent messages are dropped."""
+        self.socket.close(linger=0)
+        if self.authenticator is not None:
+            self.authenticator.stop()
+        self.context.destroy(linger=0)
+
+
+class Dealer:
+    """A worker's connected socket; ``identity`` is the worker's name made unique by its process id."""
+
+    def __init__(self, endpoint: str, keys: RunKeys | None, identity: bytes, limits: Limits = Limits()):
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        _configure(self.socket, limits)
+        self.socket.identity = identity
+        if keys is not None:
+            self.socket.curve_serverkey = keys.server_public
+            self.socket.curve_publickey = keys.client_public
+            self.socket.curve_secretkey = keys.client_secret
+        self.socket.connect(endpoint)
+
+    def close(self, linger_ms: int = 500) -> None:
+        """Close, giving the last messages ``linger_ms`` to leave."""
+        self.context.destroy(linger=linger_ms)
+
+
+class _Allow:
+    """CURVE credentials provider that knows exactly one client key."""
+
+    def __init__(self, client_public: bytes):
+        self.client_public = client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self.client_public
+
+
+def _configure(socket: zmq.asyncio.Socket, limits: Limits) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
+    # In-flight work is bounded by credits, so the queues need no bound of their own.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
