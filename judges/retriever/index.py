@@ -1,0 +1,142 @@
+"""A corpus and its FAISS index in one folder: flat inner product over unit vectors, passages read by offset, never all in memory.
+
+Folder: index.faiss, passages.jsonl (the corpus as given), offsets.npy, manifest.json.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import faiss
+import msgspec
+import numpy as np
+
+from judges.retriever.encoder import Encoder
+from judges.retriever.passage_text import title_and_text
+from wire.messages import Passage
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What an index was made of; a mismatch is refused."""
+
+    encoder: str
+    dimensions: int
+    passages: int
+    corpus_sha256: str
+
+
+class _Row(msgspec.Struct):
+    id: str | int
+    contents: str
+
+
+class BadCorpus(ValueError):
+    """A corpus line that cannot be used, with its number and the reason."""
+
+
+def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str], list[str]]:
+    """Byte offsets and contents of the usable lines, and a message for each line passed over.
+
+    Raises BadCorpus at the first bad line unless ``skip_bad``; FileNotFoundError when there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}")
+    offsets, contents, bad, seen = [], [], [], set()
+    with path.open("rb") as file:
+        start = 0
+        for number, line in enumerate(file, 1):
+            try:
+                row = msgspec.json.decode(line, type=_Row)
+                if not title_and_text(row.contents)[1] or row.id in seen:
+                    raise ValueError("empty text" if row.id not in seen else f"id {row.id!r} was used before")
+                seen.add(row.id)
+                offsets.append(start)
+                contents.append(row.contents)
+            except (msgspec.DecodeError, ValueError) as error:
+                reason = f"{path}:{number}: {error} (expected {{id, contents}} with a title line and a text)"
+                if not skip_bad:
+                    raise BadCorpus(reason) from None
+                bad.append(reason)
+            start += len(line)
+    if not contents:
+        raise BadCorpus(f"{path} holds no usable passage")
+    return offsets, contents, bad
+
+
+def build(
+    corpus: Path, folder: Path, encoder: Encoder, batch: int = 64, skip_bad: bool = False, progress: bool = True
+) -> Manifest:
+    """Embed a corpus and write its index to ``folder`` (whole, then renamed into place)."""
+    offsets, contents, bad = read_corpus(corpus, skip_bad)
+    for reason in bad[:20]:
+        print(f"passed over {reason}", file=sys.stderr)
+    index = faiss.IndexFlatIP(encoder.dimensions)
+    start = time.monotonic()
+    for first in range(0, len(contents), batch):
+        texts = [". ".join(title_and_text(c)) for c in contents[first : first + batch]]
+        index.add(encoder.embed(texts, "passage"))  # pyright: ignore[reportCallIssue]
+        if progress and (first // batch) % 10 == 0:
+            rate = (first + batch) / max(1e-9, time.monotonic() - start)
+            print(f"  embedded {min(first + batch, len(contents))} of {len(contents)} passages ({rate:.0f}/s)", flush=True)
+    manifest = Manifest(encoder.name, encoder.dimensions, len(contents), sha256(corpus))
+    draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    faiss.write_index(index, str(draft / "index.faiss"))
+    np.save(draft / "offsets.npy", np.array(offsets, dtype=np.int64))
+    shutil.copy(corpus, draft / "passages.jsonl")
+    (draft / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+    return manifest
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of an index; raises FileNotFoundError or ValueError with the remedy."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no index: build one with tools/index CORPUS --out {folder}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): build the index anew with tools/index") from None
+
+
+class Index:
+    """A loaded index: ``search`` gives passages. On a GPU when FAISS finds one."""
+
+    def __init__(self, folder: Path, encoder: Encoder):
+        self.manifest = read_manifest(folder)
+        if (self.manifest.encoder, self.manifest.dimensions) != (encoder.name, encoder.dimensions):
+            raise ValueError(
+                f"index {folder} was made by encoder {self.manifest.encoder} ({self.manifest.dimensions} dimensions), not"
+                f" {encoder.name} ({encoder.dimensions}): use that encoder, or build the index anew with tools/index"
+            )
+        self.encoder = encoder
+        self.faiss = faiss.read_index(str(folder / "index.faiss"))
+        if hasattr(faiss, "get_num_gpus") and faiss.get_num_gpus() > 0:
+            self.faiss = faiss.index_cpu_to_all_gpus(self.faiss)  # pyright: ignore[reportAttributeAccessIssue]
+        self.offsets = np.load(folder / "offsets.npy")
+        self.corpus = (folder / "passages.jsonl").open("rb")
+
+    def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """The ``topk`` nearest passages of each query, best first."""
+        scores, rows = self.faiss.search(self.encoder.embed(queries, "query"), min(topk, len(self.offsets)))
+        return [list(self._passages(s, r)) for s, r in zip(scores, rows, strict=True)]
+
+    def _passages(self, scores: np.ndarray, rows: np.ndarray) -> Iterable[Passage]:
+        for score, row in zip(scores.tolist(), rows.tolist(), strict=True):
+            self.corpus.seek(int(self.offsets[row]))
+            entry = msgspec.json.decode(self.corpus.readline(), type=_Row)
+            title, text = title_and_text(entry.contents)
+            yield Passage(str(entry.id), title, text, score)

@@ -1,0 +1,110 @@
+"""The retriever as a worker: service ``retrieve`` over a local index or over a Search-R1 server; equal queries are asked once.
+
+``python -m judges.retriever.worker PROCESS.json``
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from judges.serve import connection
+from wire import loop
+from wire.faults import DataFault
+from wire.messages import Passage, RetrieveRequest, RetrieveResult
+from wire.service import Call, Service
+
+
+class RetrieverProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A retriever process. backend: an index folder, or the http:// URL of a Search-R1 server."""
+
+    name: str
+    run: str
+    backend: str
+    encoder: str = "minilm"
+    threads: int = 1
+    cache: int = 65536
+
+
+class Backend(Protocol):
+    """Where passages come from."""
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]: ...
+
+
+class LocalBackend:
+    """An index in this process; searches run on one thread so that heartbeats go on."""
+
+    def __init__(self, folder: Path, encoder: str, threads: int):
+        from judges.retriever.encoder import Encoder
+        from judges.retriever.index import Index
+
+        self._index = Index(folder, Encoder(encoder, threads))
+        self._thread = ThreadPoolExecutor(1)
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._index.search, queries, topk)
+
+
+class Retriever:
+    """Answers ``retrieve`` requests from ``backend`` through a least-recently-used cache of ``cache`` queries."""
+
+    def __init__(self, backend: Backend, cache: int):
+        self.backend, self.size = backend, cache
+        self.cache: OrderedDict[tuple[str, int], list[Passage]] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+        self.busy_s = 0.0
+
+    async def handle(self, request: RetrieveRequest, call: Call) -> RetrieveResult:
+        """Service handler. Raises DataFault for a topk below 1."""
+        if request.topk < 1:
+            raise DataFault(f"topk {request.topk}: expected at least 1")
+        missing = sorted({q for q in request.queries if (q, request.topk) not in self.cache})
+        found: dict[str, list[Passage]] = {}
+        if missing:
+            start = time.monotonic()
+            found = dict(zip(missing, await self.backend.search(missing, request.topk), strict=True))
+            self.busy_s += time.monotonic() - start
+        self.counts["queries"] += len(request.queries)
+        self.counts["searched"] += len(missing)
+        answers = [found.get(q) or self.cache[(q, request.topk)] for q in request.queries]
+        for query, passages in found.items():
+            self.cache[(query, request.topk)] = passages
+        while len(self.cache) > self.size:
+            self.cache.popitem(last=False)
+        return RetrieveResult(answers)
+
+    def stats(self) -> dict[str, float]:
+        """Counters for the heartbeat."""
+        return {**self.counts, "busy_s": self.busy_s}
+
+
+async def run(process: RetrieverProcess) -> None:
+    """Serve until drained."""
+    endpoint, keys = connection(Path(process.run))
+    if process.backend.startswith(("http://", "https://")):
+        from judges.retriever.http_client import SearchR1Client
+
+        async with SearchR1Client(process.backend) as client:
+            retriever = Retriever(client, process.cache)
+            await Service(process.name, {"retrieve": retriever.handle}, 64, retriever.stats).run(endpoint, keys)
+        return
+    retriever = Retriever(LocalBackend(Path(process.backend), process.encoder, process.threads), process.cache)
+    await Service(process.name, {"retrieve": retriever.handle}, 64, retriever.stats).run(endpoint, keys)
+
+
+def main() -> None:
+    """The launcher's retriever process."""
+    process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RetrieverProcess)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    loop.run(run(process))
+
+
+if __name__ == "__main__":
+    main()

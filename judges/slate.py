@@ -1,0 +1,100 @@
+"""SLATE's judge: two ternary scores a turn from a language model, strictly parsed (methods.md 1.3).
+
+A search is judged by its think and its query, an answer by its think and its answer. Whatever is not exactly -1, 0 or +1 in
+the last score block is invalid: the strategy counts it and says what it becomes.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from pathlib import Path
+
+from judges.base import Judge
+from judges.llm import ChatClient, ChatEndpoint
+from wire.faults import InfrastructureFault
+from wire.messages import JudgedTurn, Judgement
+
+PROMPTS = Path(__file__).parent / "prompts"
+
+_SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
+_TERNARY = re.compile(r"\s*([+-]?1|[+-]?0)\s*")
+
+
+def parse_score(reply: str) -> float | None:
+    """-1, 0 or 1 from the last score block of a reply; None when there is no block or it holds anything else."""
+    blocks = _SCORE.findall(reply)
+    found = _TERNARY.fullmatch(blocks[-1]) if blocks else None
+    return float(found[1]) + 0.0 if found else None
+
+
+class Slate(Judge):
+    """The LLM judge. templates: paths by component name that replace the built-in ones."""
+
+    name = "slate"
+    columns = ("think", "query", "answer")
+    concurrency = 64
+    batch = 8
+
+    def __init__(self, endpoint: ChatEndpoint, templates: dict[str, str] | None = None):
+        unknown = set(templates or {}) - set(self.columns)
+        if unknown:
+            raise ValueError(f"judge slate: templates for {sorted(unknown)}; expected {list(self.columns)}")
+        self.templates = {
+            column: Path((templates or {}).get(column, PROMPTS / f"slate_{column}.txt")).read_text()
+            for column in self.columns
+        }
+        self.client = ChatClient(endpoint)
+        self.counts: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        await self.client.start()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    def prompts(self, turn: JudgedTurn) -> dict[str, str]:
+        """The two prompts of a turn, by column."""
+        context, think = turn.context or "None", turn.think or "None"
+        made = {"think": self._fill("think", context=context, thinking=think)}
+        if turn.answer is not None:
+            golds = "; ".join(turn.golds)
+            made["answer"] = self._fill("answer", context=context, ground_truth=golds, predicted_answer=turn.answer)
+        else:
+            made["query"] = self._fill("query", context=context, thinking=think, query=turn.query or "None")
+        return made
+
+    def _fill(self, column: str, **values: str) -> str:
+        # One pass, so that braces or placeholders inside a value are left as they are.
+        return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), self.templates[column])
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return list(await asyncio.gather(*(self._judge(turn) for turn in turns)))
+
+    async def _judge(self, turn: JudgedTurn) -> Judgement:
+        prompts = self.prompts(turn)
+        replies = await asyncio.gather(*(self._ask(prompt) for prompt in prompts.values()))
+        scores, invalid, notes = {}, [], []
+        for column, (reply, failure) in zip(prompts, replies, strict=True):
+            value = parse_score(reply)
+            self.counts["judged"] += 1
+            if value is None:
+                self.counts["failed" if failure else "unparsed"] += 1
+                invalid.append(column)
+            else:
+                scores[column] = value
+            notes.append(f"[{column}] {failure or reply.strip()}")
+        return Judgement(scores, invalid, "\n".join(notes))
+
+    async def _ask(self, prompt: str) -> tuple[str, str]:
+        """The reply, or "" and why there is none."""
+        try:
+            return await self.client.ask(prompt), ""
+        except InfrastructureFault as fault:
+            return "", str(fault)
+
+    def stats(self) -> dict[str, float]:
+        """Counters for the heartbeat; judge_valid_rate is valid components over judged ones."""
+        judged = self.counts["judged"]
+        bad = self.counts["failed"] + self.counts["unparsed"]
+        return {"judged": judged, "unparsed": self.counts["unparsed"], "failed": self.counts["failed"],
+                "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}  # fmt: skip
