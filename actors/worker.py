@@ -1,0 +1,60 @@
+"""An actor process: an engine behind the services generate, score and load.
+
+``python -m actors.worker PROCESS.json``
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+
+from actors.config import ActorProcess
+from actors.engines.base import Engine
+from actors.engines.local import LocalEngine
+from wire import loop
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, ScoreRequest, ScoreResult
+from wire.service import Call, Service
+from wire.sockets import RunKeys
+
+log = logging.getLogger("actors.worker")
+
+
+def service(engine: Engine, name: str, capacity: int) -> Service:
+    """The worker's service over a started engine."""
+
+    async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
+        return await engine.generate(request)
+
+    async def score(request: ScoreRequest, call: Call) -> ScoreResult:
+        return await engine.score(request)
+
+    async def load(request: LoadRequest, call: Call) -> LoadResult:
+        loaded = await engine.load(request)
+        log.info("%s: policy version %d in force after %.2f s", name, loaded.version, loaded.seconds)
+        return loaded
+
+    return Service(name, {"generate": generate, "score": score, "load": load}, capacity, engine.stats)
+
+
+async def run(process: ActorProcess) -> None:
+    """Load the model, then serve until drained."""
+    engine = LocalEngine(process.model, process.actors, process.seed)
+    await engine.start()
+    log.info("%s: %s loaded as %s on %s", process.name, process.model, engine.dtype, engine.device)
+    folder = Path(process.run)
+    endpoint, keys = (folder / "endpoint").read_text().strip(), RunKeys.load(folder / "keys")
+    try:
+        await service(engine, process.name, process.actors.capacity).run(endpoint, keys)
+    finally:
+        await engine.close()
+
+
+def main() -> None:
+    """The launcher's actor process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    loop.run(run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorProcess)))
+
+
+if __name__ == "__main__":
+    main()
