@@ -1,0 +1,63 @@
+"""Batches from the stream: the first ``questions`` closed trees, in the order they closed, make one update.
+
+A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. Pure: no sockets,
+no model.
+"""
+
+from collections import OrderedDict
+
+from learner.trainer import Batch
+from wire.faults import InfrastructureFault
+from wire.messages import TrainGroup, TreeClosed, TreeNode
+
+
+class Inbox:
+    """Groups, nodes and closed trees that wait for an update."""
+
+    def __init__(self, questions: int, trained: set[int]):
+        self.questions, self.trained = questions, trained
+        self._nodes: dict[int, dict[int, TreeNode]] = {}
+        self._groups: dict[int, TrainGroup] = {}
+        self._closed: OrderedDict[int, list[int]] = OrderedDict()
+        self._done_trees: set[int] = set()
+
+    def add(self, group: TrainGroup) -> bool:
+        """Take a group; False when it is trained already. Raises InfrastructureFault when an ancestor was never sent here."""
+        if group.id in self.trained:
+            return False
+        nodes = self._nodes.setdefault(group.tree, {})
+        for node in group.nodes:
+            nodes[node.id] = node
+        for turn in group.turns:
+            node = nodes.get(turn.node)
+            while node is not None and node.parent >= 0:
+                node = nodes.get(node.parent)
+            if node is None:
+                raise InfrastructureFault(f"group {group.id}: nodes of tree {group.tree} must be resent")
+        self._groups[group.id] = group
+        return True
+
+    def close(self, closed: TreeClosed) -> None:
+        """Note that a tree is complete; asked twice it counts once."""
+        if closed.tree not in self._done_trees:
+            self._closed[closed.tree] = closed.groups
+
+    def ready(self) -> list[int] | None:
+        """The trees of the next batch, or None while too few complete ones are here."""
+        whole = [
+            tree
+            for tree, groups in self._closed.items()
+            if all(group in self._groups or group in self.trained for group in groups)
+        ]
+        return whole[: self.questions] if len(whole) >= self.questions else None
+
+    def take(self, trees: list[int], version: int) -> Batch:
+        """Remove the trees from the inbox and make them a batch; its groups belong to the frontier from now on."""
+        groups, nodes = [], []
+        for tree in trees:
+            here = [g for g in self._closed.pop(tree) if g in self._groups]
+            groups += [self._groups.pop(group) for group in here]
+            nodes += [(tree, node) for node in self._nodes.pop(tree, {}).values()]
+            self._done_trees.add(tree)
+        self.trained.update(group.id for group in groups)
+        return Batch(version, len(trees), groups, nodes)

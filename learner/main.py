@@ -1,0 +1,186 @@
+"""The learner process. Rank 0 is the service worker (train, close); all ranks train.
+
+``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+States of rank 0: waiting for a whole batch -> updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
+"""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+
+from learner import checkpoint
+from learner.batches import Inbox
+from learner.config import LearnerProcess
+from learner.publish import Published, announce, publish
+from learner.ranks import Ranks
+from learner.trainer import Batch, Trainer
+from wire import arrays, loop
+from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
+from wire.service import Call, Service
+from wire.sockets import RunKeys
+
+log = logging.getLogger("learner.main")
+
+_STOP = b""
+_KEEPALIVE = b"\x00"
+"""Sent to idle ranks, so that only a dead rank 0 makes them time out."""
+
+
+class Command(msgspec.Struct, frozen=True):
+    """A batch on its way to the other ranks."""
+
+    batch: Batch
+
+
+def pack_batch(batch: Batch) -> bytes:
+    """A batch as bytes for the other ranks: wire frames, each with its length in front."""
+    frames = arrays.encode(Result(0), Command(batch))
+    return b"".join(len(frame).to_bytes(8, "little") + bytes(frame) for frame in frames)
+
+
+def unpack_batch(payload: bytes) -> Batch:
+    """Inverse of ``pack_batch``."""
+    frames, view, start = [], memoryview(payload), 0
+    while start < len(view):
+        length = int.from_bytes(view[start : start + 8], "little")
+        frames.append(view[start + 8 : start + 8 + length])
+        start += 8 + length
+    return arrays.decode_body(frames, Command).batch
+
+
+class Leader:
+    """Rank 0: collects groups, runs updates, answers every group with the version that holds it."""
+
+    def __init__(self, trainer: Trainer, run: Path, inbox: Inbox, published: Published):
+        self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
+        self.config = trainer.config
+        self.updates = 0
+        self.counts: dict[str, float] = {}
+        self._waiting: dict[int, asyncio.Future[Trained]] = {}
+        self._news = asyncio.Event()
+
+    async def train(self, group: TrainGroup, call: Call) -> Trained:
+        """Service handler: answered when an update holds the group."""
+        if not self.inbox.add(group):
+            return self._trained({}, True)
+        self._news.set()
+        future = self._waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
+        return await asyncio.shield(future)
+
+    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+        """Service handler: a tree emits no more."""
+        self.inbox.close(closed)
+        self._news.set()
+        return Closed()
+
+    def _trained(self, metrics: dict[str, float], durable: bool) -> Trained:
+        p = self.published
+        return Trained(p.version, p.path, p.digest, durable, metrics)
+
+    async def work(self, stop: asyncio.Event) -> None:
+        """Update whenever a batch is whole, until ``stop``; then checkpoint what was not."""
+        durable = self.trainer.version
+        quiet = self.config.collective_timeout_s / 4
+        while not stop.is_set():
+            trees = self.inbox.ready()
+            if trees is None:
+                self._news.clear()
+                try:
+                    await asyncio.wait_for(self._news.wait(), quiet)
+                except TimeoutError:
+                    await asyncio.to_thread(self.trainer.ranks.broadcast, _KEEPALIVE)
+                continue
+            batch = self.inbox.take(trees, self.trainer.version)
+            metrics = await asyncio.to_thread(self._update, batch)
+            due = self.trainer.version - durable >= self.config.checkpoint_every
+            if due:
+                await asyncio.to_thread(self._checkpoint)
+                durable = self.trainer.version
+            self._answer(batch, metrics, due)
+        if durable < self.trainer.version:
+            await asyncio.to_thread(self._checkpoint)
+
+    def _update(self, batch: Batch) -> dict[str, float]:
+        if self.trainer.ranks.count > 1:
+            self.trainer.ranks.broadcast(pack_batch(batch))
+        metrics = self.trainer.update(batch)
+        self.published = publish(self.trainer.policy, self.trainer.version, self.run, self.config.keep)
+        self.updates += 1
+        for name in ("learner/forwarded_tokens", "learner/trained_tokens"):
+            self.counts[name] = self.counts.get(name, 0.0) + metrics.get(name, 0.0)
+        return metrics
+
+    def _checkpoint(self) -> None:
+        checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep)
+
+    def _answer(self, batch: Batch, metrics: dict[str, float], durable: bool) -> None:
+        for group in batch.groups:
+            future = self._waiting.pop(group.id, None)
+            if future is not None and not future.done():
+                future.set_result(self._trained(metrics, durable))
+        log.info("version %d: %d groups of %d questions", self.trainer.version, len(batch.groups), batch.questions)
+
+    def stats(self) -> dict[str, float]:
+        """Counters for the heartbeat."""
+        return {"busy_s": self.trainer.busy_s, "version": self.trainer.version, "updates": self.updates, **self.counts}
+
+
+async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> None:
+    """Rank 0 until drained; the other ranks are told to stop."""
+    run = Path(process.run)
+    published = Published(0, "", "")
+    if trainer.version:
+        published = publish(trainer.policy, trainer.version, run, process.learner.keep)
+    announce(run, published)
+    leader = Leader(trainer, run, Inbox(process.questions_per_update, trained), published)
+    service = Service(
+        process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0
+    )
+    keys = RunKeys.load(run / "keys")
+    stop = asyncio.Event()
+    working = asyncio.create_task(leader.work(stop))
+    serving = asyncio.create_task(service.run((run / "endpoint").read_text().strip(), keys))
+    drained = asyncio.create_task(service.draining.wait())
+    try:
+        await asyncio.wait([working, serving, drained], return_when=asyncio.FIRST_COMPLETED)
+        stop.set()
+        leader._news.set()
+        await working
+        for future in leader._waiting.values():
+            future.cancel()  # their groups stay in the journal and are sent again on resume
+        await serving
+    finally:
+        serving.cancel()
+        trainer.ranks.broadcast(_STOP)
+
+
+def follow(trainer: Trainer) -> None:
+    """The other ranks: train on every batch rank 0 broadcasts, until told to stop."""
+    while (payload := trainer.ranks.broadcast(None)) != _STOP:
+        if payload != _KEEPALIVE:
+            trainer.update(unpack_batch(payload))
+
+
+def main() -> None:
+    """One rank."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
+    ranks = Ranks(process.learner.collective_timeout_s)
+    trainer = Trainer(process, ranks)
+    found = checkpoint.newest(Path(process.run))
+    trained = set(checkpoint.restore(trainer, found).trained) if found else set()
+    log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, trainer.version, trainer.policy.compute)
+    try:
+        if ranks.rank == 0:
+            loop.run(lead(trainer, process, trained))
+        else:
+            follow(trainer)
+    finally:
+        ranks.close()
+
+
+if __name__ == "__main__":
+    main()

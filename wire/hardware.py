@@ -1,0 +1,20 @@
+"""Which number type this machine computes in; the engine and the learner must agree, so both ask here."""
+
+import shutil
+from pathlib import Path
+
+
+def compute_dtype(setting: str) -> str:
+    """ "float32" or "bfloat16" for ``setting``; "auto" is bfloat16 with an NVIDIA GPU or a processor that multiplies in it.
+
+    A processor without such instructions emulates them: bfloat16 is then ten times slower than float32.
+    """
+    if setting in ("float32", "bfloat16"):
+        return setting
+    if setting != "auto":
+        raise ValueError(f"dtype {setting!r}: expected auto, float32 or bfloat16")
+    if shutil.which("nvidia-smi"):
+        return "bfloat16"
+    processor = Path("/proc/cpuinfo")
+    flags = processor.read_text() if processor.exists() else ""
+    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
