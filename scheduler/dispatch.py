@@ -86,6 +86,7 @@ class Pending:
         self.tries = 0
         self.last_fault: Fault | None = None
         self.on_partial: Callable[[Any], None] | None = None
+        self.served_by: Callable[[str], None] | None = None
 
 
 class Attempt:
@@ -134,15 +135,16 @@ class Dispatcher:
         prefer: str | None = None,
         worker: str | None = None,
         on_partial: Callable[[Any], None] | None = None,
+        served_by: Callable[[str], None] | None = None,
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
         deadline: seconds for the whole call, retries included. prefer: the worker to use unless it is overloaded;
-        worker: the only worker to use. Raises the Fault that ended the call: InfrastructureFault when the deadline
+        worker: the only worker to use; served_by is told the worker that answered. Raises the Fault that ended the call: InfrastructureFault when the deadline
         passed or ``max_attempts`` failed, DataFault or PolicyFault as the worker reported it.
         """
         pending = Pending(service, request, time.monotonic() + deadline, prefer, worker)
-        pending.on_partial = on_partial
+        pending.on_partial, pending.served_by = on_partial, served_by
         self.counters["calls"] += 1
         self._waiting.setdefault(service, deque()).append(pending)
         self._pump(service)
@@ -271,9 +273,7 @@ class Dispatcher:
         attempt.worker.in_flight.pop(attempt.number, None)
         attempt.pending.attempts.pop(attempt.number, None)
         if self.on_event is not None:
-            self.on_event(
-                Event(attempt.pending.service, attempt.worker.name, attempt.start, time.monotonic(), outcome)
-            )
+            self.on_event(Event(attempt.pending.service, attempt.worker.name, attempt.start, time.monotonic(), outcome))
         for service in attempt.worker.hello.services:
             self._pump(service)
 
@@ -394,6 +394,8 @@ class Dispatcher:
                 pending.on_partial(body)
             return
         worker.breaker.record(True, time.monotonic())
+        if pending.served_by is not None:
+            pending.served_by(worker.name)
         self._settle(pending, body)
         self._finish(attempt, "ok")
 

@@ -1,0 +1,19 @@
+"""Rollout strategies: one file each, ``async def grow(tree, ctx)``, reading like the paper's pseudo-code.
+
+A strategy starts from ``tree.tip()``, so a tree that was grown halfway before a crash goes on where it stood.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Strategy = Callable[[Any, Any], Awaitable[None]]
+
+
+def load(name: str) -> Strategy:
+    """The strategy ``name``; raises ValueError naming the known ones."""
+    known = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    if name not in known:
+        raise ValueError(f"scheduler.strategy = {name!r}: expected one of {known}")
+    return importlib.import_module(f"{__name__}.{name}").grow

@@ -1,0 +1,70 @@
+"""Settings of the scheduler."""
+
+from typing import Literal
+
+import msgspec
+
+from scheduler.dispatch import DispatchConfig
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [scheduler.evaluation]: held-out evaluation by whole trajectories.
+
+    questions: size of the fixed held-out subset (the same for every seed; 0 switches evaluation off). every: updates between
+    evaluations besides the first and the last (0: none). temperature 0 is greedy.
+    """
+
+    questions: int = 128
+    every: int = 0
+    temperature: float = 0.0
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [scheduler].
+
+    strategy: a module of scheduler/strategies. k: samples of each step (slate) or trajectories of a question (full).
+    budget: steps B. eta: temperature of the reward-weighted choice. bonus: lambda of the early-answer bonus.
+    selection: "reward-weighted" or "best-of-k". judge: the service judge.<judge>. max_action_tokens: of one action.
+    train_forced: train the forced final answer too. updates: optimizer steps of the run. questions_per_update: trees that make
+    one update. max_staleness: see scheduler/pacing.py. Deadlines and timeouts in seconds.
+    """
+
+    strategy: str = "slate"
+    k: int = 5
+    budget: int = 4
+    eta: float = 0.7
+    bonus: float = 0.1
+    selection: Literal["reward-weighted", "best-of-k"] = "reward-weighted"
+    judge: str = "slate_rules"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_action_tokens: int = 500
+    topk: int = 3
+    max_observation_characters: int = 2000
+    updates: int = 100
+    questions_per_update: int = 32
+    max_staleness: int = 1
+    evaluation: EvaluationConfig = EvaluationConfig()
+    dispatch: DispatchConfig = DispatchConfig()
+    bind: str = "tcp://127.0.0.1:0"
+    generate_deadline_s: float = 600.0
+    judge_deadline_s: float = 120.0
+    startup_timeout_s: float = 600.0
+    watchdog_s: float = 120.0
+
+
+class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat template."""
+
+    name: str
+    run: str
+    seed: int
+    model: str
+    environment: str
+    prompt: str
+    train: str
+    heldout: str
+    actors: int
+    judges: list[str]
+    scheduler: SchedulerConfig

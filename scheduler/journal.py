@@ -1,0 +1,173 @@
+"""What happened, durable before it is acted on: SQLite in WAL mode at ``RUN/journal.sqlite``.
+
+Invariant: a group is journaled before it is sent, and marked with the version that trained it; after any crash every drawn task
+is found again, every emitted group is either marked or sent again, and none enters two updates (the learner's frontier decides).
+"""
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from actors.environments.base import Rejected
+from scheduler.tree import Node, Tree, decode_node, encode_node
+from wire.messages import Turn
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS trees (
+    id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, status TEXT, version INTEGER, reason TEXT, time REAL);
+CREATE TABLE IF NOT EXISTS nodes (tree INTEGER, id INTEGER, body BLOB, PRIMARY KEY (tree, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, trained INTEGER);
+CREATE TABLE IF NOT EXISTS rejected (place TEXT PRIMARY KEY, reason TEXT);
+CREATE TABLE IF NOT EXISTS evaluations (version INTEGER, name TEXT, result TEXT, PRIMARY KEY (version, name));
+CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
+"""
+
+
+class JournalError(OSError):
+    """The journal could not be written (a full disk, say); what was committed before is safe."""
+
+
+class TreeRow(msgspec.Struct, frozen=True):
+    """A row of the table of trees. status: growing, closed or quarantined."""
+
+    id: int
+    position: int
+    task: str
+    split: str
+    status: str
+    version: int
+    reason: str | None
+
+
+class Journal:
+    """One writer (the scheduler), any readers (``tools/dump`` reads a live run)."""
+
+    def __init__(self, path: Path, readonly: bool = False):
+        self.path = path
+        if readonly:
+            if not path.is_file():
+                raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        else:
+            self._db = sqlite3.connect(path)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_SCHEMA)
+
+    def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
+        """All statements in one transaction."""
+        try:
+            with self._db:
+                for statement, rows in statements:
+                    self._db.executemany(statement, rows)
+        except sqlite3.OperationalError as error:
+            raise JournalError(
+                f"journal {self.path} could not be written ({error}): free some space, then resume the run"
+            ) from error
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def start_tree(self, tree: Tree, position: int, version: int) -> None:
+        """A task was drawn; with the nodes the tree has so far (its root)."""
+        row = (tree.id, position, tree.task, tree.split, "growing", version, None, time.time())
+        self._write(
+            ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]),
+            ("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", self._rows(tree, tree.nodes.values())),
+        )
+
+    def save_nodes(self, tree: Tree, nodes: Iterable[Node]) -> None:
+        """New or changed nodes."""
+        self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", self._rows(tree, nodes)))
+
+    def save_group(self, tree: Tree, group: int, nodes: Iterable[Node], turns: list[Turn]) -> None:
+        """A finished group with its nodes, in one transaction: call before it is sent."""
+        body = msgspec.msgpack.encode(turns)
+        self._write(
+            ("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", self._rows(tree, nodes)),
+            ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [(group, tree.id, body)]),
+        )
+
+    def close_tree(self, tree: int, status: str = "closed", reason: str | None = None) -> None:
+        """The tree grows no more."""
+        self._write(("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree)]))
+
+    def mark_trained(self, group: int, version: int) -> None:
+        """``group`` is part of ``version``."""
+        self._write(("UPDATE groups SET trained=? WHERE id=?", [(version, group)]))
+
+    def reject(self, rejected: Iterable[Rejected]) -> None:
+        """Tasks that cannot work, with reasons."""
+        self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", [(r.where, r.reason) for r in rejected]))
+
+    def save_evaluation(self, version: int, name: str, result: dict[str, object]) -> None:
+        """The result of an evaluation."""
+        self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", [(version, name, json.dumps(result))]))
+
+    def forget_training_after(self, version: int) -> None:
+        """On resume: groups trained beyond the checkpoint's version are untrained again."""
+        self._write(("UPDATE groups SET trained=NULL WHERE trained>?", [(version,)]))
+
+    @staticmethod
+    def _rows(tree: Tree, nodes: Iterable[Node]) -> list[tuple[int, int, bytes]]:
+        return [(tree.id, node.id, encode_node(node)) for node in nodes]
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
+        """Rows of trees under an SQL condition on id, position, task, split, status, version."""
+        query = f"SELECT id, position, task, split, status, version, reason FROM trees WHERE {where} ORDER BY id"
+        return [TreeRow(*row) for row in self._db.execute(query, values)]
+
+    def tree(self, row: TreeRow) -> Tree:
+        """A tree with its nodes and group ids."""
+        blobs = self._db.execute("SELECT body FROM nodes WHERE tree=? ORDER BY id", (row.id,))
+        tree = Tree(row.id, row.task, row.split, [decode_node(body) for (body,) in blobs])
+        tree.groups = [group for group, _ in self.groups(row.id)]
+        return tree
+
+    def groups(self, tree: int) -> list[tuple[int, int | None]]:
+        """(group id, version that trained it or None) of a tree."""
+        return list(self._db.execute("SELECT id, trained FROM groups WHERE tree=? ORDER BY id", (tree,)))
+
+    def turns(self, group: int) -> list[Turn]:
+        """The turns of a group."""
+        ((body,),) = self._db.execute("SELECT turns FROM groups WHERE id=?", (group,))
+        return msgspec.msgpack.decode(body, type=list[Turn])
+
+    def untrained_trees(self) -> list[TreeRow]:
+        """Training trees that still grow, or closed with a group that no version holds."""
+        return self.trees(
+            "split='train' AND (status='growing' OR (status='closed' AND EXISTS"
+            " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL)))"
+        )
+
+    def next_tree(self) -> int:
+        """An unused tree id."""
+        return self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM trees").fetchone()[0]
+
+    def next_group(self) -> int:
+        """An unused group id."""
+        return self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM groups").fetchone()[0]
+
+    def next_position(self) -> int:
+        """The first draw that was never made."""
+        query = "SELECT COALESCE(MAX(position), -1) + 1 FROM trees WHERE split='train'"
+        return self._db.execute(query).fetchone()[0]
+
+    def quarantined(self) -> list[tuple[str, str]]:
+        """(place, reason) of rows and trees that could not work."""
+        rows = list(self._db.execute("SELECT place, reason FROM rejected"))
+        return rows + [(f"task {t.task}", t.reason or "") for t in self.trees("status='quarantined'")]
+
+    def evaluations(self) -> list[tuple[int, str, dict[str, float]]]:
+        """(version, name, result), oldest first."""
+        rows = self._db.execute("SELECT version, name, result FROM evaluations ORDER BY version")
+        return [(version, name, json.loads(result)) for version, name, result in rows]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()

@@ -1,0 +1,385 @@
+"""The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights, evaluate again, sum up.
+
+``python -m scheduler.main PROCESS.json``. Invariant: every drawn task ends closed or quarantined; the run ends with a summary, an
+error that says what failed, or a signal after which ``tools/launch --resume`` goes on.
+"""
+
+import asyncio
+import logging
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
+from scheduler import evaluation, report, strategies
+from scheduler.config import SchedulerConfig, SchedulerProcess
+from scheduler.context import Context, Shop
+from scheduler.dispatch import Dispatcher, Worker
+from scheduler.journal import Journal, TreeRow
+from scheduler.metrics import Metrics
+from scheduler.pacing import Pacing
+from scheduler.stream import Stream
+from scheduler.tasks import Tasks, held_out
+from scheduler.text import Text
+from scheduler.tree import Node, Tree
+from wire import loop
+from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.messages import LoadRequest, LoadResult, Trained
+from wire.sockets import RunKeys
+
+log = logging.getLogger("scheduler.main")
+
+INTERRUPTED = 130
+EVALUATIONS_AT_ONCE = 64
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """The learner's newest weights, from RUN/learner.json."""
+
+    version: int = 0
+    path: str = ""
+    digest: str = ""
+
+
+class Run:
+    """One run of the scheduler."""
+
+    def __init__(self, process: SchedulerProcess):
+        self.process, self.settings = process, process.scheduler
+        self.folder = Path(process.run)
+        self.journal = Journal(self.folder / "journal.sqlite")
+        self.dispatcher = Dispatcher(
+            self.settings.bind, RunKeys.create(self.folder / "keys"), self.settings.dispatch, process.seed
+        )
+        self.metrics = Metrics(self.folder)
+        self.dispatcher.on_event = self.metrics.event
+        self.dispatcher.on_join = self._joined
+        self.dispatcher.on_leave = self._left
+        self.tasks = Tasks(process.train, process.seed)
+        self.heldout = held_out(process.heldout, self.settings.evaluation.questions)
+        self.journal.reject(self.tasks.rejected)
+        self.weights = Resumed()
+        self.stream = Stream(self.dispatcher, self.journal, self._trained)
+        self.pacing: Pacing
+        self.growing: dict[int, asyncio.Task[None]] = {}
+        self.moved = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+        self.outcomes: list[float] = []
+        self.next_tree = self.journal.next_tree()
+        self.shop = Shop(
+            self.dispatcher,
+            self.journal,
+            Text(process.model),
+            SearchQA(process.prompt, self.settings.topk, self.settings.max_observation_characters),
+            self.settings,
+            self.counts,
+            self.stream.emit,
+        )
+        self.grow = strategies.load(self.settings.strategy)
+
+    # ------------------------------------------------------------------------------------------ the run
+
+    async def main(self) -> None:
+        """From the first worker to the summary."""
+        if self.tasks.rejected:
+            first = self.tasks.rejected[0]
+            print(
+                f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}",
+                flush=True,
+            )
+        await self.dispatcher.start()
+        (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
+        await self._wait_for_workers()
+        baselines = evaluation.trivial_baselines(self.heldout, self.tasks.tasks) if self.heldout else {}
+        if baselines:
+            print(
+                "held-out exact match without a model: " + ", ".join(f"{k} {v:.3f}" for k, v in baselines.items()),
+                flush=True,
+            )
+        if self.heldout and not any(name == "start" for _, name, _ in self.journal.evaluations()):
+            await self._evaluate("start")
+        await self._train()
+        if self.heldout:
+            await self._evaluate("end")
+        report.write(self.folder, self.journal, baselines, self.counts, self.dispatcher.counters)
+        await self.dispatcher.drain()
+        await self._workers_left(30.0)
+
+    async def _wait_for_workers(self) -> None:
+        services = {"generate": self.process.actors, "retrieve": 1, "train": 1}
+        services |= {f"judge.{name}": 1 for name in {*self.process.judges, self.settings.judge, "exact_match"}}
+        start = time.monotonic()
+        print("waiting for workers: " + ", ".join(f"{count} x {name}" for name, count in services.items()), flush=True)
+        for service, count in services.items():
+            await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
+        # The learner wrote its newest weights before it registered; a resumed run goes on from them.
+        path = self.folder / "learner.json"
+        self.weights = msgspec.json.decode(path.read_bytes(), type=Resumed) if path.exists() else Resumed()
+        self.stream.version = self.weights.version
+        if self.weights.version:
+            await self._spread()
+        print(
+            f"all workers are here after {time.monotonic() - start:.0f} s; policy version {self.weights.version}",
+            flush=True,
+        )
+
+    async def _train(self) -> None:
+        self.journal.forget_training_after(self.weights.version)
+        left = self.journal.untrained_trees()
+        s = self.settings
+        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, self.weights.version, len(left))
+        self.metrics.counters(self.dispatcher.workers())
+        for row in left:
+            self._take_up(row)
+        while not self.pacing.finished:
+            while self.pacing.may_start():
+                self._plant()
+            self._check()
+            self.moved.clear()
+            try:
+                await asyncio.wait_for(self.moved.wait(), s.watchdog_s)
+            except TimeoutError:
+                log.warning(
+                    "no progress for %.0f s; waiting for %s", s.watchdog_s, self.dispatcher.waiting() or "nothing"
+                )
+                print(f"  still waiting after {s.watchdog_s:.0f} s: {self.dispatcher.waiting()}", flush=True)
+
+    def _check(self) -> None:
+        """A background task that died stops the run with its error."""
+        for failure in (self.dispatcher.failure(), self.stream.failure(), self._failure):
+            if failure is not None:
+                raise failure
+
+    _failure: BaseException | None = None
+
+    # ------------------------------------------------------------------------------------------ trees
+
+    def _plant(self) -> None:
+        """Draw the next task and let its tree grow."""
+        position = self.journal.next_position()
+        task = self.tasks.at(position)
+        tree, self.next_tree = Tree(self.next_tree, task.id), self.next_tree + 1
+        context = self._context(task, tree, self.settings, position)
+        context.plant()
+        self.pacing.start()
+        self.journal.start_tree(tree, position, self.pacing.version)
+        self._spawn(tree, context)
+
+    def _take_up(self, row: TreeRow) -> None:
+        """Go on with a tree of the run before: resend its groups, regrow what is missing."""
+        tree = self.journal.tree(row)
+        for group, trained in self.journal.groups(row.id):
+            if trained is None:
+                self.stream.resend(tree, group)
+        if row.status == "closed":
+            self.stream.close(tree)
+            return
+        context = self._context(self.tasks.at(row.position), tree, self.settings, row.position)
+        self._spawn(tree, context)
+
+    def _context(self, task: Task, tree: Tree, settings: SchedulerConfig, position: int) -> Context:
+        rng = random.Random(f"{self.process.seed}/{tree.split}/{position}/{len(tree.nodes)}")
+        return Context(self.shop, settings, task, tree, rng)
+
+    def _spawn(self, tree: Tree, context: Context) -> None:
+        task = asyncio.create_task(self._grow(tree, context))
+        self.growing[tree.id] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self.growing.pop(tree.id, None)
+            if not task.cancelled() and task.exception() is not None:
+                self._failure = task.exception()
+            self.moved.set()
+
+        task.add_done_callback(ended)
+
+    async def _grow(self, tree: Tree, context: Context) -> None:
+        """Grow one tree to its end; a task that cannot work is quarantined, an infrastructure fault is tried again."""
+        started = self.pacing.version
+        for attempt in range(5):
+            try:
+                await self.grow(tree, context)
+                break
+            except InfrastructureFault as fault:
+                log.warning("tree %d, attempt %d: %s", tree.id, attempt + 1, fault)
+                if attempt == 4:
+                    raise InfrastructureFault(f"tree {tree.id} failed five times; the last time: {fault}") from fault
+                self.counts["tree_retries"] += 1
+            except DataFault as fault:
+                self._quarantine(tree, str(fault))
+                return
+        self.journal.close_tree(tree.id)
+        self.stream.close(tree)
+        self.pacing.close(started)
+        tips = {node.trajectory for node in tree.nodes.values()}
+        self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
+
+    def _quarantine(self, tree: Tree, reason: str) -> None:
+        log.error("task %s is quarantined: %s", tree.task, reason)
+        self.counts["quarantined"] += 1
+        self.journal.close_tree(tree.id, "quarantined", reason)
+        if tree.groups:
+            self.stream.close(tree)  # what it gave is trained
+        else:
+            self.pacing.withdraw()
+        if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
+            raise RuntimeError(f"{self.counts['quarantined']} tasks were quarantined; the last reason: {reason}")
+
+    # ------------------------------------------------------------------------------------------ weights
+
+    async def _trained(self, trained: Trained) -> None:
+        """A new version: spread it, then let pacing move on."""
+        self.weights = Resumed(trained.version, trained.path, trained.digest)
+        start = time.monotonic()
+        await self._spread()
+        values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
+        values["time/spread"] = time.monotonic() - start
+        if self.outcomes:
+            values["rollout/em"] = sum(self.outcomes) / len(self.outcomes)
+            self.outcomes.clear()
+        values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
+        values["count/over_stale"] = float(self.pacing.over_stale)
+        self.metrics.record(trained.version, values)
+        self.pacing.trained(trained.version)
+        every = self.settings.evaluation.every
+        if self.heldout and every and trained.version % every == 0 and not self.pacing.finished:
+            await self._evaluate(f"v{trained.version}")
+        self.moved.set()
+
+    async def _spread(self) -> None:
+        """The newest weights to every actor; one that cannot prove them is sent away."""
+        actors = self.dispatcher.workers("load")
+        await asyncio.gather(*(self._load(actor) for actor in actors))
+        if not self.dispatcher.workers("generate"):
+            raise InfrastructureFault(
+                f"no actor could load policy version {self.weights.version}: see the actors' logs"
+            )
+
+    async def _load(self, actor: Worker) -> None:
+        w = self.weights
+        try:
+            loaded: LoadResult = await self.dispatcher.call(
+                "load", LoadRequest(w.version, w.path, w.digest), deadline=300.0, worker=actor.name
+            )
+            if (loaded.version, loaded.digest) != (w.version, w.digest):
+                raise InfrastructureFault(f"answered version {loaded.version}, digest {loaded.digest[:16]}")
+        except Fault as fault:
+            print(f"actor {actor.name} did not take policy version {w.version} and is dropped: {fault}", flush=True)
+            self.counts["failed_loads"] += 1
+            self.dispatcher.remove(actor, f"weights of version {w.version} were not proven")
+
+    async def _joined(self, worker: Worker) -> None:
+        log.info("%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity)
+        self.stream.learner_joined(worker)
+        if "load" in worker.hello.services and self.weights.version:
+            w = self.weights
+            await self.dispatcher.call(
+                "load", LoadRequest(w.version, w.path, w.digest), deadline=300.0, worker=worker.name
+            )
+
+    def _left(self, worker: Worker, reason: str) -> None:
+        log.info("%s left: %s", worker.name, reason)
+
+    async def _workers_left(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while self.dispatcher.workers() and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    async def _evaluate(self, name: str) -> None:
+        start = time.monotonic()
+        version = self.weights.version
+        e = self.settings.evaluation
+        settings = msgspec.structs.replace(self.settings, k=1, temperature=e.temperature)
+        room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
+        pairs = await asyncio.gather(*(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout)))
+        found = evaluation.summarise(version, [pair for pair in pairs if pair is not None])
+        self.journal.save_evaluation(version, name, msgspec.to_builtins(found))
+        values = {
+            "heldout/em": found.em.mean,
+            "heldout/em_half": found.em.half,
+            "heldout/return": found.ret.mean,
+            "heldout/f1": found.f1.mean,
+            "heldout/valid": found.valid.mean,
+        }
+        self.metrics.record(version, values, show=False)
+        print(report.heldout_line(name, found, time.monotonic() - start), flush=True)
+
+    async def _examine(
+        self, position: int, task: Task, settings: SchedulerConfig, room: asyncio.Semaphore
+    ) -> tuple[Task, Tree] | None:
+        async with room:
+            tree, self.next_tree = Tree(self.next_tree, task.id, "heldout"), self.next_tree + 1
+            shop = msgspec.structs.replace(self.shop, emit=_keep, counts=Counter())
+            rng = random.Random(f"heldout/{position}")
+            context = Context(shop, settings, task, tree, rng)
+            context.plant()
+            self.journal.start_tree(tree, position, self.weights.version)
+            try:
+                await strategies.load("full")(tree, context)
+            except DataFault as fault:
+                self._quarantine_heldout(tree, fault)
+                return None
+            self.journal.close_tree(tree.id)
+            return task, tree
+
+    def _quarantine_heldout(self, tree: Tree, fault: Fault) -> None:
+        log.error("held-out task %s is quarantined: %s", tree.task, fault)
+        self.journal.close_tree(tree.id, "quarantined", str(fault))
+
+    # ------------------------------------------------------------------------------------------ end
+
+    async def close(self) -> None:
+        """Stop growing, keep everything that was journaled."""
+        for task in list(self.growing.values()):
+            task.cancel()
+        await asyncio.gather(*self.growing.values(), return_exceptions=True)
+        await self.stream.stop()
+        await self.dispatcher.close()
+        self.metrics.close()
+        self.journal.close()
+
+
+def _keep(tree: Tree, nodes: list[Node], turns: list[object]) -> None:
+    """An evaluation trains nothing."""
+
+
+async def run(process: SchedulerProcess) -> int:
+    """Run to the end or to a signal; returns the exit status."""
+    made = Run(process)
+    work = asyncio.create_task(made.main())
+    interrupted = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
+    stop = asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await made.dispatcher.drain()
+            print(f"stopped; go on with: tools/launch --resume {process.run}", flush=True)
+            return INTERRUPTED
+        work.result()
+        return 0
+    finally:
+        stop.cancel()
+        await made.close()
+
+
+def main() -> None:
+    """The launcher's scheduler process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
+    sys.exit(loop.run(run(process)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What a run says at its end: held-out start against end with intervals, baselines beside them, where everything lies."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from scheduler.evaluation import HeldOut
+from scheduler.journal import Journal
+
+
+def heldout_line(name: str, found: HeldOut, seconds: float) -> str:
+    """One line for the terminal."""
+    hops = ", ".join(f"{hops} hop {value:.2f}" for hops, value in found.em_by_hops.items())
+    return (
+        f"held-out {name} (version {found.version}, {found.questions} questions): EM {found.em} ({hops}), F1 {found.f1},"
+        f" return {found.ret}, valid {found.valid}, answered {found.answered}, {found.searches:.2f} searches, {seconds:.0f} s"
+    )
+
+
+def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Counter[str], calls: Counter[str]) -> None:
+    """RUN/summary.json and the closing lines."""
+    found = {name: (version, result) for version, name, result in journal.evaluations()}
+    summary = {
+        "baselines": baselines,
+        "heldout": {name: {"version": version, **result} for name, (version, result) in found.items()},
+        "counts": dict(counts),
+        "calls": dict(calls),
+        "quarantined": journal.quarantined(),
+    }
+    (run / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+    print("\nsummary")
+    if "start" in found and "end" in found:
+        start, end = (msgspec.convert(found[name][1], HeldOut) for name in ("start", "end"))
+        for title, a, b in (("exact match", start.em, end.em), ("return", start.ret, end.ret), ("F1", start.f1, end.f1),
+                            ("valid actions", start.valid, end.valid)):  # fmt: skip
+            verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
+            if b.high < a.low:
+                verdict = "FELL beyond both 95% intervals"
+            print(f"  held-out {title:<14} {a} -> {b}   {verdict}")
+        for name, value in baselines.items():
+            print(f"  baseline {name:<22} {value:.3f} exact match")
+        print(f"  baseline warm start             {start.em.mean:.3f} exact match (the start above)")
+    if summary["quarantined"]:
+        print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
+    for name in ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "logs"):
+        print(f"  {name:<15} {run / name}")
+    print(f"look at a tree: tools/dump {run}", flush=True)

@@ -1,0 +1,36 @@
+"""SLATE: truncated step-level sampling (Algorithm 1; methods.md 1.1).
+
+At each step k candidates are sampled from one prefix and judged; all k leave for training at once; one of them, drawn by
+its advantage, is continued. An answer ends the tree; a used-up budget forces one (logged, not trained).
+"""
+
+from scheduler.context import Context
+from scheduler.rewards import advantages, choose
+from scheduler.tree import Tree
+
+
+async def grow(tree: Tree, ctx: Context) -> None:
+    """Grow one question's tree from its tip."""
+    settings = ctx.settings
+    node = tree.tip()
+    while True:
+        if node.kind == "action":
+            advanced = await ctx.step(node)
+            if advanced is None:
+                break
+            node = advanced
+        if node.step >= settings.budget:
+            await ctx.force_answer(node)
+            break
+        candidates = await ctx.generate(node, settings.k)
+        rewards = await ctx.judge(candidates)
+        scores = advantages(rewards)
+        for candidate, score in zip(candidates, scores, strict=True):
+            candidate.scores["advantage"] = score
+        valid = [i for i, candidate in enumerate(candidates) if ctx.action(candidate).valid]
+        everyone = list(range(len(candidates)))
+        chosen = choose(scores, valid or everyone, settings.selection, settings.eta, ctx.rng)
+        candidates[chosen].chosen = True
+        ctx.emit([[candidate] for candidate in candidates])
+        node = candidates[chosen]
+    await ctx.log_outcome(tree.tip())

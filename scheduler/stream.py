@@ -1,0 +1,114 @@
+"""Finished groups to the learner, and its new versions back. A group is journaled, then sent; sent again until it is trained.
+
+A node travels once to a learner; after a reconnect, or when the learner misses an ancestor, the whole path is sent.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from scheduler.dispatch import Dispatcher, Worker
+from scheduler.journal import Journal
+from scheduler.tree import Node, Tree
+from wire.faults import InfrastructureFault
+from wire.messages import Trained, TrainGroup, TreeClosed, Turn
+
+log = logging.getLogger("scheduler.stream")
+
+FOREVER_S = 7 * 24 * 3600.0
+"""A train call is answered when its update is done, however long the batch takes to fill."""
+_RESEND_WAIT_S = 1.0
+
+
+class Stream:
+    """Owns the open ``train`` and ``close`` calls. ``on_trained`` is awaited once for each new version, in order."""
+
+    def __init__(self, dispatcher: Dispatcher, journal: Journal, on_trained: Callable[[Trained], Awaitable[None]]):
+        self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
+        self.version = 0
+        self.sent_groups = 0
+        self._next_group = journal.next_group()
+        self._sent: dict[int, set[int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._order = asyncio.Lock()
+
+    def learner_joined(self, worker: Worker) -> None:
+        """A learner connected: it has no nodes yet."""
+        if "train" in worker.hello.services:
+            self._sent.clear()
+
+    def emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
+        """A new group: durable first, then on its way."""
+        group, self._next_group = self._next_group, self._next_group + 1
+        self.journal.save_group(tree, group, nodes, turns)
+        tree.groups.append(group)
+        self._spawn(self._send(tree, group, turns))
+
+    def resend(self, tree: Tree, group: int) -> None:
+        """A journaled group that no version holds yet."""
+        self._spawn(self._send(tree, group, self.journal.turns(group)))
+
+    def close(self, tree: Tree) -> None:
+        """The tree will emit no more."""
+        self._spawn(self._close(TreeClosed(tree.id, list(tree.groups))))
+
+    def failure(self) -> BaseException | None:
+        """The error that ended a send, if one did."""
+        return self._failure
+
+    async def stop(self) -> None:
+        """Abandon open calls; their groups stay in the journal."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    _failure: BaseException | None = None
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Future[None]) -> None:
+            self._tasks.discard(task)  # pyright: ignore[reportArgumentType]
+            if not task.cancelled() and task.exception() is not None:
+                self._failure = task.exception()
+
+        task.add_done_callback(ended)
+
+    async def _send(self, tree: Tree, group: int, turns: list[Turn]) -> None:
+        whole = False
+        while True:
+            body = TrainGroup(group, tree.id, self._fresh(tree, turns, whole), turns)
+            try:
+                trained: Trained = await self.dispatcher.call("train", body, deadline=FOREVER_S)
+                break
+            except InfrastructureFault as fault:
+                log.warning("group %d is sent again: %s", group, fault)
+                whole = True
+                await asyncio.sleep(_RESEND_WAIT_S)
+        self.sent_groups += 1
+        async with self._order:
+            self.journal.mark_trained(group, trained.version)
+            if trained.version > self.version:
+                self.version = trained.version
+                await self.on_trained(trained)
+
+    def _fresh(self, tree: Tree, turns: list[Turn], whole: bool) -> list:
+        sent = self._sent.setdefault(tree.id, set())
+        needed: dict[int, Node] = {}
+        for turn in turns:
+            for node in tree.path(tree.nodes[turn.node]):
+                if whole or node.id not in sent:
+                    needed[node.id] = node
+        sent.update(needed)
+        return [needed[id].travels() for id in sorted(needed)]
+
+    async def _close(self, closed: TreeClosed) -> None:
+        while True:
+            try:
+                await self.dispatcher.call("close", closed, deadline=FOREVER_S)
+                self._sent.pop(closed.tree, None)
+                return
+            except InfrastructureFault as fault:
+                log.warning("closing of tree %d is sent again: %s", closed.tree, fault)
+                await asyncio.sleep(_RESEND_WAIT_S)
