@@ -15,7 +15,7 @@ from judges.exact_match import exact_match, f1, normalize
 from wire.messages import JudgedTurn, Judgement
 
 _FUNCTION_WORDS = frozenset(
-    "of in is was and to what which who whose by for on it its with at from that this s name country".split()
+    ("of in is was and to what which who whose by for on it its with at from that this s name country").split()  # noqa: SIM905
 )
 _HALF = 0.5
 
@@ -37,7 +37,9 @@ class SlateRules(Judge):
         self, query: Literal["format", "evidence"] = "evidence", answer: Literal["strict", "partial"] = "strict"
     ):
         if query not in ("format", "evidence") or answer not in ("strict", "partial"):
-            raise ValueError(f"slate_rules: query={query!r}, answer={answer!r}: expected format|evidence, strict|partial")
+            raise ValueError(
+                f"slate_rules: query={query!r}, answer={answer!r}: expected format|evidence, strict|partial"
+            )
         self.query, self.answer = query, answer
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:

@@ -74,10 +74,14 @@ def restore(trainer: Trainer, folder: Path) -> State:
         weights = load_file(folder / "trained.safetensors")
         moments = load_file(folder / "optimizer.safetensors")
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged ({error}): delete it to resume from the one before") from error
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged ({error}): delete it to resume from the one before"
+        ) from error
     own = trainer.policy.trained()
     if set(own) != set(weights):
-        raise CheckpointError(f"checkpoint {folder} holds other parameters than the model: were learner.lora or model changed?")
+        raise CheckpointError(
+            f"checkpoint {folder} holds other parameters than the model: were learner.lora or model changed?"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])

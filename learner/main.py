@@ -24,7 +24,7 @@ from wire.sockets import RunKeys
 
 log = logging.getLogger("learner.main")
 
-_STOP = b""
+_STOP = b"\x01"
 _KEEPALIVE = b"\x00"
 """Sent to idle ranks, so that only a dead rank 0 makes them time out."""
 
@@ -136,9 +136,7 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
         published = publish(trainer.policy, trainer.version, run, process.learner.keep)
     announce(run, published)
     leader = Leader(trainer, run, Inbox(process.questions_per_update, trained), published)
-    service = Service(
-        process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0
-    )
+    service = Service(process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0)
     keys = RunKeys.load(run / "keys")
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))

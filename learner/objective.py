@@ -30,10 +30,7 @@ def token_weights(
     for group in np.unique(table.group):
         rows = np.flatnonzero(table.group == group)
         names, member = np.unique(table.trajectory[rows], return_inverse=True)
-        if aggregation == "trajectory":
-            tokens = np.bincount(member, weights=counts[rows])[member]
-        else:
-            tokens = counts[rows]
+        tokens = np.bincount(member, weights=counts[rows])[member] if aggregation == "trajectory" else counts[rows]
         scale[rows] = 1.0 / (np.maximum(tokens, 1.0) * len(names) * questions)
     if mean_over_steps:
         for tree in np.unique(table.tree):

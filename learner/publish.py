@@ -71,4 +71,3 @@ def export(policy: Policy, source: Path, folder: Path) -> None:
         policy.model.save_pretrained(folder)
     for path in [*source.glob("*token*"), *source.glob("*.jinja"), *source.glob("generation_config.json")]:
         shutil.copy(path, folder / path.name)
-

@@ -98,7 +98,9 @@ class Trainer:
         self.ranks.add_gradients(self.parameters)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
         if not torch.isfinite(norm):
-            raise RuntimeError(f"update {self.version + 1}: gradient norm {norm}; stopping before the weights are spoilt")
+            raise RuntimeError(
+                f"update {self.version + 1}: gradient norm {norm}; stopping before the weights are spoilt"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         metrics |= _loss_metrics(self.ranks.add(sums), self.ranks.greatest(peaks))
@@ -128,7 +130,8 @@ class Trainer:
         device = self.policy.device
         paths = [part.paths[i] for i in rows]
         advantage, weight, behaviour = (
-            torch.cat([column[i] for i in rows]).to(device) for column in (part.advantages, part.weights, part.behaviour)
+            torch.cat([column[i] for i in rows]).to(device)
+            for column in (part.advantages, part.weights, part.behaviour)
         )
         current, entropy, _ = self.policy.logprobs(paths)
         surrogate, clipped = self.correct(current, behaviour, advantage, self.config.clip_low, self.config.clip_high)
@@ -142,7 +145,15 @@ class Trainer:
             gap = (current - behaviour)[weight > 0]
             live = weight > 0
             ratio = gap.exp()
-            columns = [torch.ones_like(gap), ratio, gap.abs(), clipped[live].float(), entropy[live], kl[live], surrogate[live]]
+            columns = [
+                torch.ones_like(gap),
+                ratio,
+                gap.abs(),
+                clipped[live].float(),
+                entropy[live],
+                kl[live],
+                surrogate[live],
+            ]
             sums += torch.stack([column.double().sum() for column in columns]).cpu()
             torch.maximum(peaks, torch.stack([ratio.max(), gap.abs().max()]).double().cpu(), out=peaks)
 
@@ -162,9 +173,7 @@ class Trainer:
             )
 
 
-def _table_metrics(
-    table: TurnTable, turns: list[TurnTokens], advantages: np.ndarray, version: int
-) -> dict[str, float]:
+def _table_metrics(table: TurnTable, turns: list[TurnTokens], advantages: np.ndarray, version: int) -> dict[str, float]:
     stale = version - np.concatenate([turn.versions for turn in turns])
     made = {
         "learner/turns": float(len(table)),

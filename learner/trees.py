@@ -91,7 +91,9 @@ def dense_masks(
     if set(layer_types) <= {"full_attention"}:
         return additive(ancestor)
     if window is None or set(layer_types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layers of kind {sorted(set(layer_types))} with window {window}: tree packing knows full and sliding")
+        raise ValueError(
+            f"layers of kind {sorted(set(layer_types))} with window {window}: tree packing knows full and sliding"
+        )
     near = ancestor & (depth[:, None] - depth[None, :] < window)
     return {"full_attention": additive(ancestor), "sliding_attention": additive(near)}
 
@@ -105,7 +107,9 @@ def micro_batches(paths: Sequence[Path], budget: int) -> list[list[int]]:
     size, last = 0, []
     for index in sorted(range(len(paths)), key=lambda i: paths[i].tokens):
         tokens = paths[index].tokens
-        shared = next((i for i, (a, b) in enumerate(zip(last, tokens, strict=False)) if a != b), min(len(last), len(tokens)))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(last, tokens, strict=False)) if a != b), min(len(last), len(tokens))
+        )
         added = len(tokens) - shared
         if not batches or size + added > budget:
             batches.append([])

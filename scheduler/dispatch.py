@@ -66,7 +66,7 @@ class Worker:
     def __init__(self, identity: bytes, hello: Register, now: float):
         self.identity, self.hello = identity, hello
         self.name = hello.worker
-        self.in_flight: dict[int, "Attempt"] = {}
+        self.in_flight: dict[int, Attempt] = {}
         self.stats: dict[str, float] = {}
         self.breaker = Breaker()
         self.heard = now

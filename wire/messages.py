@@ -12,7 +12,6 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-
 # ---------------------------------------------------------------------------------------------- protocol
 
 
@@ -87,18 +86,7 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
     reason: str = ""
 
 
-Message = (
-    Register
-    | Registered
-    | Heartbeat
-    | Request
-    | Partial
-    | Result
-    | Error
-    | Cancel
-    | Drain
-    | Goodbye
-)
+Message = Register | Registered | Heartbeat | Request | Partial | Result | Error | Cancel | Drain | Goodbye
 
 # ---------------------------------------------------------------------------------------------- generation
 

@@ -30,6 +30,7 @@ from actors.engines import weights
 from actors.engines.radix import RadixCache, common_length
 from actors.engines.sampling import pick
 from wire.faults import DataFault, InfrastructureFault
+from wire.hardware import compute_dtype
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -76,22 +77,12 @@ class Running:
         return self.owner.prompt + self.tokens[:-1]
 
 
-def hardware_dtype(setting: str) -> torch.dtype:
-    """The compute type for ``setting``: auto is bfloat16 on CUDA and on processors that multiply in it, else float32."""
-    if setting != "auto":
-        return getattr(torch, setting)
-    if torch.cuda.is_available():
-        return torch.bfloat16
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
-
-
 class LocalEngine:
     """Implements ``actors.engines.base.Engine`` for Llama, Qwen2, Qwen3 and models built like them."""
 
     def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0):
         self.folder, self.config, self.seed = Path(model), config, seed
-        self.dtype = hardware_dtype(config.dtype)
+        self.dtype: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.version = 0
         self.counts: collections.Counter[str] = collections.Counter()
@@ -263,7 +254,9 @@ class LocalEngine:
             row_of += [decoding + offset] * waiting.request.n
         self._sample(logits[row_of])
 
-    def _forward(self, tokens: list[int], positions: list[int], rows: list[int], plan: slot_memory.Plan) -> torch.Tensor:
+    def _forward(
+        self, tokens: list[int], positions: list[int], rows: list[int], plan: slot_memory.Plan
+    ) -> torch.Tensor:
         """Logits [rows, vocabulary]; only the given rows pass the language-model head."""
         ids = torch.tensor([tokens], device=self.device)
         where = torch.tensor([positions], device=self.device)

@@ -17,7 +17,9 @@ ATTENTION = "coppice_slots"
 class Slots:
     """Room for ``count`` samples; the length grows by doubling up to ``longest`` tokens."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, count: int, longest: int, dtype: torch.dtype, device: str):
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, count: int, longest: int, dtype: torch.dtype, device: str
+    ):
         self.count, self.longest = count, longest
         self._shape = (layers, 2, count, kv_heads)
         self.kv = torch.zeros(*self._shape, 0, head_dim, dtype=dtype, device=device)
@@ -69,7 +71,9 @@ class Plan:
         self.mask = (reach[None, :] <= self.positions[:, None])[:, None, None, :]
         self.causal = [_causal(p, device) for p in prefills]
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
         keys, values = self.slots.kv[layer, 0], self.slots.kv[layer, 1]
         heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]

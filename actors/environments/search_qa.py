@@ -49,7 +49,9 @@ class SearchQA:
         path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in PROMPTS.glob("*.txt")))
-            raise FileNotFoundError(f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash")
+            raise FileNotFoundError(
+                f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash"
+            )
         self.template = path.read_text().strip()
         if "{question}" not in self.template:
             raise ValueError(f"prompt file {path} has no {{question}} placeholder")

@@ -45,7 +45,9 @@ def _rows(source: str) -> Iterator[dict[str, Any] | Rejected]:
                 if line.strip():
                     yield _json_row(line)
     elif path.suffix or not _is_hub_name(source):
-        raise FileNotFoundError(f"task file {source!r} does not exist: give a .jsonl or .parquet path, or a hub dataset owner/name")
+        raise FileNotFoundError(
+            f"task file {source!r} does not exist: give a .jsonl or .parquet path, or a hub dataset owner/name"
+        )
     else:
         yield from _hub_rows(source)
 

@@ -81,7 +81,9 @@ def build(
         index.add(encoder.embed(texts, "passage"))  # pyright: ignore[reportCallIssue]
         if progress and (first // batch) % 10 == 0:
             rate = (first + batch) / max(1e-9, time.monotonic() - start)
-            print(f"  embedded {min(first + batch, len(contents))} of {len(contents)} passages ({rate:.0f}/s)", flush=True)
+            print(
+                f"  embedded {min(first + batch, len(contents))} of {len(contents)} passages ({rate:.0f}/s)", flush=True
+            )
     manifest = Manifest(encoder.name, encoder.dimensions, len(contents), sha256(corpus))
     draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,180 @@
+"""One TOML an experiment -> typed structs. An unknown key, a wrong type or a value without effect is refused with its path."""
+
+import difflib
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.config import ActorsConfig
+from judges.config import JudgesConfig, RetrieverConfig
+from learner.config import LearnerConfig
+from scheduler.config import SchedulerConfig
+from tools.warm_start import WarmStart
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: names the key, the value, what was expected."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [model]. name: "smollm2-135m", a Hugging Face folder or a hub id."""
+
+    name: str = "smollm2-135m"
+
+
+class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [data]. "default" is the built-in corpus and its questions; else paths (JSONL, Parquet) or hub datasets.
+
+    prompt: a file of actors/environments/prompts without ending, or a path.
+    """
+
+    train: str = "default"
+    heldout: str = "default"
+    corpus: str = "default"
+    environment: str = "search_qa"
+    prompt: str = "short"
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of an experiment. runs: the folder in which run folders are made. threads: of set-up work (index, warm start)."""
+
+    name: str
+    seed: int = 0
+    runs: str = "runs"
+    threads: int = 2
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    warm_start: WarmStart = WarmStart()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    actors: ActorsConfig = ActorsConfig()
+    judges: JudgesConfig = JudgesConfig()
+    retriever: RetrieverConfig = RetrieverConfig()
+    learner: LearnerConfig = LearnerConfig()
+
+
+def load(path: Path, overrides: list[str]) -> Config:
+    """The config of a TOML file with ``a.b=value`` overrides. Raises ConfigError."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        near = ", ".join(str(p) for p in sorted(Path("configs").glob("*.toml")))
+        raise ConfigError(f"config {path} does not exist; there are {near}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config {path} is not TOML: {error}") from None
+    return convert(tree, overrides)
+
+
+def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
+    """The same from a table."""
+    for override in overrides:
+        _set(tree, override)
+    _check_keys(tree, Config, "")
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"config: {str(error).replace('`$.', '`')}") from None
+    check(config)
+    return config
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override!r}: expected key=value, such as learner.lr=1e-6")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *path, last = key.strip().split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+    tree[last] = value
+
+
+def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
+    """Unknown keys, with the nearest known name, before msgspec checks types."""
+    hints = typing.get_type_hints(kind)
+    for key, value in tree.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, 1)
+            guess = f"; did you mean {path}{near[0]!s}?" if near else f"; expected one of {sorted(hints)}"
+            raise ConfigError(f"config: unknown key {path}{key} = {value!r}{guess}")
+        inner = _struct(hints[key])
+        if inner is not None and isinstance(value, dict):
+            _check_keys(value, inner, f"{path}{key}.")
+
+
+def _struct(hint: Any) -> type | None:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
+
+
+def check(config: Config) -> None:
+    """Values out of range, and settings that would silently do nothing."""
+    s, a, w = config.scheduler, config.actors, config.learner
+    positive = {
+        "scheduler.k": s.k,
+        "scheduler.budget": s.budget,
+        "scheduler.updates": s.updates,
+        "scheduler.questions_per_update": s.questions_per_update,
+        "scheduler.max_action_tokens": s.max_action_tokens,
+        "scheduler.eta": s.eta,
+        "scheduler.topk": s.topk,
+        "actors.count": a.count,
+        "actors.max_batch": a.max_batch,
+        "actors.capacity": a.capacity,
+        "learner.count": w.count,
+        "learner.lr": w.lr,
+        "learner.micro_tokens": w.micro_tokens,
+        "learner.keep": w.keep,
+        "learner.checkpoint_every": w.checkpoint_every,
+    }
+    for key, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"config: {key} = {value}: expected more than 0")
+    if s.max_staleness < 0:
+        raise ConfigError(f"config: scheduler.max_staleness = {s.max_staleness}: expected 0 (synchronous) or more")
+    if s.temperature <= 0:
+        raise ConfigError(f"config: scheduler.temperature = {s.temperature}: training samples, so expected more than 0")
+    if s.k > a.max_batch:
+        raise ConfigError(
+            f"config: scheduler.k = {s.k} samples cannot decode together in actors.max_batch = {a.max_batch}"
+        )
+    if s.max_action_tokens >= a.max_context:
+        raise ConfigError(
+            f"config: scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in"
+            f" actors.max_context = {a.max_context}"
+        )
+    if config.data.environment != "search_qa":
+        raise ConfigError(f"config: data.environment = {config.data.environment!r}: expected 'search_qa'")
+    _check_effects(config)
+
+
+def _check_effects(config: Config) -> None:
+    s, w = config.scheduler, config.learner
+    default = SchedulerConfig()
+    if s.selection == "best-of-k" and s.eta != default.eta:
+        raise ConfigError(
+            f"config: scheduler.eta = {s.eta} has no effect with scheduler.selection = 'best-of-k': remove it"
+        )
+    if s.strategy == "full" and s.selection != default.selection:
+        raise ConfigError("config: scheduler.selection has no effect with scheduler.strategy = 'full': remove it")
+    if w.correction == "none" and (w.clip_low, w.clip_high) != (LearnerConfig().clip_low, LearnerConfig().clip_high):
+        raise ConfigError(
+            "config: learner.clip_low and clip_high have no effect with learner.correction = 'none': remove them"
+        )
+    if w.scheme == "grpo" and s.strategy == "slate":
+        raise ConfigError(
+            "config: learner.scheme = 'grpo' compares whole trajectories: it needs scheduler.strategy = 'full'"
+        )
+    if config.data.train != "default" and config.warm_start.steps and config.data.corpus != "default":
+        raise ConfigError(
+            f"config: warm_start.steps = {config.warm_start.steps}: the built-in warm start knows the default data only;"
+            " set warm_start.steps = 0 (and use tools/sft if your model needs one)"
+        )

@@ -1,0 +1,35 @@
+"""The command tools/index: embed a Search-R1 corpus (JSONL of {id, contents}) into an index folder."""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from judges.retriever.encoder import Encoder
+from judges.retriever.index import build, read_manifest, sha256
+
+
+def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
+    """The cached index of ``corpus``, built when absent."""
+    out = cache / "indexes" / f"{encoder.replace('/', '_')}-{sha256(corpus)[:16]}"
+    if not (out / "manifest.json").is_file():
+        print(f"indexing {corpus} with {encoder} (cached afterwards)", flush=True)
+        build(corpus, out, Encoder(encoder, threads))
+    read_manifest(out)
+    return out
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="tools/index", description="Build a retrieval index.")
+    parser.add_argument("corpus", type=Path, help="JSONL of {id, contents}; contents = quoted title, newline, text")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument(
+        "--encoder", default="minilm", help='"minilm", or a folder or hub name (E5 prefixes when it says e5)'
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="pass over malformed lines (they are printed)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    given = parser.parse_args()
+    start = time.monotonic()
+    manifest = build(given.corpus, given.out, Encoder(given.encoder, given.threads), skip_bad=given.skip_bad)
+    print(f"{manifest.passages} passages in {given.out} after {time.monotonic() - start:.0f} s")

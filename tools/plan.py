@@ -1,0 +1,91 @@
+"""The processes of a run: name, module, process file and environment of each."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from actors.config import ActorProcess
+from judges.retriever.worker import RetrieverProcess
+from judges.serve import JudgeProcess
+from learner.config import LearnerProcess
+from scheduler.config import SchedulerProcess
+from tools.assets import Assets
+from tools.config import Config
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process: ``python -m module RUN/processes/<file>.json``. vital: its death ends the run; others are restarted."""
+
+    name: str
+    module: str
+    file: str
+    threads: int
+    vital: bool
+    environment: dict[str, str] = {}
+
+
+def make(config: Config, assets: Assets, run: Path) -> list[Process]:
+    """Write the process files and return the plan, the scheduler first."""
+    folder = run / "processes"
+    folder.mkdir(parents=True, exist_ok=True)
+    r, w = str(run), config.learner
+    files: dict[str, Any] = {
+        "scheduler": SchedulerProcess(
+            "scheduler", r, config.seed, assets.model, config.data.environment, config.data.prompt, assets.train,
+            assets.heldout, config.actors.count, [_service(name) for name in config.judges.use], config.scheduler,
+        ),
+        "judges": JudgeProcess("judges", r, config.judges.use),
+        "retriever": RetrieverProcess("retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads),
+        "learner": LearnerProcess(
+            "learner", r, config.seed, assets.model, config.scheduler.questions_per_update, config.scheduler.temperature, w
+        ),
+    }  # fmt: skip
+    for i in range(config.actors.count):
+        files[f"actor-{i}"] = ActorProcess(f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors)
+    for name, body in files.items():
+        (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
+    plan = [
+        Process("scheduler", "scheduler.main", "scheduler", 1, True),
+        Process("judges", "judges.serve", "judges", 1, False),
+        Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False),
+    ]
+    plan += [
+        Process(f"actor-{i}", "actors.worker", f"actor-{i}", config.actors.threads, False)
+        for i in range(config.actors.count)
+    ]
+    port = str(_free_port())
+    for rank in range(w.count):
+        place = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(w.count), "LOCAL_WORLD_SIZE": str(w.count),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        plan.append(
+            Process(f"learner-{rank}", "learner.main", "learner", w.threads, True, place if w.count > 1 else {})
+        )
+    return plan
+
+
+def _service(name: str) -> str:
+    """The service name of a judge spec; a plug-in announces its own, so only built-in names are waited for."""
+    return name if ":" not in name else "exact_match"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def describe(plan: list[Process], config: Config, weights_gib: float) -> str:
+    """The plan and a memory estimate for --dry-run."""
+    a, w = config.actors, config.learner
+    copies = 1.2 if w.lora.rank else 4.0
+    need = a.count * (2 * weights_gib + a.kv_cache_gib + 0.4) + w.count * (2 * weights_gib * copies + 1.0) + 1.5
+    lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
+    free = psutil.virtual_memory().available / 2**30
+    return "\n".join(
+        [*lines, f"memory: about {need:.1f} GiB of {free:.1f} GiB free (float32 weights, caches, activations)"]
+    )
