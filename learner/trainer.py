@@ -17,7 +17,7 @@ from learner.model import Policy
 from learner.objective import token_weights
 from learner.ranks import Ranks
 from learner.table import TurnTable, TurnTokens, build
-from learner.trees import Path, micro_batches, packed_sizes, share
+from learner.trees import Path, micro_batches, pack, packed_sizes, share
 from wire.messages import TrainGroup, TreeNode
 
 SELF_CHECK = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -61,18 +61,25 @@ class Trainer:
         self.correct = CORRECTIONS[self.config.correction]
         self.version = 0
         self.checked = False
-        self.busy_s = 0.0
+        self._busy_s = 0.0
+        self._since: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in updates, the running one included."""
+        since = self._since
+        return self._busy_s + (time.monotonic() - since if since is not None else 0.0)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Train on one batch, version v -> v + 1; returns its metrics (equal on all ranks)."""
-        start = time.monotonic()
+        start = self._since = time.monotonic()
         nodes = {(tree, node.id): node for tree, node in batch.nodes}
         metrics: dict[str, float] = {"learner/groups": len(batch.groups), "learner/questions": batch.questions}
         if batch.groups:
             table, turns = build(batch.groups, nodes)
             metrics |= self._train(table, turns, batch.questions)
         self.version = batch.version + 1
-        self.busy_s += time.monotonic() - start
+        self._busy_s, self._since = self.busy_s, None
         metrics["learner/seconds"] = time.monotonic() - start
         return metrics
 
@@ -83,7 +90,9 @@ class Trainer:
         metrics = _table_metrics(table, turns, advantages, self.version)
         if not part.paths:
             return metrics | {"learner/skipped": 1.0}
-        batches = micro_batches(part.paths, self.config.micro_tokens)
+        whole = len(pack(part.paths).tokens)
+        budget = min(self.config.micro_tokens, -(-whole // self.ranks.count))  # no rank without work
+        batches = micro_batches(part.paths, budget)
         sizes = packed_sizes(part.paths, batches)
         mine = share(sizes, self.ranks.count)[self.ranks.rank]
         if not self.checked:

@@ -36,7 +36,7 @@ from wire.sockets import RunKeys
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-EVALUATIONS_AT_ONCE = 64
+EVALUATIONS_AT_ONCE = 96
 
 
 class Resumed(msgspec.Struct, frozen=True):

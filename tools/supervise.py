@@ -112,6 +112,8 @@ class Supervisor:
             status = child.process.poll()
             if status is None or child.spec.name == "scheduler":
                 continue
+            if status == 0:
+                continue  # it drained: the scheduler is ending, or sent it away
             if child.spec.vital or child.restarts >= MOST_RESTARTS:
                 return child
             if child.again_at <= now - 3600 or child.again_at == 0.0:
