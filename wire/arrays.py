@@ -4,9 +4,10 @@ Layout: ``[header, body, array 0, array 1, ...]``. Inside the body an array is `
 are read-only views of the received frames. Everything is checked before it is decoded; a violation raises ``WireError``.
 """
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,25 +32,37 @@ class Limits(msgspec.Struct, frozen=True):
 
 _header_encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Message)
+# RecursionError: nesting deeper than the decoder allows. TypeError: a map key that cannot be one.
+_MALFORMED = (msgspec.DecodeError, ValueError, RecursionError, TypeError)
 
 
 def encode(header: Message, body: msgspec.Struct | None = None) -> list[Frame]:
     """Frames of one message. Arrays must be of a dtype in DTYPES; non-contiguous ones are made contiguous first."""
-    frames: list[Frame] = [_header_encoder.encode(header)]
     if body is None:
-        return frames
+        return [_header_encoder.encode(header)]
+    return [_header_encoder.encode(header), *encode_body(body)]
+
+
+def encode_header(header: Message) -> bytes:
+    """The first frame of a message."""
+    return _header_encoder.encode(header)
+
+
+def encode_body(body: msgspec.Struct) -> list[Frame]:
+    """The frames after the header; they may be sent more than once while the arrays stay unchanged."""
     arrays: list[Frame] = []
 
     def place(value: Any) -> list[Any]:
         if not isinstance(value, np.ndarray):
             raise WireError(f"cannot send a {type(value).__name__}: messages hold plain values and numpy arrays only")
-        if value.dtype.name not in DTYPES:
-            raise WireError(f"cannot send an array of dtype {value.dtype}: expected one of {sorted(DTYPES)}")
+        if value.dtype.name not in DTYPES or not value.dtype.isnative:
+            raise WireError(
+                f"cannot send an array of dtype {value.dtype!r}: expected one of {sorted(DTYPES)} in native byte order"
+            )
         arrays.append(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
         return [value.dtype.name, list(value.shape), len(arrays) - 1]
 
-    frames.append(msgspec.msgpack.encode(body, enc_hook=place))
-    return frames + arrays
+    return [msgspec.msgpack.encode(body, enc_hook=place), *arrays]
 
 
 def check(frames: Sequence[Any], limits: Limits) -> None:
@@ -62,11 +75,11 @@ def check(frames: Sequence[Any], limits: Limits) -> None:
 
 
 def decode_header(frames: Sequence[Frame], limits: Limits = Limits()) -> Message:
-    """The header of a message whose limits were checked; raises WireError when it is not one of ours."""
+    """The header of a message within ``limits``; raises WireError when it is not one of ours."""
     check(frames, limits)
     try:
         return _header_decoder.decode(frames[0])
-    except (msgspec.DecodeError, ValueError) as error:
+    except _MALFORMED as error:
         raise WireError(f"not a Coppice header: {error}") from None
 
 
@@ -81,9 +94,21 @@ def decode_body(frames: Sequence[Frame], kind: type[Body]) -> Body:
         return _array(value, frames)
 
     try:
+        if len(frames) == 2:
+            return _plain_decoder(kind).decode(frames[1])
         return msgspec.msgpack.decode(frames[1], type=kind, dec_hook=restore)
-    except (msgspec.DecodeError, ValueError) as error:
+    except _MALFORMED as error:
         raise WireError(f"a body that is not a {kind.__name__}: {error}") from None
+
+
+@functools.cache
+def _plain_decoder(kind: type[Body]) -> msgspec.msgpack.Decoder[Body]:
+    """A decoder kept for bodies that came without array frames: most messages, and building one costs more than using it."""
+
+    def refuse(expected: type, value: Any) -> NoReturn:
+        raise WireError(f"array header {value!r} in a message without array frames")
+
+    return msgspec.msgpack.Decoder(kind, dec_hook=refuse)
 
 
 def _array(value: Any, frames: Sequence[Frame]) -> np.ndarray:

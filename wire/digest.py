@@ -7,30 +7,50 @@ from pathlib import Path
 import msgspec
 
 Named = tuple[str, str, tuple[int, ...], bytes | memoryview]
-"""name, dtype name, shape, contiguous bytes."""
+"""name, dtype name as safetensors spells it ("BF16"), shape, contiguous bytes."""
+
+_MOST_HEADER_BYTES = 100 * 2**20
+"""The bound of the safetensors format itself."""
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 def tensors(items: Iterable[Named]) -> str:
     """SHA-256 (hex) over names (sorted), dtypes, shapes and bytes."""
     total = hashlib.sha256()
     for name, dtype, shape, buffer in sorted(items, key=lambda item: item[0]):
-        total.update(f"{name}\0{dtype}\0{list(shape)}\0".encode())
+        total.update(_label(name, dtype, shape))
         total.update(buffer)
     return total.hexdigest()
 
 
 def safetensors_file(path: Path) -> str:
-    """Digest of a safetensors file by its tensors, read without any tensor library (header: 8 bytes length + JSON)."""
+    """``tensors`` of a safetensors file, read without any tensor library, one tensor in memory at a time.
+
+    Raises ValueError when the file is cut short or is not of that format (8 bytes length, JSON header, data).
+    """
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = msgspec.json.decode(file.read(length))
-        start = 8 + length
+        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+            raise ValueError(f"{path}: {size} bytes with a header of {length}: not a whole safetensors file; write it again")
+        header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         total = hashlib.sha256()
         for name in sorted(header):
-            entry = header[name]
-            total.update(f"{name}\0{entry['dtype']}\0{list(entry['shape'])}\0".encode())
-            begin, end = entry["data_offsets"]
-            file.seek(start + begin)
+            entry = msgspec.json.decode(header[name], type=_Entry)
+            begin, end = entry.data_offsets
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(f"{path}: tensor {name} at bytes {begin} to {end} is beyond the file; write it again")
+            total.update(_label(name, entry.dtype, entry.shape))
+            file.seek(8 + length + begin)
             total.update(file.read(end - begin))
     return total.hexdigest()
+
+
+def _label(name: str, dtype: str, shape: Iterable[int]) -> bytes:
+    return f"{name}\0{dtype}\0{list(shape)}\0".encode()

@@ -27,9 +27,14 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Registered(msgspec.Struct, tag="registered", frozen=True):
-    """Scheduler -> worker: accepted; send a heartbeat at least every ``heartbeat_s`` seconds."""
+    """Scheduler -> worker: accepted; send a heartbeat at least every ``heartbeat_s`` seconds.
+
+    ``admission`` names this membership. When it differs from the one before, the scheduler (a new one, or one that had given
+    this worker up) has moved the earlier requests elsewhere, and the worker abandons them.
+    """
 
     heartbeat_s: float
+    admission: str = ""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):

@@ -1,11 +1,11 @@
 """A worker process: registers its services, answers requests, beats, drains.
 
 States: connecting -> registered -> (lost -> connecting)* -> draining -> gone. Every request that was accepted gets exactly one
-Result or Error, unless it was cancelled or the connection was lost (then the scheduler gives it to another worker).
+Result or Error, unless it was cancelled or the scheduler has moved it to another worker.
 """
 
 import asyncio
-import contextlib
+import functools
 import logging
 import os
 import signal
@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from wire.arrays import Limits, decode_body, decode_header, encode
-from wire.faults import Fault, WireError
+from wire.arrays import Frame, Limits, decode_body, decode_header, encode
+from wire.faults import Fault, InfrastructureFault, WireError
 from wire.messages import (
     SERVICES,
     Cancel,
@@ -36,14 +36,18 @@ from wire.sockets import Dealer, RunKeys
 
 log = logging.getLogger("wire.service")
 
-SCHEDULER_SILENCE_S = 15.0
-"""Heartbeats are echoed every two seconds; after this silence the worker registers anew."""
+REGISTER_AGAIN = "register"
+"""The reason of a scheduler's Goodbye to a peer it does not know (any more): start over. Any other reason is final."""
+PINNED_ROOM = 8
+"""Requests pinned to a worker (new weights) do not wait for room, so a worker takes this many above its capacity."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 
 
 class Rejected(ConnectionError):
     """The scheduler refused this worker, or was gone for longer than the worker waits."""
 
 
+@functools.cache
 def service_types(service: str) -> tuple[type, type]:
     """Request and result struct of a service; ``judge.<name>`` shares the row ``judge``."""
     row = SERVICES.get(service.split(".", 1)[0])
@@ -53,7 +57,11 @@ def service_types(service: str) -> tuple[type, type]:
 
 
 class Call:
-    """What a handler may do besides returning: send partial results, see how long it has left."""
+    """What a handler may do besides returning: send partial results, see how long it has left.
+
+    deadline: on the clock of ``time.monotonic``. cancelled: set when the answer is no longer wanted; the handler's task is
+    cancelled at the same moment.
+    """
 
     def __init__(self, service: "Service", header: Request):
         self._service = service
@@ -61,10 +69,25 @@ class Call:
         self.name = header.service
         self.deadline = time.monotonic() + header.deadline_s
         self.cancelled = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.late = False
 
     def partial(self, body: msgspec.Struct) -> None:
         """Send one piece of the answer now."""
-        self._service.send(Partial(self.id), body)
+        if not self.cancelled.is_set():
+            self._service.send(Partial(self.id), body)
+
+    def cancel(self) -> None:
+        """Stop the work; nothing is answered."""
+        self.cancelled.set()
+        if self.task is not None:
+            self.task.cancel()
+
+    def expire(self) -> None:
+        """Stop the work because its deadline passed; that is answered."""
+        self.late = True
+        if self.task is not None:
+            self.task.cancel()
 
 
 Handler = Callable[[Any, Call], Awaitable[msgspec.Struct]]
@@ -74,7 +97,8 @@ class Service:
     """Offers ``handlers`` (service name -> coroutine of request struct and Call) with at most ``capacity`` in flight.
 
     ``stats`` is read at every heartbeat: counters and gauges by name. Handlers raise DataFault, PolicyFault or
-    InfrastructureFault; anything else is logged with its traceback and reported as infrastructure.
+    InfrastructureFault; anything else is logged with its traceback and reported as infrastructure. After ``silence_s`` seconds
+    without a word from the scheduler (it echoes every heartbeat) the worker registers anew, for ``give_up_s`` seconds.
     """
 
     def __init__(
@@ -84,23 +108,25 @@ class Service:
         capacity: int,
         stats: Callable[[], dict[str, float]] = dict,
         give_up_s: float = 60.0,
+        silence_s: float = 15.0,
         limits: Limits = Limits(),
     ):
         for service in handlers:
             service_types(service)
         self.name, self.handlers, self.capacity, self.stats = name, handlers, capacity, stats
-        self.give_up_s, self.limits = give_up_s, limits
-        self.tasks: dict[int, tuple[asyncio.Task[None], Call]] = {}
+        self.give_up_s, self.silence_s, self.limits = give_up_s, silence_s, limits
+        self.calls: dict[int, Call] = {}
         self.draining = asyncio.Event()
         self.registered = asyncio.Event()
         self._dealer: Dealer | None = None
         self._heard = time.monotonic()
         self._beat_s = 2.0
+        self._admission: str | None = None
 
     def send(self, header: Message, body: msgspec.Struct | None = None) -> None:
-        """Queue a message; arrays are not copied, so the body must not be changed afterwards."""
+        """Queue a message; large arrays are not copied, so the body must not be changed afterwards."""
         assert self._dealer is not None, "send before run"
-        self._dealer.socket.send_multipart(encode(header, body), copy=False)
+        self._dealer.send(encode(header, body))
 
     def drain(self) -> None:
         """Take no more work, finish what is in flight, then leave. Safe to call from a signal handler."""
@@ -113,94 +139,124 @@ class Service:
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self.drain)
-        work = [asyncio.create_task(step()) for step in (self._receive, self._beat, self._leave_when_drained)]
+        received = self._dealer.listen(self._receive)
+        work = [asyncio.create_task(step()) for step in (self._beat, self._leave_when_drained)]
         try:
-            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([received, *work], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in (*work, *(task for task, _ in self.tasks.values())):
+            open_tasks = [call.task for call in self.calls.values() if call.task is not None]
+            for call in self.calls.values():
+                call.cancelled.set()
+            for task in (*work, *open_tasks):
                 task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+            await asyncio.gather(*work, *open_tasks, return_exceptions=True)
             self._dealer.close()
 
-    def _register(self) -> None:
-        self.send(Register(self.name, list(self.handlers), self.capacity, os.getpid(), host_socket.gethostname()))
+    # ------------------------------------------------------------------------------------------ membership
 
     async def _beat(self) -> None:
-        lost_since = time.monotonic()
         while True:
             if not self.registered.is_set():
-                if time.monotonic() - lost_since > self.give_up_s:
-                    raise Rejected(f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s; giving up")
-                self._register()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.registered.wait(), 1.0)
-                continue
-            self.send(Heartbeat(len(self.tasks), self.stats()))
+                await self._register()
+            self.send(Heartbeat(len(self.calls), self.stats()))
             await asyncio.sleep(self._beat_s)
-            if time.monotonic() - self._heard > SCHEDULER_SILENCE_S:
+            if self.registered.is_set() and time.monotonic() - self._heard > self.silence_s:
                 log.warning("%s: the scheduler is silent, registering anew", self.name)
-                lost_since = time.monotonic()
                 self.registered.clear()
 
-    async def _receive(self) -> None:
-        assert self._dealer is not None
-        while True:
-            frames = [frame.buffer for frame in await self._dealer.socket.recv_multipart(copy=False)]
+    async def _register(self) -> None:
+        """Ask until accepted, less and less often."""
+        hello = Register(self.name, list(self.handlers), self.capacity, os.getpid(), host_socket.gethostname())
+        end, pause = time.monotonic() + self.give_up_s, _FIRST_RETRY_S
+        while not self.registered.is_set():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise Rejected(
+                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s; giving up. Is the run still alive, and are"
+                    " its endpoint and keys the ones this worker was given?"
+                )
+            self.send(hello)
             try:
-                header = decode_header(frames, self.limits)
-            except WireError as error:
-                log.error("%s: dropped a malformed message: %s", self.name, error)
-                continue
-            self._heard = time.monotonic()
-            self._handle(header, frames)
-
-    def _handle(self, header: Message, frames: list[memoryview]) -> None:
-        match header:
-            case Registered(heartbeat_s=seconds):
-                self._beat_s = seconds
-                self.registered.set()
-            case Request():
-                call = Call(self, header)
-                self.tasks[header.id] = (asyncio.create_task(self._serve(header, frames, call)), call)
-            case Cancel(id=number) if number in self.tasks:
-                task, call = self.tasks[number]
-                call.cancelled.set()
-                task.cancel()
-            case Drain():
-                self.drain()
-            case Goodbye(reason=reason) if reason == "register":
-                self.registered.clear()  # a scheduler that was restarted, or that had given us up, asks for a new start
-            case Goodbye(reason=reason):
-                raise Rejected(f"{self.name}: the scheduler refused this worker: {reason}")
-            case _:
-                pass
-
-    async def _serve(self, header: Request, frames: list[memoryview], call: Call) -> None:
-        try:
-            handler = self.handlers.get(header.service)
-            if handler is None:
-                raise WireError(f"{self.name} does not offer {header.service!r}, only {sorted(self.handlers)}")
-            request = decode_body(frames, service_types(header.service)[0])
-            async with asyncio.timeout(header.deadline_s):
-                answer = await handler(request, call)
-            self.send(Result(header.id), answer)
-        except Fault as fault:
-            self.send(Error(header.id, fault.kind, str(fault)))
-        except TimeoutError:
-            message = f"{header.service} on {self.name} passed its deadline of {header.deadline_s:.1f} s"
-            self.send(Error(header.id, "infrastructure", message))
-        except Exception as error:  # the one boundary where a handler's failure becomes a message
-            log.exception("%s: %s failed", self.name, header.service)
-            self.send(Error(header.id, "infrastructure", f"{type(error).__name__}: {error}"))
-        finally:
-            self.tasks.pop(header.id, None)
+                await asyncio.wait_for(self.registered.wait(), min(pause, left))
+            except TimeoutError:
+                pause = min(2 * pause, _LAST_RETRY_S)
 
     async def _leave_when_drained(self) -> None:
         await self.draining.wait()
         if self.registered.is_set():
             self.send(Drain())
-        while self.tasks:
-            await asyncio.wait([task for task, _ in self.tasks.values()])
+        while self.calls:
+            await asyncio.wait([call.task for call in self.calls.values() if call.task is not None])
         self.send(Goodbye("drained"))
+
+    def _admitted(self, header: Registered) -> None:
+        if self._admission not in (None, header.admission):
+            for call in self.calls.values():
+                call.cancel()
+        self._admission, self._beat_s = header.admission, header.heartbeat_s
+        self.registered.set()
+        if self.draining.is_set():
+            self.send(Drain())
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def _receive(self, frames: list[Frame]) -> None:
+        try:
+            header = decode_header(frames, self.limits)
+        except WireError as error:
+            log.error("%s: dropped a malformed message: %s", self.name, error)
+            return
+        self._heard = time.monotonic()
+        match header:
+            case Request():
+                self._accept(header, frames)
+            case Cancel(id=number):
+                if number in self.calls:
+                    self.calls[number].cancel()
+            case Registered():
+                self._admitted(header)
+            case Drain():
+                self.drain()
+            case Goodbye(reason=reason):
+                if reason != REGISTER_AGAIN:
+                    raise Rejected(f"{self.name}: the scheduler sent this worker away: {reason}")
+                self.registered.clear()
+            case _:
+                pass  # a heartbeat's echo: that it came is all it says
+
+    def _accept(self, header: Request, frames: list[Frame]) -> None:
+        if len(self.calls) >= self.capacity + PINNED_ROOM:
+            message = f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} requests in flight"
+            self.send(Error(header.id, "infrastructure", message))
+            return
+        call = Call(self, header)
+        self.calls[header.id] = call
+        call.task = asyncio.create_task(self._serve(header, frames, call))
+        # Not a ``finally`` of the task: one that is cancelled before its first step never gets there.
+        call.task.add_done_callback(lambda _: self.calls.pop(header.id, None))
+
+    async def _serve(self, header: Request, frames: list[Frame], call: Call) -> None:
+        timer = asyncio.get_running_loop().call_later(header.deadline_s, call.expire)
+        try:
+            handler = self.handlers.get(header.service)
+            if handler is None:
+                raise InfrastructureFault(
+                    f"{self.name} does not offer {header.service!r}, only {sorted(self.handlers)}"
+                )
+            answer = await handler(decode_body(frames, service_types(header.service)[0]), call)
+            if not call.cancelled.is_set():
+                self.send(Result(header.id), answer)
+        except asyncio.CancelledError:
+            if not call.late or call.cancelled.is_set():
+                raise
+            message = f"{header.service} on {self.name} passed its deadline of {header.deadline_s:.1f} s"
+            self.send(Error(header.id, "infrastructure", message))
+        except Fault as fault:
+            self.send(Error(header.id, fault.kind, str(fault)))
+        except Exception as error:  # the one boundary where a handler's failure becomes a message
+            log.exception("%s: %s failed", self.name, header.service)
+            self.send(Error(header.id, "infrastructure", f"{type(error).__name__}: {error}"))
+        finally:
+            timer.cancel()

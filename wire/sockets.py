@@ -3,16 +3,21 @@
 The scheduler binds a ROUTER, workers connect a DEALER. ``RunKeys`` is a folder of 0600 files made at the start of a run.
 """
 
+import asyncio
 import ipaddress
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 import zmq.auth.asyncio
 
-from wire.arrays import Limits
+from wire.arrays import Frame, Limits
+
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+_BURST = 64
+"""Messages handled before other coroutines get their turn."""
 
 
 class RunKeys(msgspec.Struct, frozen=True):
@@ -27,7 +32,7 @@ class RunKeys(msgspec.Struct, frozen=True):
     def create(cls, folder: Path) -> "RunKeys":
         """Make new keys in ``folder`` (0700), or load those that are there (a resumed run keeps its keys)."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (folder / "server_secret").exists():
+        if all((folder / name).exists() for name in cls.__struct_fields__):
             return cls.load(folder)
         pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
         for name, key in zip(cls.__struct_fields__, pairs, strict=True):
@@ -55,14 +60,87 @@ def _is_loopback(endpoint: str) -> bool:
         return False
 
 
-class Router:
+class Pump:
+    """A socket on the event loop: every message goes to one callback, sends never wait.
+
+    ZeroMQ's descriptor is edge-triggered and a send may swallow an edge, so a wake-up reads until nothing is left and a send asks for
+    one more wake-up. The queues are unbounded (see ``_configure``), so a send cannot find them full.
+    """
+
+    def __init__(self, socket: zmq.Socket, lead: int):
+        self.socket, self._lead = socket, lead
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Callable[[list[Frame]], None] | None = None
+        self._woken = False
+
+    def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
+        """Hand every message to ``deliver`` from now on. The future ends with the exception it raises, if it does."""
+        self._loop = asyncio.get_running_loop()
+        self._deliver = deliver
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self.socket.getsockopt(zmq.FD), self._wake)
+        self._wake_soon()
+        return self.ended
+
+    def send(self, frames: Iterable[Frame]) -> None:
+        """Queue one message. Frames of 64 KiB and more are not copied: leave their buffers unchanged."""
+        socket, last = self.socket, None
+        for frame in frames:
+            if last is not None:
+                socket.send(last, _MORE, copy=type(last) is bytes)
+            last = frame
+        if last is not None:
+            socket.send(last, zmq.NOBLOCK, copy=type(last) is bytes)
+        self._wake_soon()
+
+    def stop(self) -> None:
+        """Listen no more."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+        self._loop = self._deliver = None
+
+    def _wake_soon(self) -> None:
+        if not self._woken and self._loop is not None:
+            self._woken = True
+            self._loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._woken = False
+        try:
+            for _ in range(_BURST):
+                if self._deliver is None:
+                    return
+                self._deliver(self._receive())
+        except zmq.Again:
+            return
+        except BaseException as error:
+            # Not swallowed: whoever listens awaits this future, and nothing is delivered after it.
+            self.stop()
+            if not self.ended.done():
+                self.ended.set_exception(error)
+            return
+        self._wake_soon()
+
+    def _receive(self) -> list[Frame]:
+        """The next message; raises zmq.Again when there is none. Identity, header and body are copied, arrays are not."""
+        socket = self.socket
+        frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(frames) < self._lead:
+                frames.append(socket.recv(zmq.NOBLOCK))
+            else:
+                frames.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
+        return frames
+
+
+class Router(Pump):
     """The scheduler's bound socket. ``endpoint`` is the address workers connect to (port 0 binds a free one)."""
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
         if keys is None and not _is_loopback(bind):
             raise ValueError(f"refusing to bind {bind} without CURVE keys: use a loopback address or give RunKeys")
-        self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
+        self.context = zmq.Context()
+        super().__init__(self.context.socket(zmq.ROUTER), lead=3)
         self.authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
         _configure(self.socket, limits)
         if keys is not None:
@@ -83,18 +161,19 @@ class Router:
 
     def close(self) -> None:
         """Close at once; unsent messages are dropped."""
+        self.stop()
         self.socket.close(linger=0)
         if self.authenticator is not None:
             self.authenticator.stop()
         self.context.destroy(linger=0)
 
 
-class Dealer:
+class Dealer(Pump):
     """A worker's connected socket; ``identity`` is the worker's name made unique by its process id."""
 
     def __init__(self, endpoint: str, keys: RunKeys | None, identity: bytes, limits: Limits = Limits()):
-        self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.DEALER)
+        self.context = zmq.Context()
+        super().__init__(self.context.socket(zmq.DEALER), lead=2)
         _configure(self.socket, limits)
         self.socket.identity = identity
         if keys is not None:
@@ -104,7 +183,8 @@ class Dealer:
         self.socket.connect(endpoint)
 
     def close(self, linger_ms: int = 500) -> None:
-        """Close, giving the last messages ``linger_ms`` to leave."""
+        """Close, giving the last messages (Goodbye) ``linger_ms`` to leave; it waits only while some are unsent."""
+        self.stop()
         self.context.destroy(linger=linger_ms)
 
 
@@ -118,7 +198,7 @@ class _Allow:
         return key == self.client_public
 
 
-def _configure(socket: zmq.asyncio.Socket, limits: Limits) -> None:
+def _configure(socket: zmq.Socket, limits: Limits) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
     # In-flight work is bounded by credits, so the queues need no bound of their own.
     socket.setsockopt(zmq.SNDHWM, 0)

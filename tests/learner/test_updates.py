@@ -1,0 +1,235 @@
+"""Whole updates: any number of ranks, stop and resume, published weights, batches from the stream."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from actors.engines import weights
+from learner import checkpoint
+from learner.batches import Inbox
+from learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from learner.main import pack_batch, unpack_batch
+from learner.publish import export, publish
+from learner.ranks import Ranks
+from learner.trainer import Batch, PackingError, Trainer
+from wire.faults import InfrastructureFault
+from wire.messages import TrainGroup, TreeClosed, TreeNode, Turn
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def groups(seed: int, trees: int = 3, k: int = 3) -> tuple[list[TrainGroup], list[tuple[int, TreeNode]]]:
+    """Random SLATE groups: one step a tree."""
+    rng = np.random.default_rng(seed)
+    made, nodes = [], []
+    for tree in range(trees):
+        prompt = TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))
+        own = [prompt]
+        for i in range(k):
+            n = int(rng.integers(2, 6))
+            tokens = rng.integers(0, 256, n).astype(np.int32)
+            logprobs = np.full(n, -5.5, np.float32)
+            own.append(TreeNode(i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool)))
+        turns = [Turn(i + 1, i, 1, {"reward": float(rng.integers(-2, 3))}) for i in range(k)]
+        made.append(TrainGroup(seed * 100 + tree, seed * 10 + tree, own, turns))
+        nodes += [(seed * 10 + tree, node) for node in own]
+    return made, nodes
+
+
+def batch(seed: int, version: int) -> Batch:
+    made, nodes = groups(seed)
+    return Batch(version, 3, made, nodes)
+
+
+def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:
+    given = {"lr": 1e-2, "kl_coef": 0.01, "dtype": "float32", "lora": LoraConfig(rank, 8.0), **settings}
+    return LearnerProcess("learner", str(run), 0, str(model), 3, 1.0, msgspec.convert(given, LearnerConfig, from_attributes=True))
+
+
+def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
+    return Trainer(process(model, run, rank, **settings), Ranks(60))
+
+
+def state(made: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in made.policy.trained().items()}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(tmp_path: Path, llama: Path, rank: int) -> None:
+    straight = trainer(llama, tmp_path, rank)
+    for version in range(4):
+        straight.update(batch(version, version))
+    first = trainer(llama, tmp_path, rank)
+    for version in range(2):
+        first.update(batch(version, version))
+    checkpoint.save(first, tmp_path, {1, 2}, 3)
+    resumed = trainer(llama, tmp_path, rank)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert checkpoint.restore(resumed, found).trained == [1, 2]
+    for version in range(2, 4):
+        resumed.update(batch(version, version))
+    for name, value in state(straight).items():
+        assert torch.equal(value, state(resumed)[name]), name
+
+
+_RANK_SCRIPT = """
+import sys, msgspec
+from pathlib import Path
+from learner.config import LearnerProcess
+from learner.main import unpack_batch
+from learner.ranks import Ranks
+from learner.trainer import Trainer
+from safetensors.torch import save_file
+process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
+ranks = Ranks(60)
+made = Trainer(process, ranks)
+for _ in range(2):
+    payload = ranks.broadcast(Path(sys.argv[2]).read_bytes() if ranks.rank == 0 else None)
+    metrics = made.update(unpack_batch(payload))
+save_file({n: p.detach().clone() for n, p in made.policy.trained().items()}, f"{sys.argv[3]}-{ranks.rank}")
+ranks.close()
+"""
+
+
+def test_one_rank_and_four_ranks_give_the_same_update(tmp_path: Path, llama: Path) -> None:
+    (tmp_path / "process.json").write_bytes(msgspec.json.encode(process(llama, tmp_path, micro_tokens=16)))
+    (tmp_path / "batch").write_bytes(pack_batch(batch(5, 0)))
+    (tmp_path / "rank.py").write_text(_RANK_SCRIPT)
+    for count in (1, 4):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        running = []
+        for rank in range(count):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+            place |= {"MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            out = str(tmp_path / f"of{count}")
+            command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "process.json"), str(tmp_path / "batch"), out]
+            running.append(subprocess.Popen(command, env=os.environ | (place if count > 1 else {"PYTHONPATH": str(ROOT)})))
+        assert [p.wait(timeout=120) for p in running] == [0] * count
+    alone = load_file(tmp_path / "of1-0")
+    for rank in range(4):
+        for name, value in load_file(tmp_path / f"of4-{rank}").items():
+            torch.testing.assert_close(value, alone[name], atol=2e-5, rtol=1e-4)
+
+
+def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipped(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path, kl_coef=0.0)
+    before = state(made)
+    some, nodes = groups(7)
+    flat = [TrainGroup(g.id, g.tree, g.nodes, [msgspec.structs.replace(t, scores={"reward": 1.0}) for t in g.turns]) for g in some]
+    metrics = made.update(Batch(0, 3, flat, nodes))
+    assert metrics["learner/skipped"] == 1
+    assert made.version == 1
+    assert all(torch.equal(value, state(made)[name]) for name, value in before.items())
+
+
+def test_training_raises_the_probability_of_rewarded_actions(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path, kl_coef=0.0, correction="none")
+    surrogates = [made.update(batch(8, version))["learner/surrogate"] for version in range(4)]
+    some, nodes = groups(8)
+    from learner.table import build
+    from learner.trees import Path as Tokens
+
+    table, turns = build(some, {(tree, node.id): node for tree, node in nodes})
+    fresh = trainer(llama, tmp_path, kl_coef=0.0)
+    paths = [Tokens(t.prefix + t.action, len(t.prefix)) for t in turns]
+    advantage = torch.tensor(made.scheme(table), dtype=torch.float32)
+    with torch.no_grad():
+        gain = (made.policy.logprobs(paths)[0] - fresh.policy.logprobs(paths)[0]) * advantage
+    assert gain.sum() > 0
+    assert len(surrogates) == 4
+
+
+def test_the_first_batch_is_checked_against_the_plain_path(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(llama, tmp_path)
+    plain = made.policy.plain_logprobs
+    monkeypatch.setattr(made.policy, "plain_logprobs", lambda path: plain(path) + 0.5)
+    with pytest.raises(PackingError, match="differs"):
+        made.update(batch(9, 0))
+
+
+def test_published_adapters_merged_by_the_actor_equal_the_learners_policy(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path)
+    made.update(batch(3, 0))
+    published = publish(made.policy, 1, tmp_path, 2)
+    kind, path = weights.verified_file(Path(published.path), published.digest)
+    actor = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    weights.apply(actor, llama, kind, path)
+    export(made.policy, llama, tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = made.policy.causal(ids).logits
+        torch.testing.assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(llama, tmp_path)
+    checkpoint.save(made, tmp_path, set(), 3)
+    made.update(batch(1, 0))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+        checkpoint.save(made, tmp_path, set(), 3)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.name == "v000000"
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["v000000"]
+
+
+def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
+    sent = batch(2, 7)
+    got = unpack_batch(pack_batch(sent))
+    assert (got.version, got.questions, [g.id for g in got.groups]) == (7, 3, [g.id for g in sent.groups])
+    np.testing.assert_array_equal(got.nodes[1][1].logprobs, sent.nodes[1][1].logprobs)
+
+
+def test_a_batch_is_the_first_closed_trees_whose_groups_are_all_here() -> None:
+    some, _ = groups(0, trees=4)
+    inbox = Inbox(2, set())
+    for group in (some[0], some[2], some[3]):
+        assert inbox.add(group)
+    for group in some:
+        inbox.close(TreeClosed(group.tree, [group.id]))
+    assert inbox.ready() == [0, 2]  # tree 1 closed second, but its group is still on its way
+    taken = inbox.take([0, 2], 5)
+    assert (taken.version, taken.questions, [g.id for g in taken.groups]) == (5, 2, [0, 2])
+    assert inbox.ready() is None
+    inbox.add(some[1])
+    assert inbox.ready() == [1, 3]
+
+
+def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
+    some, _ = groups(0, trees=1)
+    inbox = Inbox(1, set())
+    assert inbox.add(some[0])
+    assert inbox.add(some[0])
+    inbox.close(TreeClosed(0, [0]))
+    assert len(inbox.take([0], 0).groups) == 1
+    assert not inbox.add(some[0])
+    inbox.close(TreeClosed(0, [0]))
+    assert inbox.ready() is None
+
+
+def test_a_group_without_its_ancestors_is_asked_for_again() -> None:
+    some, _ = groups(0, trees=1)
+    orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])
+    with pytest.raises(InfrastructureFault, match="resent"):
+        Inbox(1, set()).add(orphan)
