@@ -12,14 +12,15 @@ import itertools
 import logging
 import random
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from scheduler.placement import Breaker, Load, backoff, choose
-from wire.arrays import Limits, decode_body, decode_header, encode
+from scheduler.calls import Attempt, DispatchConfig, Event, Pending, Worker
+from scheduler.placement import Latencies, Load, backoff, choose
+from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
 from wire.faults import FAULTS, Fault, InfrastructureFault, WireError
 from wire.messages import (
     Cancel,
@@ -27,80 +28,31 @@ from wire.messages import (
     Error,
     Goodbye,
     Heartbeat,
+    Message,
     Partial,
     Register,
     Registered,
     Request,
     Result,
 )
-from wire.service import service_types
+from wire.service import REGISTER_AGAIN, service_types
 from wire.sockets import Router, RunKeys
+
+__all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
 
 log = logging.getLogger("scheduler.dispatch")
 
-
-class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Timing of workers and calls, in seconds."""
-
-    heartbeat_s: float = 2.0
-    dead_after_s: float = 20.0
-    """Silence after which a worker is given up and its calls move on. Well above a long pause of a busy machine."""
-    max_attempts: int = 3
-    hedge_after_s: float = 0.0
-    """Start a second attempt elsewhere when the first takes longer; 0 switches hedging off."""
-
-
-class Event(msgspec.Struct, frozen=True):
-    """One attempt of one call, for traces. Times are seconds of the monotonic clock."""
-
-    service: str
-    worker: str
-    start: float
-    end: float
-    outcome: str
-
-
-class Worker:
-    """What the dispatcher knows of one connected worker."""
-
-    def __init__(self, identity: bytes, hello: Register, now: float):
-        self.identity, self.hello = identity, hello
-        self.name = hello.worker
-        self.in_flight: dict[int, Attempt] = {}
-        self.stats: dict[str, float] = {}
-        self.breaker = Breaker()
-        self.heard = now
-        self.ready = False
-        self.draining = False
-
-
-class Pending:
-    """A call and its waiting caller."""
-
-    def __init__(self, service: str, request: msgspec.Struct, deadline: float, prefer: str | None, worker: str | None):
-        self.service, self.request, self.prefer, self.worker = service, request, prefer, worker
-        self.deadline = deadline
-        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.failed_on: frozenset[str] = frozenset()
-        self.attempts: dict[int, Attempt] = {}
-        self.tries = 0
-        self.last_fault: Fault | None = None
-        self.on_partial: Callable[[Any], None] | None = None
-        self.served_by: Callable[[str], None] | None = None
-
-
-class Attempt:
-    """One try of a pending call on one worker."""
-
-    def __init__(self, number: int, pending: Pending, worker: Worker, start: float):
-        self.number, self.pending, self.worker, self.start = number, pending, worker, start
-
-
 JoinHook = Callable[[Worker], Awaitable[None]]
+
+_LOOK_AHEAD = 64
+"""Retried calls that may wait at the head for one particular worker before the calls behind them wait too."""
 
 
 class Dispatcher:
-    """Owns the ROUTER socket, the workers and the calls. Start with ``await start()``, end with ``await close()``."""
+    """Owns the ROUTER socket, the workers and the calls. Start with ``await start()``, end with ``await close()``.
+
+    counters: calls, retries, timeouts, failed, hedges, late_answers, malformed_peers, dead_workers.
+    """
 
     def __init__(self, bind: str, keys: RunKeys | None, config: DispatchConfig = DispatchConfig(), seed: int = 0):
         self.router = Router(bind, keys)
@@ -111,19 +63,23 @@ class Dispatcher:
         self.on_leave: Callable[[Worker, str], None] | None = None
         self.on_event: Callable[[Event], None] | None = None
         self._rng = random.Random(seed)
-        self._numbers = itertools.count(1)
+        # A worker that outlives this scheduler may answer the next one with an old number: no two may share numbers.
+        self._numbers = itertools.count(time.time_ns())
         self._workers: dict[bytes, Worker] = {}
-        self._attempts: dict[int, Attempt] = {}
-        self._waiting: dict[str, deque[Pending]] = {}
+        self._open: set[Pending] = set()
+        self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
+        self._latencies: defaultdict[str, Latencies] = defaultdict(Latencies)
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
         self._limits = Limits()
+        self._failure: BaseException | None = None
+        self._closed = False
 
     # ------------------------------------------------------------------------------------------ callers
 
     async def start(self) -> None:
         """Begin to receive and to watch for dead workers."""
-        self._spawn(self._receive())
+        self.router.listen(self._receive).add_done_callback(self._ended)
         self._spawn(self._watch())
 
     async def call(
@@ -139,26 +95,32 @@ class Dispatcher:
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
-        deadline: seconds for the whole call, retries included. prefer: the worker to use unless it is overloaded;
-        worker: the only worker to use; served_by is told the worker that answered. Raises the Fault that ended the call: InfrastructureFault when the deadline
-        passed or ``max_attempts`` failed, DataFault or PolicyFault as the worker reported it.
+        deadline: seconds for the whole call, waiting and retries included. prefer: the worker to use unless it is
+        overloaded. worker: the only worker to use, at once, once, even if it is full. on_partial gets each piece of the answer
+        (again from the first after a retry); served_by is told the worker that answered.
+
+        Raises the Fault that ended the call: InfrastructureFault when the deadline passed, ``max_attempts`` failed or the
+        one ``worker`` is gone, DataFault or PolicyFault as the worker reported it; WireError when ``request`` cannot be sent.
         """
-        pending = Pending(service, request, time.monotonic() + deadline, prefer, worker)
-        pending.on_partial, pending.served_by = on_partial, served_by
+        if self._closed:
+            raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
+        loop = asyncio.get_running_loop()
+        end = time.monotonic() + deadline
+        result_type = service_types(service)[1]
+        pending = Pending(service, encode_body(request), result_type, end, prefer, worker, on_partial, served_by)
         self.counters["calls"] += 1
-        self._waiting.setdefault(service, deque()).append(pending)
-        self._pump(service)
-        timer = asyncio.get_running_loop().call_later(deadline, self._expire, pending, deadline)
-        hedge = self.config.hedge_after_s
-        hedging = asyncio.get_running_loop().call_later(hedge, self._hedge, pending) if hedge else None
+        self._open.add(pending)
+        timer = loop.call_later(deadline, self._expire, pending, deadline)
         try:
+            self._enter(pending)
             return await pending.done
         finally:
             timer.cancel()
-            if hedging is not None:
-                hedging.cancel()
+            self._open.discard(pending)
+            if pending.hedge is not None:
+                pending.hedge.cancel()
             if pending.attempts:
-                self._abandon(pending)
+                self._abandon(pending, "cancelled")
             if pending.done.cancelled():
                 self._forget_waiting(pending)
 
@@ -180,11 +142,8 @@ class Dispatcher:
                 ) from None
 
     def waiting(self) -> dict[str, int]:
-        """Calls by service that wait for a worker or run on one (what a watchdog prints)."""
-        running = Counter(attempt.pending.service for attempt in self._attempts.values())
-        for service, queue in self._waiting.items():
-            running[service] += len(queue)
-        return {service: count for service, count in running.items() if count}
+        """Open calls by service: those that wait for a worker and those that run on one (what a watchdog prints)."""
+        return dict(Counter(pending.service for pending in self._open))
 
     async def drain(self) -> None:
         """Ask every worker to finish and leave."""
@@ -193,14 +152,21 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Stop; calls still open fail with InfrastructureFault."""
-        await asyncio.sleep(0)
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        open_calls = {a.pending for a in self._attempts.values()} | {p for q in self._waiting.values() for p in q}
-        for pending in open_calls:
-            self._settle(pending, InfrastructureFault("the dispatcher was closed"))
+        for pending in list(self._open):
+            pending.attempts.clear()
+            pending.settle(InfrastructureFault("the dispatcher was closed"))
+        self._waiting.clear()
+        self._workers.clear()
         self.router.close()
+
+    def remove(self, worker: Worker, reason: str) -> None:
+        """Send a worker away; its calls move to others."""
+        self._send(worker, Goodbye(reason))
+        self._leave(worker, reason)
 
     def failure(self) -> BaseException | None:
         """The error that ended the receive or watch loop, if one did."""
@@ -208,91 +174,80 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    _failure: BaseException | None = None
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and task.exception() is not None:
-                self._failure = task.exception()
-                log.error("a dispatcher task died", exc_info=task.exception())
-
-        task.add_done_callback(ended)
-
-    def _send(self, worker: Worker, header: Any, body: msgspec.Struct | None = None) -> None:
-        self.router.socket.send_multipart([worker.identity, *encode(header, body)], copy=False)
+    def _enter(self, pending: Pending) -> None:
+        """Start a call, or let it wait its turn."""
+        if pending.worker is not None:
+            # New weights go to an actor that joins, or that is full of generations: a pinned call waits for nothing.
+            pinned = next((w for w in self._workers.values() if w.name == pending.worker), None)
+            if pinned is None:
+                self.counters["failed"] += 1
+                known = sorted(w.name for w in self._workers.values())
+                pending.settle(
+                    InfrastructureFault(f"{pending.service}: no worker {pending.worker!r} is here, only {known}")
+                )
+            else:
+                self._start(pending, pinned)
+            return
+        self._waiting[pending.service].append(pending)
+        self._pump(pending.service)
 
     def _pump(self, service: str) -> None:
         """Start waiting calls of ``service`` while a worker has room."""
         queue = self._waiting.get(service)
         if not queue:
             return
-        stuck: list[Pending] = []
-        while queue:
+        passed: list[Pending] = []
+        while queue and len(passed) < _LOOK_AHEAD:
             pending = queue.popleft()
             if pending.done.done():
                 continue
-            worker = self._place(pending)
+            worker = self._place(pending, pending.failed_on)
             if worker is not None:
                 self._start(pending, worker)
-            elif pending.worker is None:
-                queue.appendleft(pending)
-                break
-            else:
-                stuck.append(pending)  # a pinned call must not hold up the others
-        queue.extendleft(reversed(stuck))
+                continue
+            passed.append(pending)
+            if not pending.failed_on:
+                break  # no worker has room for anybody
+        queue.extendleft(reversed(passed))
 
-    def _place(self, pending: Pending) -> Worker | None:
+    def _place(self, pending: Pending, avoid: frozenset[str]) -> Worker | None:
         now = time.monotonic()
-        usable = {w.name: w for w in self.workers(pending.service) if not w.draining and w.breaker.closed(now)}
-        if pending.worker is not None:
-            # A pinned call (weights to one worker) goes through even when the worker is full.
-            return usable.get(pending.worker) or next(
-                (w for w in self._workers.values() if w.name == pending.worker), None
-            )
-        loads = [Load(w.name, len(w.in_flight), w.hello.capacity) for w in usable.values()]
-        name = choose(loads, pending.prefer, pending.failed_on)
-        return usable[name] if name is not None else None
+        usable = [w for w in self.workers(pending.service) if not w.draining and w.breaker.closed(now)]
+        if len(usable) == 1:
+            return usable[0] if len(usable[0].in_flight) < usable[0].hello.capacity else None
+        loads = [Load(w.name, len(w.in_flight), w.hello.capacity) for w in usable]
+        name = choose(loads, pending.prefer, avoid)
+        return next((w for w in usable if w.name == name), None)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
         now = time.monotonic()
-        attempt = Attempt(next(self._numbers), pending, worker, now)
-        pending.tries += 1
-        pending.attempts[attempt.number] = attempt
-        worker.in_flight[attempt.number] = attempt
-        self._attempts[attempt.number] = attempt
-        left = max(0.001, pending.deadline - now)
-        self._send(worker, Request(attempt.number, pending.service, left), pending.request)
+        number = next(self._numbers)
+        attempt = Attempt(number, pending, worker, now)
+        if not pending.attempts:
+            pending.tries += 1
+            if self.config.hedge_quantile and pending.worker is None and pending.on_partial is None:
+                self._hedge_later(pending)
+        pending.attempts[number] = worker.in_flight[number] = attempt
+        header = encode_header(Request(number, pending.service, max(0.001, pending.deadline - now)))
+        self.router.send([worker.identity, header, *pending.body])
 
     def _finish(self, attempt: Attempt, outcome: str) -> None:
         """An attempt is over, however it ended: free its room and start what waits."""
-        self._attempts.pop(attempt.number, None)
-        attempt.worker.in_flight.pop(attempt.number, None)
-        attempt.pending.attempts.pop(attempt.number, None)
+        worker, pending = attempt.worker, attempt.pending
+        worker.in_flight.pop(attempt.number, None)
+        pending.attempts.pop(attempt.number, None)
         if self.on_event is not None:
-            self.on_event(Event(attempt.pending.service, attempt.worker.name, attempt.start, time.monotonic(), outcome))
-        for service in attempt.worker.hello.services:
-            self._pump(service)
-
-    def _settle(self, pending: Pending, outcome: Any) -> None:
-        if pending.done.done():
-            return
-        if isinstance(outcome, BaseException):
-            pending.done.set_exception(outcome)
-        else:
-            pending.done.set_result(outcome)
+            self.on_event(Event(pending.service, worker.name, attempt.start, time.monotonic(), outcome))
+        self._pump_all(worker)
 
     def _fail(self, attempt: Attempt, fault: Fault) -> None:
-        pending = attempt.pending
-        attempt.worker.breaker.record(not isinstance(fault, InfrastructureFault), time.monotonic())
+        pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
+        attempt.worker.breaker.record(not infrastructure, time.monotonic())
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
-        if not isinstance(fault, InfrastructureFault):
-            self._settle(pending, fault)
+        if not infrastructure:
+            pending.settle(fault)
             return
         pending.last_fault = fault
         pending.failed_on |= {attempt.worker.name}
@@ -300,14 +255,14 @@ class Dispatcher:
             return  # a hedged twin still runs
         if pending.tries >= self.config.max_attempts or pending.worker is not None:
             self.counters["failed"] += 1
-            self._settle(pending, fault)
+            pending.settle(fault)
             return
         self.counters["retries"] += 1
-        asyncio.get_running_loop().call_later(backoff(pending.tries, self._rng), self._requeue, pending)
+        asyncio.get_running_loop().call_later(backoff(pending.tries, self._rng), self._again, pending)
 
-    def _requeue(self, pending: Pending) -> None:
+    def _again(self, pending: Pending) -> None:
         if not pending.done.done():
-            self._waiting.setdefault(pending.service, deque()).appendleft(pending)
+            self._waiting[pending.service].appendleft(pending)
             self._pump(pending.service)
 
     def _expire(self, pending: Pending, deadline: float) -> None:
@@ -319,24 +274,30 @@ class Dispatcher:
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
         for attempt in pending.attempts.values():
             attempt.worker.breaker.record(False, time.monotonic())
-        self._settle(pending, InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}"))
+        pending.settle(InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}"))
         self._forget_waiting(pending)
+        self._abandon(pending, "deadline")
+
+    def _hedge_later(self, pending: Pending) -> None:
+        after = self._latencies[pending.service].quantile(self.config.hedge_quantile)
+        if after is not None:
+            pending.hedge = asyncio.get_running_loop().call_later(after, self._hedge, pending)
 
     def _hedge(self, pending: Pending) -> None:
+        """A second attempt for a slow call, on another worker if one has room; the first answer counts."""
         if pending.done.done() or len(pending.attempts) != 1:
             return
         (running,) = pending.attempts.values()
-        pending.failed_on |= {running.worker.name}
-        worker = self._place(pending)
+        worker = self._place(pending, pending.failed_on | {running.worker.name})
         if worker is not None and worker is not running.worker:
             self.counters["hedges"] += 1
             self._start(pending, worker)
 
-    def _abandon(self, pending: Pending) -> None:
+    def _abandon(self, pending: Pending, outcome: str) -> None:
         """The caller is gone or served: stop every attempt that still runs."""
         for attempt in list(pending.attempts.values()):
             self._send(attempt.worker, Cancel(attempt.number))
-            self._finish(attempt, "cancelled")
+            self._finish(attempt, outcome)
 
     def _forget_waiting(self, pending: Pending) -> None:
         queue = self._waiting.get(pending.service)
@@ -345,24 +306,26 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------ workers
 
-    async def _receive(self) -> None:
-        while True:
-            parts = await self.router.socket.recv_multipart(copy=False)
-            identity, frames = parts[0].bytes, [part.buffer for part in parts[1:]]
-            try:
-                self._handle(identity, frames)
-            except WireError as error:
-                self._drop_malformed(identity, error)
+    def _send(self, worker: Worker, header: Message) -> None:
+        if not self._closed:
+            self.router.send([worker.identity, *encode(header)])
 
-    def _handle(self, identity: bytes, frames: Sequence[memoryview]) -> None:
+    def _receive(self, parts: list[Frame]) -> None:
+        identity, frames = bytes(parts[0]), parts[1:]
+        try:
+            self._handle(identity, frames)
+        except WireError as error:
+            self._drop_malformed(identity, error)
+
+    def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         header = decode_header(frames, self._limits)
         worker = self._workers.get(identity)
         if isinstance(header, Register):
             self._join(identity, header)
             return
         if worker is None:
-            if not isinstance(header, Goodbye):  # one we gave up: it registers anew
-                self.router.socket.send_multipart([identity, *encode(Goodbye("register"))])
+            if not isinstance(header, Goodbye):
+                self.router.send([identity, *encode(Goodbye(REGISTER_AGAIN))])
             return
         worker.heard = time.monotonic()
         match header:
@@ -371,7 +334,7 @@ class Dispatcher:
             case Heartbeat(stats=stats):
                 worker.stats = stats
                 self._send(worker, Heartbeat(len(worker.in_flight), {}))
-                self._pump_all(worker)
+                self._pump_all(worker)  # a rested worker may be usable again
             case Drain():
                 worker.draining = True
             case Goodbye(reason=reason):
@@ -379,7 +342,7 @@ class Dispatcher:
             case _:
                 raise WireError(f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends")
 
-    def _answer(self, worker: Worker, number: int, header: Any, frames: Sequence[memoryview]) -> None:
+    def _answer(self, worker: Worker, number: int, header: Result | Partial | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)
         if attempt is None:
             self.counters["late_answers"] += 1
@@ -388,42 +351,46 @@ class Dispatcher:
         if isinstance(header, Error):
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
-        body = decode_body(frames, service_types(pending.service)[1])
+        body = decode_body(frames, pending.result_type)
         if isinstance(header, Partial):
             if pending.on_partial is not None and not pending.done.done():
                 pending.on_partial(body)
             return
-        worker.breaker.record(True, time.monotonic())
-        if pending.served_by is not None:
+        now = time.monotonic()
+        worker.breaker.record(True, now)
+        if self.config.hedge_quantile:
+            self._latencies[pending.service].record(now - attempt.start)
+        if pending.served_by is not None and not pending.done.done():
             pending.served_by(worker.name)
-        self._settle(pending, body)
+        pending.settle(body)
         self._finish(attempt, "ok")
 
     def _drop_malformed(self, identity: bytes, error: WireError) -> None:
         self.counters["malformed_peers"] += 1
         worker = self._workers.get(identity)
         log.error("dropped peer %s: %s", worker.name if worker else identity[:40], error)
-        self.router.socket.send_multipart([identity, *encode(Goodbye(f"malformed message: {error}"))])
+        reason = f"sent a malformed message: {error}"
         if worker is not None:
-            self._leave(worker, f"sent a malformed message: {error}")
+            self.remove(worker, reason)
+        else:
+            self.router.send([identity, *encode(Goodbye(reason))])
 
     def _join(self, identity: bytes, hello: Register) -> None:
-        refusal = None
-        if hello.protocol != 1:
-            refusal = f"protocol {hello.protocol}, expected 1"
-        elif hello.capacity < 1:
-            refusal = f"capacity {hello.capacity}, expected at least 1"
-        if refusal is not None:
-            self.router.socket.send_multipart([identity, *encode(Goodbye(refusal))])
+        if (worker := self._workers.get(identity)) is not None:
+            worker.heard = time.monotonic()
+            self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
             return
-        if identity in self._workers:
-            self._send(self._workers[identity], Registered(self.config.heartbeat_s))
-            return
+        for service in hello.services:
+            service_types(service)
+        if hello.protocol != 1 or hello.capacity < 1:
+            raise WireError(
+                f"{hello.worker} registers with protocol {hello.protocol}, capacity {hello.capacity}: expected 1, at least 1"
+            )
         for old in [w for w in self._workers.values() if w.name == hello.worker]:
-            self._leave(old, "replaced by a new process of the same name")
-        worker = Worker(identity, hello, time.monotonic())
+            self.remove(old, f"replaced by a new process of the same name {old.name}")
+        worker = Worker(identity, hello, time.monotonic(), f"{next(self._numbers):x}")
         self._workers[identity] = worker
-        self._send(worker, Registered(self.config.heartbeat_s))
+        self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
         self._spawn(self._admit(worker))
 
     async def _admit(self, worker: Worker) -> None:
@@ -433,10 +400,9 @@ class Dispatcher:
                 await self.on_join(worker)
             except Fault as fault:
                 log.error("worker %s could not join: %s", worker.name, fault)
-                self._send(worker, Goodbye(f"could not join: {fault}"))
-                self._leave(worker, f"could not join: {fault}")
+                self.remove(worker, f"could not join: {fault}")
                 return
-        if worker.identity in self._workers:
+        if self._workers.get(worker.identity) is worker:
             worker.ready = True
             self._joined.set()
             self._pump_all(worker)
@@ -445,13 +411,10 @@ class Dispatcher:
         for service in worker.hello.services:
             self._pump(service)
 
-    def remove(self, worker: Worker, reason: str) -> None:
-        """Send a worker away; its calls move to others."""
-        self._send(worker, Goodbye(reason))
-        self._leave(worker, reason)
-
     def _leave(self, worker: Worker, reason: str) -> None:
-        self._workers.pop(worker.identity, None)
+        if self._workers.get(worker.identity) is not worker:
+            return  # gone already
+        del self._workers[worker.identity]
         worker.ready = False
         for attempt in list(worker.in_flight.values()):
             self._fail(attempt, InfrastructureFault(f"{worker.name} is gone: {reason}"))
@@ -469,3 +432,14 @@ class Dispatcher:
             for worker in [w for w in self._workers.values() if now - w.heard > self.config.dead_after_s]:
                 self.counters["dead_workers"] += 1
                 self._leave(worker, f"silent for {now - worker.heard:.0f} s")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            log.error("a dispatcher task died", exc_info=error)

@@ -249,10 +249,10 @@ class Service:
             if not call.cancelled.is_set():
                 self.send(Result(header.id), answer)
         except asyncio.CancelledError:
-            if not call.late or call.cancelled.is_set():
+            if call.cancelled.is_set():
                 raise
-            message = f"{header.service} on {self.name} passed its deadline of {header.deadline_s:.1f} s"
-            self.send(Error(header.id, "infrastructure", message))
+            reason = f"passed its deadline of {header.deadline_s:.1f} s" if call.late else "was cancelled by its handler"
+            self.send(Error(header.id, "infrastructure", f"{header.service} on {self.name} {reason}"))
         except Fault as fault:
             self.send(Error(header.id, fault.kind, str(fault)))
         except Exception as error:  # the one boundary where a handler's failure becomes a message

@@ -1,0 +1,109 @@
+"""What the dispatcher remembers of workers and calls; it alone changes these records."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from scheduler.placement import Breaker
+from wire.arrays import Frame
+from wire.faults import Fault
+from wire.messages import Register
+
+
+class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Timing of workers and calls, in seconds."""
+
+    heartbeat_s: float = 2.0
+    dead_after_s: float = 20.0
+    """Silence after which a worker is given up and its calls move on. Well above a long pause of a busy machine."""
+    max_attempts: int = 3
+    hedge_quantile: float = 0.0
+    """Start a second attempt elsewhere when a call takes longer than this share (0.99) of the service's latest; 0: never."""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One attempt of one call, for traces. Times are seconds of the monotonic clock.
+
+    outcome: "ok", a fault kind, "deadline" or "cancelled" (by the caller, or because a twin was faster).
+    """
+
+    service: str
+    worker: str
+    start: float
+    end: float
+    outcome: str
+
+
+class Worker:
+    """What the dispatcher knows of one connected worker. ``stats`` are those of its last heartbeat."""
+
+    def __init__(self, identity: bytes, hello: Register, now: float, admission: str):
+        self.identity, self.hello, self.admission = identity, hello, admission
+        self.name = hello.worker
+        self.in_flight: dict[int, Attempt] = {}
+        self.stats: dict[str, float] = {}
+        self.breaker = Breaker()
+        self.heard = now
+        self.ready = False
+        self.draining = False
+
+
+class Pending:
+    """A call and its waiting caller. ``body`` is encoded once, whatever the number of attempts."""
+
+    __slots__ = (
+        "attempts",
+        "body",
+        "deadline",
+        "done",
+        "failed_on",
+        "hedge",
+        "last_fault",
+        "on_partial",
+        "prefer",
+        "result_type",
+        "served_by",
+        "service",
+        "tries",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        service: str,
+        body: list[Frame],
+        result_type: type,
+        deadline: float,
+        prefer: str | None,
+        worker: str | None,
+        on_partial: Callable[[Any], None] | None,
+        served_by: Callable[[str], None] | None,
+    ):
+        self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
+        self.prefer, self.worker, self.on_partial, self.served_by = prefer, worker, on_partial, served_by
+        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.failed_on: frozenset[str] = frozenset()
+        self.attempts: dict[int, Attempt] = {}
+        self.tries = 0
+        self.last_fault: Fault | None = None
+        self.hedge: asyncio.TimerHandle | None = None
+
+    def settle(self, outcome: Any) -> None:
+        """The one outcome; a later one is ignored."""
+        if self.done.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.done.set_exception(outcome)
+        else:
+            self.done.set_result(outcome)
+
+
+class Attempt:
+    """One try of a pending call on one worker."""
+
+    __slots__ = ("number", "pending", "start", "worker")
+
+    def __init__(self, number: int, pending: Pending, worker: Worker, start: float):
+        self.number, self.pending, self.worker, self.start = number, pending, worker, start

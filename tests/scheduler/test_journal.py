@@ -1,0 +1,117 @@
+"""Durability of the journal."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.environments.base import Rejected
+from scheduler.journal import Journal
+from scheduler.tree import Tree, decode_node, encode_node
+from wire.messages import Turn
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def small(number: int) -> Tree:
+    tree = Tree(number, f"task-{number}")
+    root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={"question": "q", "steps": [], "done": False})
+    tree.add(
+        root,
+        "action",
+        np.array([7, 8], np.int32),
+        "act",
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        versions=np.array([0, 1], np.int32),
+        sampled=np.ones(2, bool),
+        scores={"reward": 1.0},
+        chosen=True,
+    )
+    return tree
+
+
+def test_a_node_comes_back_as_it_was() -> None:
+    node = small(0).nodes[1]
+    back = decode_node(encode_node(node))
+    assert back.scores == node.scores
+    assert back.chosen
+    for field in ("tokens", "logprobs", "versions", "sampled"):
+        np.testing.assert_array_equal(getattr(back, field), getattr(node, field))
+        assert getattr(back, field).dtype == getattr(node, field).dtype
+
+
+def test_a_tree_is_read_back_with_its_groups_and_spine(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    tree = small(3)
+    journal.start_tree(tree, position=5, version=2)
+    journal.save_group(tree, 11, tree.nodes.values(), [Turn(1, 0, 1, {"reward": 1.0})])
+    (row,) = journal.trees()
+    back = journal.tree(row)
+    assert (row.position, row.version, row.status) == (5, 2, "growing")
+    assert back.groups == [11]
+    assert back.tip().id == 1
+    assert journal.turns(11)[0].scores == {"reward": 1.0}
+
+
+def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for number in range(3):
+        tree = small(number)
+        journal.start_tree(tree, number, 0)
+        journal.save_group(tree, number, [], [])
+    journal.close_tree(1)
+    journal.close_tree(2)
+    journal.mark_trained(2, 4)
+    assert [row.id for row in journal.untrained_trees()] == [0, 1]
+    journal.forget_training_after(3)  # the checkpoint that is resumed is older than version 4
+    assert [row.id for row in journal.untrained_trees()] == [0, 1, 2]
+    assert journal.next_position() == 3
+
+
+def test_quarantined_tasks_keep_their_reasons(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.reject([Rejected("file:3", "no gold answer")])
+    journal.start_tree(small(0), 0, 0)
+    journal.close_tree(0, "quarantined", "too long")
+    assert journal.quarantined() == [("file:3", "no gold answer"), ("task task-0", "too long")]
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from scheduler.journal import Journal
+from tests.scheduler.test_journal import small
+journal = Journal(Path(sys.argv[1]))
+for number in range(100000):
+    tree = small(number)
+    journal.start_tree(tree, number, 0)
+    journal.save_group(tree, number, tree.nodes.values(), [])
+    journal.close_tree(number)
+    print(number, flush=True)
+"""
+
+
+def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITER, str(tmp_path / "j")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
+        assert writer.stdout is not None
+        reported = [int(writer.stdout.readline()) for _ in range(50)]
+        writer.send_signal(signal.SIGKILL)
+    journal = Journal(tmp_path / "j")
+    rows = journal.trees()
+    assert [row.id for row in rows] == list(range(len(rows)))
+    assert len(rows) >= len(reported)
+    for row in rows[:50]:
+        assert row.status == "closed"
+        assert [group for group, _ in journal.groups(row.id)] == [row.id]
+        assert len(journal.tree(row).nodes) == 2
+
+
+def test_reading_a_folder_without_a_journal_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="run folder"):
+        Journal(tmp_path / "none", readonly=True)

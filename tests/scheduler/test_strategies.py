@@ -1,0 +1,197 @@
+"""Strategies against scripted services; the real ones run in tests/e2e."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.journal import Journal
+from scheduler.strategies import full, slate
+from scheduler.text import Text
+from scheduler.tree import Node, Tree
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    Passage,
+    RetrieveRequest,
+    RetrieveResult,
+    Sample,
+    Turn,
+)
+
+GOOD, BAD = "<think> t </think> <search> good </search>", "<think> t </think> <search> bad </search>"
+RIGHT, WRONG = "<think> t </think> <answer> Sofia </answer>", "<think> t </think> <answer> Rome </answer>"
+NOTHING = "I do not know."
+TASK = Task("t1", "What is the capital of Bulgaria?", ["Sofia"])
+
+
+class Services:
+    """A dispatcher whose engine says what the script holds, one list of texts a generate call."""
+
+    def __init__(self, text: Text, script: list[list[str]], invalid: list[str] | None = None):
+        self.text, self.script, self.invalid = text, script, invalid or []
+        self.requests: list[Any] = []
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        self.requests.append(request)
+        if isinstance(request, GenerateRequest):
+            texts = self.script.pop(0)
+            assert len(texts) == request.n
+            return GenerateResult([self._sample(t) for t in texts], len(request.tokens), 0)
+        if isinstance(request, RetrieveRequest):
+            return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
+        assert isinstance(request, JudgeRequest)
+        if service == "judge.exact_match":
+            return JudgeResult([Judgement({"outcome": float(t.answer == "Sofia"), "f1": 0.0}) for t in request.turns])
+        return JudgeResult([self._judge(t) for t in request.turns])
+
+    def _sample(self, text: str) -> Sample:
+        tokens = self.text.encode(text)
+        return Sample(tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop")
+
+    def _judge(self, turn: Any) -> Judgement:
+        column = "query" if turn.answer is None else "answer"
+        value = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}[turn.query or turn.answer]
+        scores = {"think": 0.0, column: value}
+        return Judgement({c: v for c, v in scores.items() if c not in self.invalid}, [c for c in scores if c in self.invalid])
+
+
+class Stage:
+    """A context over scripted services."""
+
+    def __init__(self, tmp_path: Path, llama: Path, script: list[list[str]], invalid: list[str] | None = None, **settings: Any):
+        text = Text(str(llama))
+        self.services = Services(text, script, invalid)
+        self.groups: list[list[Turn]] = []
+        self.counts: Counter[str] = Counter()
+        self.settings = msgspec.structs.replace(SchedulerConfig(k=3, budget=2), **settings)
+        self.journal = Journal(tmp_path / "journal")
+        self.shop = Shop(
+            self.services,  # pyright: ignore[reportArgumentType]
+            self.journal,
+            text,
+            SearchQA("short", 1),
+            self.settings,
+            self.counts,
+            self._emit,
+        )
+        self.tree = Tree(0, TASK.id)
+        self.context = Context(self.shop, self.settings, TASK, self.tree, random.Random(0))
+        self.context.plant()
+        self.journal.start_tree(self.tree, 0, 0)
+
+    def _emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
+        self.journal.save_group(tree, len(self.groups), nodes, turns)
+        self.groups.append(turns)
+
+    def rewards(self) -> list[list[float]]:
+        return [[turn.scores["reward"] for turn in group] for group in self.groups]
+
+
+async def test_slate_emits_all_candidates_of_every_step_and_continues_one(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT, RIGHT, RIGHT]])
+    await slate.grow(stage.tree, stage.context)
+    assert stage.rewards() == [[1, -1, -2], [1, 1, 1]]
+    assert [turn.turn for group in stage.groups for turn in group] == [1, 1, 1, 2, 2, 2]
+    tip = stage.tree.tip()
+    assert tip.scores["outcome"] == 1
+    kinds = [node.kind for node in stage.tree.path(tip)]
+    assert kinds == ["prompt", "action", "observation", "action"]
+
+
+async def test_siblings_are_asked_for_in_one_request_from_one_prefix(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[RIGHT, WRONG, RIGHT]])
+    await slate.grow(stage.tree, stage.context)
+    asked = [r for r in stage.services.requests if isinstance(r, GenerateRequest)]
+    assert len(asked) == (1 if stage.tree.tip().step == 1 else 2)
+    assert asked[0].n == 3
+    assert asked[0].tokens.tolist() == stage.tree.nodes[0].tokens.tolist()
+
+
+async def test_the_second_prefix_is_exactly_what_the_policy_saw(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD, NOTHING, NOTHING], [RIGHT, RIGHT, RIGHT]])
+    await slate.grow(stage.tree, stage.context)
+    second = [r for r in stage.services.requests if isinstance(r, GenerateRequest)][1]
+    text = stage.shop.text.decode(second.tokens)
+    expected = stage.tree.nodes[0].text + GOOD + "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
+    assert text == expected
+
+
+async def test_an_invalid_candidate_is_never_continued_while_a_valid_one_exists(tmp_path: Path, llama: Path) -> None:
+    for seed in range(20):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        stage = Stage(folder, llama, [[NOTHING, BAD, NOTHING], [WRONG, WRONG, WRONG]])
+        stage.context.rng.seed(seed)
+        await slate.grow(stage.tree, stage.context)
+        assert [n.text for n in stage.tree.nodes.values() if n.chosen and n.step == 1 and n.kind == "action"] == [BAD]
+
+
+async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[NOTHING] * 3, [RIGHT] * 3])
+    await slate.grow(stage.tree, stage.context)
+    assert stage.rewards() == [[-2, -2, -2], [1, 1, 1]]
+    notice = stage.tree.path(stage.tree.tip())[2]
+    assert "could not be used" in notice.text
+    assert stage.counts["invalid_actions"] == 3
+
+
+async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD] * 3, [BAD] * 3, [" Sofia </answer>"]])
+    await slate.grow(stage.tree, stage.context)
+    assert len(stage.groups) == 2
+    tip = stage.tree.tip()
+    assert tip.forced
+    assert tip.scores["outcome"] == 1
+    assert "reward" not in tip.scores
+    assert tip.id not in {turn.node for group in stage.groups for turn in group}
+
+
+async def test_one_candidate_has_its_reward_as_advantage(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[RIGHT]], k=1)
+    await slate.grow(stage.tree, stage.context)
+    (turn,) = stage.groups[0]
+    assert turn.scores["advantage"] == turn.scores["reward"] == 1 + 0.1 / 2
+
+
+async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_and_counted(
+    tmp_path: Path, llama: Path
+) -> None:
+    stage = Stage(tmp_path, llama, [[RIGHT] * 3], invalid=["answer"])
+    await slate.grow(stage.tree, stage.context)
+    (group,) = stage.groups
+    assert all("answer" not in turn.scores for turn in group)
+    assert all(turn.scores["reward"] == pytest.approx(0.05) for turn in group)
+    assert stage.counts["invalid_judgements"] == 3
+
+
+async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING]])
+    with pytest.raises(IndexError):  # the services die when the second step is asked for
+        await slate.grow(stage.tree, stage.context)
+    (row,) = stage.journal.trees()
+    tree = stage.journal.tree(row)
+    stage.services.script = [[RIGHT, WRONG, NOTHING]]
+    await slate.grow(tree, Context(stage.shop, stage.settings, TASK, tree, random.Random(1)))
+    assert len(stage.groups) == 2
+    assert [turn.turn for turn in stage.groups[1]] == [2, 2, 2]
+    assert tree.tip().step == 2
+
+
+async def test_full_emits_one_group_of_whole_trajectories(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD], [RIGHT], [RIGHT]], k=2)
+    await full.grow(stage.tree, stage.context)
+    (group,) = stage.groups
+    by_trajectory = {i: [turn.turn for turn in group if turn.trajectory == i] for i in (0, 1)}
+    assert sorted(by_trajectory.values(), key=len) == [[1], [1, 2]]
