@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import hypothesis  # noqa: F401 (its pytest plugin imports it at the end of a session, where 3.11 may fail to)
 import pytest
 import torch
 

@@ -37,7 +37,9 @@ def safetensors_file(path: Path) -> str:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-            raise ValueError(f"{path}: {size} bytes with a header of {length}: not a whole safetensors file; write it again")
+            raise ValueError(
+                f"{path}: {size} bytes with a header of {length}: not a whole safetensors file; write it again"
+            )
         header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         total = hashlib.sha256()

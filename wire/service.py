@@ -251,7 +251,9 @@ class Service:
         except asyncio.CancelledError:
             if call.cancelled.is_set():
                 raise
-            reason = f"passed its deadline of {header.deadline_s:.1f} s" if call.late else "was cancelled by its handler"
+            reason = (
+                f"passed its deadline of {header.deadline_s:.1f} s" if call.late else "was cancelled by its handler"
+            )
             self.send(Error(header.id, "infrastructure", f"{header.service} on {self.name} {reason}"))
         except Fault as fault:
             self.send(Error(header.id, fault.kind, str(fault)))

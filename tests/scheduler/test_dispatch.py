@@ -1,0 +1,245 @@
+"""Every dispatched call reaches exactly one outcome."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.dispatch import DispatchConfig
+from tests.services import bench
+from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.messages import ScoreRequest, ScoreResult
+from wire.service import Call
+
+QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
+
+
+def ask(value: float = 1.0) -> ScoreRequest:
+    return ScoreRequest(np.array([value], np.float32))
+
+
+async def echo(request: ScoreRequest, call: Call) -> ScoreResult:
+    return ScoreResult(request.tokens * 2, 0)
+
+
+async def hang(request: Any, call: Call) -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_a_call_returns_the_workers_result(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("w", {"score": echo})
+        result: ScoreResult = await b.dispatcher.call("score", ask(3), deadline=5)
+        assert result.logprobs.tolist() == [6]
+
+
+async def test_in_flight_never_exceeds_the_declared_capacity(tmp_path: Path) -> None:
+    running, most = 0, 0
+
+    async def count(request: ScoreRequest, call: Call) -> ScoreResult:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.002)
+        running -= 1
+        return ScoreResult(request.tokens, 0)
+
+    async with bench(tmp_path) as b:
+        await b.work("w", {"score": count}, capacity=3)
+        await asyncio.gather(*(b.dispatcher.call("score", ask(), deadline=10) for _ in range(40)))
+    assert most == 3
+
+
+async def test_an_infrastructure_fault_is_retried_on_another_worker(tmp_path: Path) -> None:
+    async def broken(request: ScoreRequest, call: Call) -> ScoreResult:
+        raise InfrastructureFault("no luck")
+
+    async with bench(tmp_path) as b:
+        await b.work("broken", {"score": broken})
+        await b.work("sound", {"score": echo})
+        for _ in range(6):
+            assert (await b.dispatcher.call("score", ask(), deadline=5)).logprobs.tolist() == [2]
+        assert b.dispatcher.counters["retries"] >= 1
+
+
+async def test_a_data_fault_is_not_retried(tmp_path: Path) -> None:
+    calls = 0
+
+    async def refuse(request: ScoreRequest, call: Call) -> ScoreResult:
+        nonlocal calls
+        calls += 1
+        raise DataFault("cannot work anywhere")
+
+    async with bench(tmp_path) as b:
+        await b.work("w", {"score": refuse})
+        with pytest.raises(DataFault, match="w: cannot work anywhere"):
+            await b.dispatcher.call("score", ask(), deadline=5)
+    assert calls == 1
+
+
+async def test_a_deadline_names_the_worker_that_hangs_and_cancels_it(tmp_path: Path) -> None:
+    cancelled = asyncio.Event()
+
+    async def watch(request: Any, call: Call) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with bench(tmp_path) as b:
+        await b.work("slow", {"score": watch})
+        with pytest.raises(InfrastructureFault, match="slow"):
+            await b.dispatcher.call("score", ask(), deadline=0.3)
+        await asyncio.wait_for(cancelled.wait(), 5)
+
+
+async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        with pytest.raises(InfrastructureFault, match="no free worker"):
+            await b.dispatcher.call("score", ask(), deadline=0.2)
+
+
+async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_path: Path) -> None:
+    entered, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def watch(request: ScoreRequest, call: Call) -> ScoreResult:
+        if request.tokens[0] == 1:
+            return ScoreResult(request.tokens, 0)
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    async with bench(tmp_path) as b:
+        await b.work("w", {"score": watch}, capacity=1)
+        caller = asyncio.create_task(b.dispatcher.call("score", ask(0), deadline=60))
+        await asyncio.wait_for(entered.wait(), 5)
+        caller.cancel()
+        await asyncio.wait_for(cancelled.wait(), 5)
+        await b.dispatcher.call("score", ask(1), deadline=5)
+
+
+async def test_the_calls_of_a_worker_that_dies_move_to_another(tmp_path: Path) -> None:
+    entered = asyncio.Event()
+
+    async def stuck(request: Any, call: Call) -> Any:
+        entered.set()
+        await asyncio.Event().wait()
+
+    async with bench(tmp_path, QUICK) as b:
+        await b.work("mortal", {"score": stuck})
+        caller = asyncio.create_task(b.dispatcher.call("score", ask(5), deadline=30))
+        await asyncio.wait_for(entered.wait(), 5)
+        await b.work("heir", {"score": echo})
+        await b.kill("mortal")
+        assert (await caller).logprobs.tolist() == [10]
+        assert b.dispatcher.counters["dead_workers"] == 1
+
+
+async def test_a_preferred_worker_gets_its_calls_until_it_is_overloaded(tmp_path: Path) -> None:
+    served: list[str] = []
+    gate = asyncio.Event()
+
+    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
+        await gate.wait()
+        return ScoreResult(request.tokens, 0)
+
+    async with bench(tmp_path) as b:
+        await b.work("a", {"score": wait}, capacity=4)
+        await b.work("b", {"score": wait}, capacity=4)
+        calls = [
+            asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10, prefer="b", served_by=served.append))
+            for _ in range(6)
+        ]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*calls)
+    assert served.count("b") >= 3
+    assert served.count("a") >= 2
+
+
+async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    async def note(request: ScoreRequest, call: Call) -> ScoreResult:
+        order.append("work")
+        return ScoreResult(request.tokens, 0)
+
+    async with bench(tmp_path) as b:
+
+        async def prepare(worker: Any) -> None:
+            await b.dispatcher.call("load", ask(), deadline=5, worker=worker.name)
+            order.append("prepared")
+
+        async def load(request: Any, call: Call) -> Any:
+            raise DataFault("never mind")
+
+        async def joined(worker: Any) -> None:
+            with pytest.raises(Fault):
+                await prepare(worker)
+            order.append("prepared")
+
+        b.dispatcher.on_join = joined
+        caller = asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10))
+        await b.work("w", {"score": note, "load": load})
+        await caller
+    assert order == ["prepared", "work"]
+
+
+async def test_a_draining_worker_finishes_its_calls_and_leaves(tmp_path: Path) -> None:
+    entered, gate = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
+        entered.set()
+        await gate.wait()
+        return ScoreResult(request.tokens, 0)
+
+    async with bench(tmp_path) as b:
+        service = await b.work("w", {"score": wait})
+        caller = asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10))
+        await asyncio.wait_for(entered.wait(), 5)
+        service.drain()
+        gate.set()
+        await caller
+        await asyncio.wait_for(b.tasks["w"], 5)
+
+
+async def test_every_call_has_exactly_one_outcome_among_workers_that_fail_hang_and_die(tmp_path: Path) -> None:
+    rng = random.Random(0)
+
+    async def moody(request: ScoreRequest, call: Call) -> ScoreResult:
+        mood = rng.random()
+        if mood < 0.15:
+            raise InfrastructureFault("mood")
+        if mood < 0.2:
+            raise DataFault("mood")
+        if mood < 0.25:
+            await asyncio.Event().wait()
+        await asyncio.sleep(rng.random() * 0.01)
+        return ScoreResult(request.tokens, 0)
+
+    async with bench(tmp_path, QUICK) as b:
+        for name in ("a", "b", "c"):
+            await b.work(name, {"score": moody}, capacity=8)
+
+        async def one(index: int) -> str:
+            try:
+                result = await b.dispatcher.call("score", ask(index), deadline=1.5)
+            except Fault as fault:
+                return fault.kind
+            assert result.logprobs.tolist() == [index]
+            return "ok"
+
+        calls = [asyncio.create_task(one(i)) for i in range(150)]
+        await asyncio.sleep(0.05)
+        await b.kill("b")
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls), 20)
+        assert len(outcomes) == 150
+        assert set(outcomes) <= {"ok", "data", "infrastructure"}
+        assert outcomes.count("ok") > 75
+        assert b.dispatcher.waiting() == {}

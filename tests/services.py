@@ -1,0 +1,46 @@
+"""A dispatcher and in-process workers over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from scheduler.dispatch import DispatchConfig, Dispatcher
+from wire.service import Handler, Service
+from wire.sockets import RunKeys
+
+
+class Bench:
+    """A started dispatcher; ``work`` adds workers."""
+
+    def __init__(self, folder: Path, config: DispatchConfig):
+        self.keys = RunKeys.create(folder / "keys")
+        self.dispatcher = Dispatcher("tcp://127.0.0.1:0", self.keys, config)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def work(self, name: str, handlers: dict[str, Handler], capacity: int = 4) -> Service:
+        """Start a worker and wait until it is ready."""
+        service = Service(name, handlers, capacity)
+        self.tasks[name] = asyncio.create_task(service.run(self.dispatcher.endpoint, self.keys, signals=False))
+        async with asyncio.timeout(10):
+            while name not in {w.name for w in self.dispatcher.workers()}:
+                await asyncio.sleep(0.001)
+        return service
+
+    async def kill(self, name: str) -> None:
+        """The worker vanishes without a word."""
+        self.tasks[name].cancel()
+        await asyncio.gather(self.tasks[name], return_exceptions=True)
+
+
+@asynccontextmanager
+async def bench(folder: Path, config: DispatchConfig | None = None) -> AsyncIterator[Bench]:
+    """A dispatcher with its workers, taken down at the end."""
+    made = Bench(folder, config or DispatchConfig())
+    await made.dispatcher.start()
+    try:
+        yield made
+    finally:
+        for name in made.tasks:
+            await made.kill(name)
+        await made.dispatcher.close()
