@@ -59,7 +59,7 @@ def encode_body(body: msgspec.Struct) -> list[Frame]:
             raise WireError(
                 f"cannot send an array of dtype {value.dtype!r}: expected one of {sorted(DTYPES)} in native byte order"
             )
-        arrays.append(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        arrays.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         return [value.dtype.name, list(value.shape), len(arrays) - 1]
 
     return [msgspec.msgpack.encode(body, enc_hook=place), *arrays]

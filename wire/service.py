@@ -234,7 +234,7 @@ class Service:
         call = Call(self, header)
         self.calls[header.id] = call
         call.task = asyncio.create_task(self._serve(header, frames, call))
-        # Not a ``finally`` of the task: one that is cancelled before its first step never gets there.
+        # A task that is cancelled before its first step never reaches its own ``finally``.
         call.task.add_done_callback(lambda _: self.calls.pop(header.id, None))
 
     async def _serve(self, header: Request, frames: list[Frame], call: Call) -> None:
@@ -261,4 +261,6 @@ class Service:
             log.exception("%s: %s failed", self.name, header.service)
             self.send(Error(header.id, "infrastructure", f"{type(error).__name__}: {error}"))
         finally:
+            # Room is free as soon as the answer is queued: the scheduler may use it before this task's callbacks run.
+            self.calls.pop(header.id, None)
             timer.cancel()

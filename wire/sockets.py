@@ -78,7 +78,7 @@ class Pump:
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self.socket.getsockopt(zmq.FD), self._wake)
+        self._loop.add_reader(self._descriptor(), self._wake)
         self._wake_soon()
         return self.ended
 
@@ -96,8 +96,11 @@ class Pump:
     def stop(self) -> None:
         """Listen no more."""
         if self._loop is not None:
-            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._descriptor())
         self._loop = self._deliver = None
+
+    def _descriptor(self) -> int:
+        return int(self.socket.getsockopt(zmq.FD))
 
     def _wake_soon(self) -> None:
         if not self._woken and self._loop is not None:
@@ -113,7 +116,7 @@ class Pump:
                 self._deliver(self._receive())
         except zmq.Again:
             return
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 the event loop would only log it
             # Not swallowed: whoever listens awaits this future, and nothing is delivered after it.
             self.stop()
             if not self.ended.done():
@@ -144,9 +147,9 @@ class Router(Pump):
         self.authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
         _configure(self.socket, limits)
         if keys is not None:
-            self.authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self.context)
-            self.authenticator.start()
-            self.authenticator.configure_curve_callback(credentials_provider=_Allow(keys.client_public))
+            authenticator = self.authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self.context)
+            authenticator.start()
+            authenticator.configure_curve_callback(credentials_provider=_Allow(keys.client_public))
             self.socket.curve_server = True
             self.socket.curve_publickey = keys.server_public
             self.socket.curve_secretkey = keys.server_secret
