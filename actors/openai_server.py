@@ -17,7 +17,7 @@ from aiohttp import web
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
-from wire.faults import DataFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import GenerateRequest, Sample, Sampling
 
 
@@ -80,7 +80,10 @@ class Server:
         if self.template is None:
             return _refused(f"model {self.name} has no chat template: use /v1/completions")
         text = self.template.render(
-            messages=[msgspec.to_builtins(m) for m in asked.messages], add_generation_prompt=True, bos_token="", eos_token=""
+            messages=[msgspec.to_builtins(m) for m in asked.messages],
+            add_generation_prompt=True,
+            bos_token="",
+            eos_token="",
         )
         return await self._answer(text, asked, "chat.completion")
 
@@ -100,6 +103,8 @@ class Server:
             result = await self.engine.generate(GenerateRequest(tokens, asked.n, sampling))
         except DataFault as fault:
             return _refused(str(fault))
+        except InfrastructureFault as fault:
+            return web.json_response({"error": {"message": str(fault), "type": "server_error"}}, status=503)
         made = sum(len(sample.tokens) for sample in result.samples)
         usage = {
             "prompt_tokens": len(tokens),

@@ -25,7 +25,7 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
     "eos_token_id": 257,
     "bos_token_id": 256,
     "pad_token_id": 258,

@@ -1,0 +1,164 @@
+"""Frames, keys and peers."""
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tests.services import bench
+from wire import digest
+from wire.arrays import DTYPES, Limits, decode_body, decode_header, encode
+from wire.faults import WireError
+from wire.messages import JudgeRequest, Register, Request, Result, ScoreRequest, ScoreResult
+from wire.service import Call
+from wire.sockets import Router, RunKeys
+
+ARRAYS = hnp.arrays(
+    st.sampled_from(sorted(DTYPES)).map(np.dtype), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
+)
+
+
+@given(ARRAYS)
+def test_arrays_survive_the_wire_with_dtype_and_shape(array: np.ndarray) -> None:
+    frames = [memoryview(bytes(frame)) for frame in encode(Result(1), ScoreRequest(array))]
+    back = decode_body(frames, ScoreRequest).tokens
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+def test_neither_way_copies_an_array() -> None:
+    array = np.arange(10, dtype=np.int32)
+    frames = encode(Result(1), ScoreRequest(array))
+    assert np.shares_memory(np.frombuffer(frames[2], np.int32), array)
+    back = decode_body(frames, ScoreRequest).tokens
+    assert np.shares_memory(back, array)
+    assert not back.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        ["object", [1], 0],
+        ["int32", [3], 0],
+        ["int32", [2], 7],
+        ["int32", [-2], 0],
+        "int32",
+        ["int32", [2]],
+        ["<U8", [1], 0],
+    ],
+)
+def test_a_malformed_array_header_is_refused(header: object) -> None:
+    body = msgspec.msgpack.encode({"tokens": header})
+    with pytest.raises(WireError):
+        decode_body([b"", body, b"\0" * 8], ScoreRequest)
+
+
+def test_an_object_array_is_not_sent() -> None:
+    with pytest.raises(WireError, match="dtype"):
+        encode(Result(1), ScoreRequest(np.array([{}], dtype=object)))
+
+
+def test_limits_hold_before_anything_is_decoded() -> None:
+    with pytest.raises(WireError, match="frames"):
+        decode_header([b"x"] * 5, Limits(max_frames=4))
+    with pytest.raises(WireError, match="bytes"):
+        decode_header([b"x" * 11], Limits(max_frame_bytes=10))
+
+
+def test_a_body_of_another_type_is_refused_and_unknown_headers_too() -> None:
+    with pytest.raises(WireError, match="JudgeRequest"):
+        decode_body(encode(Result(1), ScoreRequest(np.zeros(1, np.int32))), JudgeRequest)
+    with pytest.raises(WireError, match="header"):
+        decode_header([msgspec.msgpack.encode({"type": "exec", "code": "1"})])
+
+
+def test_keys_are_private_files_and_a_resumed_run_keeps_them(tmp_path: Path) -> None:
+    keys = RunKeys.create(tmp_path / "keys")
+    assert RunKeys.create(tmp_path / "keys") == keys == RunKeys.load(tmp_path / "keys")
+    assert {stat.S_IMODE(os.stat(p).st_mode) for p in (tmp_path / "keys").iterdir()} == {0o600}
+
+
+async def test_a_non_loopback_bind_without_keys_is_refused() -> None:
+    with pytest.raises(ValueError, match="CURVE"):
+        Router("tcp://0.0.0.0:0", None)
+
+
+async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    first = Router("tcp://127.0.0.1:0", None)
+    with pytest.raises(OSError, match=first.endpoint.rsplit(":", 1)[1]):
+        Router(first.endpoint, None)
+    first.close()
+
+
+async def score(request: ScoreRequest, call: Call) -> ScoreResult:
+    return ScoreResult(request.tokens, 0)
+
+
+async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        context = zmq.asyncio.Context()
+        strangers = []
+        for secret in (False, True):
+            socket = context.socket(zmq.DEALER)
+            socket.linger = 0
+            if secret:  # knows the server's public key, has a key pair of its own
+                socket.curve_serverkey = b.keys.server_public
+                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.connect(b.dispatcher.endpoint)
+            await socket.send_multipart(encode(Register("spy", ["score"], 1, 1, "h")))
+            strangers.append(socket)
+        await b.work("honest", {"score": score})
+        await b.dispatcher.call("score", ScoreRequest(np.zeros(1, np.float32)), deadline=5)
+        assert [w.name for w in b.dispatcher.workers()] == ["honest"]
+        for socket in strangers:
+            socket.close()
+        context.term()
+
+
+async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("honest", {"score": score})
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.curve_serverkey = b.keys.server_public
+        socket.curve_publickey, socket.curve_secretkey = b.keys.client_public, b.keys.client_secret
+        socket.connect(b.dispatcher.endpoint)
+        rng = np.random.default_rng(0)
+        garbage = [[rng.bytes(n)] for n in (0, 1, 50, 5000)] + [[b"\x81\xa4type"] * 50]
+        await socket.send_multipart(encode(Register("noisy", ["score"], 1, 1, "h")))
+        for frames in garbage:
+            await socket.send_multipart(frames)
+        async with asyncio.timeout(10):
+            while b.dispatcher.counters["malformed_peers"] < len(garbage):
+                await b.dispatcher.call("score", ScoreRequest(np.zeros(1, np.float32)), deadline=5)
+        assert [w.name for w in b.dispatcher.workers()] == ["honest"]
+        socket.close()
+        context.term()
+
+
+async def test_a_request_that_only_a_scheduler_sends_gets_its_sender_dropped(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        service = await b.work("odd", {"score": score})
+        service.send(Request(1, "score", 1.0), ScoreRequest(np.zeros(1, np.float32)))
+        async with asyncio.timeout(10):
+            while not b.dispatcher.counters["malformed_peers"]:
+                await asyncio.sleep(0.001)
+
+
+def test_a_digest_depends_on_names_types_shapes_and_bytes_not_on_order() -> None:
+    a, b = ("a", "F32", (2,), b"12345678"), ("b", "F32", (2,), b"abcdefgh")
+    assert digest.tensors([a, b]) == digest.tensors([b, a])
+    assert digest.tensors([a]) != digest.tensors([("a", "F32", (1, 2), b"12345678")])
+    assert digest.tensors([a]) != digest.tensors([("a", "I32", (2,), b"12345678")])
+    assert digest.tensors([a]) != digest.tensors([("a", "F32", (2,), b"12345679")])
