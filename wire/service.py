@@ -146,6 +146,7 @@ class Service:
             for task in done:
                 task.result()
         finally:
+            self._dealer.stop()  # what arrives from here on belongs to other workers
             open_tasks = [call.task for call in self.calls.values() if call.task is not None]
             for call in self.calls.values():
                 call.cancelled.set()

@@ -1,0 +1,79 @@
+"""Placement, breaker, backoff and latencies are pure: every clock and random number is given."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.placement import AFFINITY_SLACK, Breaker, Latencies, Load, backoff, choose
+
+LOADS = st.lists(
+    st.builds(Load, st.sampled_from("abcdef"), st.integers(0, 12), st.integers(1, 8)),
+    max_size=6,
+    unique_by=lambda load: load.worker,
+)
+NAMES = st.frozensets(st.sampled_from("abcdef"))
+
+
+@given(LOADS, st.sampled_from([None, *"abcdef"]), NAMES)
+def test_a_full_worker_is_never_chosen_and_a_failed_one_only_when_it_is_alone(
+    loads: list[Load], prefer: str | None, avoid: frozenset[str]
+) -> None:
+    name = choose(loads, prefer, avoid)
+    usable = [load for load in loads if load.worker not in avoid] or loads
+    free = {load.worker: load for load in usable if load.in_flight < load.capacity}
+    if name is None:
+        assert not free
+        return
+    least = min(load.share for load in free.values())
+    assert free[name].share <= least + (AFFINITY_SLACK if name == prefer else 0.0)
+
+
+def test_the_least_loaded_worker_relative_to_its_capacity_is_chosen() -> None:
+    assert choose([Load("small", 1, 2), Load("large", 3, 8)]) == "large"
+
+
+def test_a_preferred_worker_is_kept_until_it_is_half_its_capacity_fuller_or_full() -> None:
+    def chosen(in_flight: int) -> str | None:
+        return choose([Load("idle", 0, 8), Load("home", in_flight, 8)], prefer="home")
+
+    assert [chosen(n) for n in (0, 4, 5, 8)] == ["home", "home", "idle", "idle"]
+
+
+def test_a_retry_waits_for_another_worker_rather_than_going_back_to_the_one_that_failed() -> None:
+    loads = [Load("failed", 0, 4), Load("busy", 4, 4)]
+    assert choose(loads, avoid=frozenset({"failed"})) is None
+    assert choose(loads[:1], avoid=frozenset({"failed"})) == "failed"
+
+
+def test_a_breaker_rests_a_worker_after_failures_in_a_row_and_then_gives_it_one_chance() -> None:
+    breaker = Breaker(threshold=3, rest_s=10.0)
+    for ok in (False, False, True, False, False):
+        breaker.record(ok, now=0.0)
+    assert breaker.closed(0.0)
+    breaker.record(False, now=1.0)
+    assert not breaker.closed(10.9)
+    assert breaker.closed(11.0)
+    breaker.record(False, now=11.0)
+    assert not breaker.closed(20.9)
+    breaker.record(True, now=21.0)
+    breaker.record(False, now=21.0)
+    assert breaker.closed(21.0)
+
+
+@given(st.integers(1, 10_000), st.integers())
+def test_backoff_doubles_with_jitter_up_to_its_bound(attempt: int, seed: int) -> None:
+    wait = backoff(attempt, random.Random(seed), base_s=0.05, most_s=5.0)
+    ceiling = min(5.0, 0.05 * 2 ** min(attempt, 20))
+    assert ceiling / 2 <= wait <= ceiling
+
+
+def test_a_latency_quantile_needs_enough_calls_and_forgets_old_ones() -> None:
+    latencies = Latencies(kept=100, fewest=20)
+    for _ in range(19):
+        latencies.record(9.0)
+    assert latencies.quantile(0.9) is None
+    for hundredth in range(100):
+        latencies.record(hundredth / 100)
+    assert latencies.quantile(0.9) == 0.9
+    assert latencies.quantile(1.0) == 0.99

@@ -1,0 +1,101 @@
+"""Whatever bytes a peer sends, decoding ends in a message or in WireError and in nothing else."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from wire import digest
+from wire.arrays import decode_body, decode_header, encode
+from wire.faults import WireError
+from wire.messages import SERVICES, GenerateResult, Result, Sample, ScoreRequest, TrainGroup
+
+KINDS = sorted({kind for pair in SERVICES.values() for kind in pair}, key=lambda kind: kind.__name__)
+WORDS = st.sampled_from(["", "tokens", "int32", "float32", "object", "stop", "\u00e9"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | WORDS | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.binary(max_size=64), max_size=6))
+def test_arbitrary_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
+    with contextlib.suppress(WireError):
+        decode_header(frames)
+    for kind in (ScoreRequest, TrainGroup):
+        with contextlib.suppress(WireError):
+            decode_body(frames, kind)
+
+
+@given(st.sampled_from(KINDS), st.data())
+def test_arbitrary_fields_are_a_body_or_a_wire_error(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+    fields = {name: data.draw(VALUES) for name in kind.__struct_fields__}
+    for arrays in ([], [b"\0" * 8]):
+        with contextlib.suppress(WireError):
+            decode_body([b"", msgspec.msgpack.encode(fields), *arrays], kind)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["int64", [2**39, 2**39, 0], 0],  # more elements than numpy can index, no bytes
+        ["int64", [1] * 100, 0],  # more dimensions than numpy has
+        ["int64", [1], -1],
+        ["int64", [1], 2**63],
+        ["int64", [2], 0],
+        ["object", [1], 0],
+        ["float128", [1], 0],
+        [["int64"], [1], 0],
+    ],
+)
+def test_an_array_header_that_numpy_would_stumble_over_is_a_wire_error(bad: list[Any]) -> None:
+    with pytest.raises(WireError):
+        decode_body([b"", msgspec.msgpack.encode({"tokens": bad}), b"\0" * 8], ScoreRequest)
+
+
+def test_nesting_too_deep_for_the_decoder_is_a_wire_error() -> None:
+    deep = b"\x91" * 100_000
+    with pytest.raises(WireError):
+        decode_header([deep])
+    with pytest.raises(WireError):
+        decode_body([b"", b"\x81\xa6tokens" + deep], ScoreRequest)
+
+
+def test_an_array_in_foreign_byte_order_is_not_sent_as_if_it_were_native() -> None:
+    with pytest.raises(WireError, match="byte order"):
+        encode(Result(1), ScoreRequest(np.arange(3).astype(">i4")))
+
+
+def test_several_arrays_find_their_own_frames() -> None:
+    samples = [
+        Sample(np.arange(n, dtype=np.int32), np.full(n, -0.5, np.float32), np.full(n, n, np.int32), "stop")
+        for n in (0, 3, 5)
+    ]
+    back = decode_body(encode(Result(1), GenerateResult(samples, 7, 4)), GenerateResult)
+    assert [sample.tokens.tolist() for sample in back.samples] == [[], [0, 1, 2], [0, 1, 2, 3, 4]]
+    assert [sample.versions.tolist() for sample in back.samples] == [[], [3] * 3, [5] * 5]
+
+
+def test_a_safetensors_file_has_the_digest_of_its_tensors(tmp_path: Path) -> None:
+    held = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(4, dtype=np.int32)}
+    path = tmp_path / "model.safetensors"
+    save_file(held, path, metadata={"format": "pt"})
+    named = [("b", "F32", (2, 3), held["b"].tobytes()), ("a", "I32", (4,), held["a"].tobytes())]
+    assert digest.safetensors_file(path) == digest.tensors(named)
+
+
+def test_a_safetensors_file_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.arange(100, dtype=np.float32)}, path)
+    whole = path.read_bytes()
+    for size in (0, 4, 20, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            digest.safetensors_file(path)

@@ -1,0 +1,298 @@
+"""Every request that a worker accepted gets exactly one Result or Error, unless it was cancelled or moved elsewhere."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from wire.arrays import Frame, decode_body, decode_header, encode
+from wire.faults import DataFault, InfrastructureFault, PolicyFault
+from wire.messages import (
+    Cancel,
+    Drain,
+    Error,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Partial,
+    Register,
+    Registered,
+    Request,
+    Result,
+    ScoreRequest,
+    ScoreResult,
+)
+from wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Rejected, Service
+from wire.sockets import Router
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class Scheduler:
+    """A scheduler of a few lines, so that a test says exactly what crosses the wire."""
+
+    def __init__(self, bind: str = "tcp://127.0.0.1:0"):
+        self.router = Router(bind, None)
+        self.peer = b""
+        self.inbox: asyncio.Queue[tuple[Message, list[Frame]]] = asyncio.Queue()
+        self.router.listen(self._take)
+
+    def _take(self, parts: list[Frame]) -> None:
+        self.peer = bytes(parts[0])
+        self.inbox.put_nowait((decode_header(parts[1:]), parts[1:]))
+
+    def send(self, header: Message, body: msgspec.Struct | None = None) -> None:
+        self.router.send([self.peer, *encode(header, body)])
+
+    async def next(self, kind: type[Kind]) -> Kind:
+        """The next message of ``kind``; others before it are skipped, an answer that nobody expects is not."""
+        async with asyncio.timeout(10):
+            while True:
+                header, self.frames = await self.inbox.get()
+                if isinstance(header, kind):
+                    return header
+                assert isinstance(header, Heartbeat | Register), f"{header} came instead of {kind.__name__}"
+
+    async def admit(self, admission: str = "first", heartbeat_s: float = 0.02) -> None:
+        await self.next(Register)
+        self.send(Registered(heartbeat_s, admission))
+
+    def ask(self, number: int, value: float = 0.0, deadline_s: float = 60.0, service: str = "score") -> None:
+        self.send(Request(number, service, deadline_s), ScoreRequest(np.array([value], np.float32)))
+
+
+async def echo(request: ScoreRequest, call: Call) -> ScoreResult:
+    return ScoreResult(request.tokens, 0)
+
+
+async def forever(request: Any, call: Call) -> Any:
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving(service: Service, endpoint: str) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(service.run(endpoint, None, signals=False))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def pair(handler: Any, capacity: int = 4, **options: float) -> AsyncIterator[tuple[Scheduler, Service]]:
+    scheduler, service = Scheduler(), Service("w", {"score": handler}, capacity, **options)  # pyright: ignore[reportArgumentType]
+    async with serving(service, scheduler.router.endpoint):
+        await scheduler.admit()
+        yield scheduler, service
+    scheduler.router.close()
+
+
+async def test_a_worker_registers_its_services_and_capacity_and_beats_with_its_stats() -> None:
+    scheduler = Scheduler()
+    service = Service("w", {"score": echo, "load": forever}, 3, stats=lambda: {"decoded_tokens": 7.0})
+    async with serving(service, scheduler.router.endpoint):
+        hello = await scheduler.next(Register)
+        assert (hello.worker, hello.services, hello.capacity) == ("w", ["score", "load"], 3)
+        scheduler.send(Registered(0.01))
+        assert (await scheduler.next(Heartbeat)).stats == {"decoded_tokens": 7.0}
+        assert (await scheduler.next(Heartbeat)).in_flight == 0
+    scheduler.router.close()
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (DataFault("no gold"), "data", "no gold"),
+        (PolicyFault("no tag"), "policy", "no tag"),
+        (InfrastructureFault("disk"), "infrastructure", "disk"),
+        (KeyError("k"), "infrastructure", "KeyError"),
+        (TimeoutError("a socket of its own"), "infrastructure", "a socket of its own"),
+        (asyncio.CancelledError(), "infrastructure", "cancelled by its handler"),
+    ],
+)
+async def test_what_a_handler_raises_arrives_as_a_fault_of_its_kind(
+    raised: BaseException, kind: str, message: str
+) -> None:
+    async def fail(request: Any, call: Call) -> Any:
+        raise raised
+
+    async with pair(fail) as (scheduler, _):
+        scheduler.ask(1)
+        error = await scheduler.next(Error)
+        assert (error.id, error.kind) == (1, kind)
+        assert message in error.message
+
+
+async def test_an_answer_that_cannot_be_sent_is_an_error_not_a_silence() -> None:
+    async def strange(request: Any, call: Call) -> Any:
+        return ScoreResult(np.array(["text"]), 0)
+
+    async with pair(strange) as (scheduler, _):
+        scheduler.ask(1)
+        assert "dtype" in (await scheduler.next(Error)).message
+
+
+async def test_a_service_that_is_not_offered_and_a_body_of_another_type_are_errors() -> None:
+    async with pair(echo) as (scheduler, _):
+        scheduler.ask(1, service="load")
+        assert "does not offer 'load'" in (await scheduler.next(Error)).message
+        scheduler.send(Request(2, "score", 1.0))
+        assert "without body" in (await scheduler.next(Error)).message
+
+
+async def test_a_deadline_ends_the_work_on_the_worker_too() -> None:
+    async with pair(forever) as (scheduler, service):
+        scheduler.ask(1, deadline_s=0.05)
+        assert "passed its deadline" in (await scheduler.next(Error)).message
+        assert not service.calls
+
+
+async def test_pieces_arrive_before_the_result_and_in_order() -> None:
+    async def pieces(request: ScoreRequest, call: Call) -> ScoreResult:
+        for version in (1, 2):
+            call.partial(ScoreResult(request.tokens, version))
+        return ScoreResult(request.tokens, 3)
+
+    async with pair(pieces) as (scheduler, _):
+        scheduler.ask(1)
+        versions = []
+        for kind in (Partial, Partial, Result):
+            await scheduler.next(kind)
+            versions.append(decode_body(scheduler.frames, ScoreResult).version)
+        assert versions == [1, 2, 3]
+
+
+async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> None:
+    entered, stopped = asyncio.Event(), asyncio.Event()
+    seen: list[Call] = []
+
+    async def stubborn(request: ScoreRequest, call: Call) -> ScoreResult:
+        if request.tokens[0]:
+            return ScoreResult(request.tokens, 0)
+        seen.append(call)
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            stopped.set()
+        call.partial(ScoreResult(request.tokens, 0))
+        return ScoreResult(request.tokens, 0)
+
+    async with pair(stubborn) as (scheduler, _):
+        scheduler.ask(1)
+        await asyncio.wait_for(entered.wait(), 5)
+        scheduler.send(Cancel(1))
+        await asyncio.wait_for(stopped.wait(), 5)
+        assert seen[0].cancelled.is_set()
+        scheduler.ask(2, value=1.0)
+        assert (await scheduler.next(Result)).id == 2
+
+
+async def test_a_request_cancelled_before_its_first_step_leaves_nothing_behind() -> None:
+    async with pair(forever) as (scheduler, service):
+        scheduler.ask(1)
+        scheduler.send(Cancel(1))
+        scheduler.send(Drain())
+        await scheduler.next(Drain)
+        await scheduler.next(Goodbye)
+        assert not service.calls
+
+
+async def test_a_worker_refuses_what_is_over_its_capacity_and_the_room_for_pinned_requests() -> None:
+    async with pair(forever, capacity=2) as (scheduler, service):
+        for number in range(2 + PINNED_ROOM + 1):
+            scheduler.ask(number)
+        error = await scheduler.next(Error)
+        assert error.id == 2 + PINNED_ROOM
+        assert "over its capacity of 2" in error.message
+        assert len(service.calls) == 2 + PINNED_ROOM
+
+
+async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> None:
+    entered, gate = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
+        entered.set()
+        await gate.wait()
+        return ScoreResult(request.tokens, 0)
+
+    async with pair(wait) as (scheduler, _):
+        scheduler.ask(1)
+        await asyncio.wait_for(entered.wait(), 5)
+        scheduler.send(Drain())
+        await scheduler.next(Drain)
+        gate.set()
+        assert (await scheduler.next(Result)).id == 1
+        assert (await scheduler.next(Goodbye)).reason == "drained"
+
+
+async def test_a_worker_without_scheduler_gives_up_with_a_message() -> None:
+    with pytest.raises(Rejected, match="w: no scheduler answered for 0 s"):
+        await Service("w", {"score": echo}, 1, give_up_s=0.3).run("tcp://127.0.0.1:1", None, signals=False)
+
+
+async def test_a_refused_worker_ends_with_the_schedulers_reason() -> None:
+    scheduler, service = Scheduler(), Service("w", {"score": echo}, 1)
+    async with serving(service, scheduler.router.endpoint) as task:
+        await scheduler.next(Register)
+        scheduler.send(Goodbye("protocol 1, expected 2"))
+        with pytest.raises(Rejected, match="protocol 1, expected 2"):
+            await asyncio.wait_for(task, 5)
+    scheduler.router.close()
+
+
+async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> None:
+    gate = asyncio.Event()
+
+    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
+        await gate.wait()
+        return ScoreResult(request.tokens, 0)
+
+    async with pair(wait, silence_s=0.05) as (scheduler, _):
+        scheduler.ask(1)
+        await scheduler.admit("first")
+        gate.set()
+        assert (await scheduler.next(Result)).id == 1
+
+
+async def test_an_old_worker_that_is_asked_to_register_again_has_the_whole_time_to_do_so() -> None:
+    async with pair(echo, give_up_s=0.2) as (scheduler, _):
+        for _ in range(12):  # longer than give_up_s since the start
+            await scheduler.next(Heartbeat)
+        scheduler.send(Goodbye(REGISTER_AGAIN))
+        await scheduler.admit("second")
+        scheduler.ask(1)
+        assert (await scheduler.next(Result)).id == 1
+
+
+async def test_a_new_scheduler_at_the_same_address_finds_the_worker_and_old_work_is_abandoned(tmp_path: Path) -> None:
+    entered, stopped = asyncio.Event(), asyncio.Event()
+
+    async def first_hangs(request: ScoreRequest, call: Call) -> ScoreResult:
+        if request.tokens[0]:
+            return ScoreResult(request.tokens, 0)
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+        raise AssertionError
+
+    old = Scheduler(f"ipc://{tmp_path}/scheduler")
+    async with serving(Service("w", {"score": first_hangs}, 1, silence_s=0.1), old.router.endpoint):
+        await old.admit("old")
+        old.ask(1)
+        await asyncio.wait_for(entered.wait(), 5)
+        old.router.close()
+        new = Scheduler(f"ipc://{tmp_path}/scheduler")
+        await new.admit("new")
+        await asyncio.wait_for(stopped.wait(), 5)
+        new.ask(1, value=1.0)
+        assert (await new.next(Result)).id == 1
+        new.router.close()
