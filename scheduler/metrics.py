@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from tensorboardX import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from scheduler.dispatch import Event, Worker
 
@@ -36,7 +38,7 @@ class Metrics:
 
     def __init__(self, run: Path):
         self._file = (run / "metrics.jsonl").open("ab")
-        self._board = SummaryWriter(str(run / "tensorboard"), flush_secs=5)
+        self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = self._last = time.monotonic()
         self._before: Counter[str] = Counter()
@@ -47,9 +49,8 @@ class Metrics:
         values = {"version": float(version), "time/run": time.monotonic() - self._start, **values}
         self._file.write(msgspec.json.encode(values) + b"\n")
         self._file.flush()
-        for name, value in values.items():
-            if name != "version":
-                self._board.add_scalar(name, value, version)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items() if name != "version"]
+        self._board.add_event(BoardEvent(wall_time=time.time(), step=version, summary=Summary(value=scalars)))
         if show:
             self._show(values)
 

@@ -26,7 +26,9 @@ def chosen_rows(journal: Journal, given: argparse.Namespace) -> list[TreeRow]:
             rows = rows[-1:]
     if not rows:
         last = journal.next_tree() - 1
-        raise ValueError(f"no such tree: the journal holds trees 0 to {last}" if last >= 0 else "the journal holds no tree yet")
+        raise ValueError(
+            f"no such tree: the journal holds trees 0 to {last}" if last >= 0 else "the journal holds no tree yet"
+        )
     return rows
 
 
@@ -93,7 +95,9 @@ def _below(tree: Tree, node: Node, indent: str, width: int) -> list[str]:
 
 
 def _title(node: Node) -> str:
-    parts = [f"{'*' if node.chosen and node.kind == 'action' else ' '} {node.kind} {node.id}, {len(node.tokens)} tokens"]
+    parts = [
+        f"{'*' if node.chosen and node.kind == 'action' else ' '} {node.kind} {node.id}, {len(node.tokens)} tokens"
+    ]
     if node.forced:
         parts.append("forced, not trained")
     if node.versions is not None and len(node.versions):
@@ -108,13 +112,17 @@ def _title(node: Node) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    lines = [line for part in text.splitlines() or [""] for line in textwrap.wrap(part, max(20, width - len(indent))) or [""]]
+    lines = [
+        line for part in text.splitlines() or [""] for line in textwrap.wrap(part, max(20, width - len(indent))) or [""]
+    ]
     return [indent + line for line in lines]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="tools/dump", description="Print prefix trees; * marks the candidate that was continued.")
+    parser = argparse.ArgumentParser(
+        prog="tools/dump", description="Print prefix trees; * marks the candidate that was continued."
+    )
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--tree", type=int, help="this tree (default: the last finished one)")
     parser.add_argument("--all", action="store_true", help="every tree")
@@ -130,7 +138,11 @@ def main(arguments: list[str] | None = None) -> int:
     width = shutil.get_terminal_size((120, 40)).columns
     try:
         for row in rows:
-            print(json.dumps(as_json(journal, row), ensure_ascii=False) if given.json else as_text(journal, row, width) + "\n")
+            print(
+                json.dumps(as_json(journal, row), ensure_ascii=False)
+                if given.json
+                else as_text(journal, row, width) + "\n"
+            )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has seen enough
     return 0

@@ -217,7 +217,7 @@ async def test_a_judge_model_that_hangs_times_out() -> None:
         await gate.wait()
         return chat("<score>1</score>")
 
-    made, judge, _ = await slate_judgement(reply, timeout_s=0.1, attempts=1)
+    made, _, _ = await slate_judgement(reply, timeout_s=0.1, attempts=1)
     assert sorted(made.invalid) == ["query", "think"]
     assert "no reply" in made.explanation
 

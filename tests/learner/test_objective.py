@@ -8,7 +8,9 @@ from learner.objective import token_weights
 from learner.table import TurnTable, TurnTokens
 
 
-def batch(tokens: list[int], group: list[int], trajectory: list[int], tree: list[int]) -> tuple[TurnTable, list[TurnTokens]]:
+def batch(
+    tokens: list[int], group: list[int], trajectory: list[int], tree: list[int]
+) -> tuple[TurnTable, list[TurnTokens]]:
     n = len(tokens)
     t = TurnTable(np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {})
     turns = [TurnTokens([1], [2] * k, np.zeros(k), np.zeros(k), np.ones(k, bool)) for k in tokens]
@@ -32,7 +34,7 @@ def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
 
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
-    t, turns = batch([4], [0], [0], [0])
+    t, _ = batch([4], [0], [0], [0])
     forced = TurnTokens([1], [2] * 4, np.zeros(4), np.zeros(4), np.array([True, False, False, True]))
     assert token_weights(t, [forced], 1, "turn").tolist() == [0.5, 0, 0, 0.5]
 

@@ -27,9 +27,7 @@ def by_turn(made: np.ndarray, t: TurnTable) -> np.ndarray:
 
 def test_slate_known_answer_with_the_sample_standard_deviation() -> None:
     t = table([2, 1, 0, 0, -2], [0] * 5, list(range(5)))
-    np.testing.assert_allclose(
-        by_turn(slate.advantages(t), t), [1.2136, 0.5394, -0.1348, -0.1348, -1.4832], atol=1e-4
-    )
+    np.testing.assert_allclose(by_turn(slate.advantages(t), t), [1.2136, 0.5394, -0.1348, -0.1348, -1.4832], atol=1e-4)
 
 
 def test_slate_known_answer_with_the_population_standard_deviation() -> None:

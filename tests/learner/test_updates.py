@@ -52,7 +52,9 @@ def batch(seed: int, version: int) -> Batch:
 
 def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:
     given = {"lr": 1e-2, "kl_coef": 0.01, "dtype": "float32", "lora": LoraConfig(rank, 8.0), **settings}
-    return LearnerProcess("learner", str(run), 0, str(model), 3, 1.0, msgspec.convert(given, LearnerConfig, from_attributes=True))
+    return LearnerProcess(
+        "learner", str(run), 0, str(model), 3, 1.0, msgspec.convert(given, LearnerConfig, from_attributes=True)
+    )
 
 
 def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
@@ -114,8 +116,16 @@ def test_one_rank_and_four_ranks_give_the_same_update(tmp_path: Path, llama: Pat
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
             place |= {"MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             out = str(tmp_path / f"of{count}")
-            command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "process.json"), str(tmp_path / "batch"), out]
-            running.append(subprocess.Popen(command, env=os.environ | (place if count > 1 else {"PYTHONPATH": str(ROOT)})))
+            command = [
+                sys.executable,
+                str(tmp_path / "rank.py"),
+                str(tmp_path / "process.json"),
+                str(tmp_path / "batch"),
+                out,
+            ]
+            running.append(
+                subprocess.Popen(command, env=os.environ | (place if count > 1 else {"PYTHONPATH": str(ROOT)}))
+            )
         assert [p.wait(timeout=120) for p in running] == [0] * count
     alone = load_file(tmp_path / "of1-0")
     for rank in range(4):
@@ -127,7 +137,10 @@ def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipp
     made = trainer(llama, tmp_path, kl_coef=0.0)
     before = state(made)
     some, nodes = groups(7)
-    flat = [TrainGroup(g.id, g.tree, g.nodes, [msgspec.structs.replace(t, scores={"reward": 1.0}) for t in g.turns]) for g in some]
+    flat = [
+        TrainGroup(g.id, g.tree, g.nodes, [msgspec.structs.replace(t, scores={"reward": 1.0}) for t in g.turns])
+        for g in some
+    ]
     metrics = made.update(Batch(0, 3, flat, nodes))
     assert metrics["learner/skipped"] == 1
     assert made.version == 1
@@ -151,7 +164,9 @@ def test_training_raises_the_probability_of_rewarded_actions(tmp_path: Path, lla
     assert len(surrogates) == 4
 
 
-def test_the_first_batch_is_checked_against_the_plain_path(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_batch_is_checked_against_the_plain_path(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = trainer(llama, tmp_path)
     plain = made.policy.plain_logprobs
     monkeypatch.setattr(made.policy, "plain_logprobs", lambda path: plain(path) + 0.5)

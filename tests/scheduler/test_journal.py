@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 def small(number: int) -> Tree:
     tree = Tree(number, f"task-{number}")
-    root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={"question": "q", "steps": [], "done": False})
+    root = tree.add(
+        None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={"question": "q", "steps": [], "done": False}
+    )
     tree.add(
         root,
         "action",

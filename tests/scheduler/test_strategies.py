@@ -64,13 +64,17 @@ class Services:
         column = "query" if turn.answer is None else "answer"
         value = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}[turn.query or turn.answer]
         scores = {"think": 0.0, column: value}
-        return Judgement({c: v for c, v in scores.items() if c not in self.invalid}, [c for c in scores if c in self.invalid])
+        return Judgement(
+            {c: v for c, v in scores.items() if c not in self.invalid}, [c for c in scores if c in self.invalid]
+        )
 
 
 class Stage:
     """A context over scripted services."""
 
-    def __init__(self, tmp_path: Path, llama: Path, script: list[list[str]], invalid: list[str] | None = None, **settings: Any):
+    def __init__(
+        self, tmp_path: Path, llama: Path, script: list[list[str]], invalid: list[str] | None = None, **settings: Any
+    ):
         text = Text(str(llama))
         self.services = Services(text, script, invalid)
         self.groups: list[list[Turn]] = []

@@ -1,0 +1,69 @@
+"""The fence between the rooms, and what may stand nowhere."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = {"wire", "scheduler", "learner", "actors", "judges", "tools"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "wire": set(),
+    "actors": {"wire"},
+    "judges": {"wire", "actors.environments"},
+    "scheduler": {"wire", "actors.environments"},
+    "learner": {"wire"},
+    "tools": ROOMS,
+}
+
+
+def modules(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_a_room_imports_only_what_stands_below_it(room: str) -> None:
+    for path in modules(room):
+        for name in imports(path):
+            if name.split(".")[0] in ROOMS - {room}:
+                assert any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[room]), f"{path}: {name}"
+
+
+def test_nothing_is_pickled_and_no_model_text_is_evaluated() -> None:
+    banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    calls = {
+        "eval",
+        "exec",
+        "recv_pyobj",
+        "send_pyobj",
+        "broadcast_object_list",
+        "all_gather_object",
+        "scatter_object_list",
+    }
+    for room in ROOMS:
+        for path in modules(room):
+            assert not {name.split(".")[0] for name in imports(path)} & banned, path
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                    owner = getattr(getattr(node.func, "value", None), "id", "")
+                    plain_eval = name == "eval" and isinstance(node.func, ast.Attribute)  # torch.nn.Module.eval()
+                    assert name not in calls or plain_eval, f"{path}:{node.lineno} {name}"
+                    assert (owner, name) not in {("torch", "load"), ("torch", "save")}, f"{path}:{node.lineno}"
+
+
+def test_the_scheduler_never_imports_torch() -> None:
+    code = "import sys, scheduler.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
