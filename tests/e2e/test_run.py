@@ -1,0 +1,215 @@
+"""Whole runs of the real processes on a tiny model: to the end, after kill -9 of everything, and with what users get wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scheduler.journal import Journal
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent.parent
+UPDATES, QUESTIONS = 3, 3
+
+CONFIG = """
+name = "e2e"
+[model]
+name = "{model}"
+[data]
+train = "{folder}/tasks.jsonl"
+heldout = "{folder}/tasks.jsonl"
+corpus = "{folder}/corpus.jsonl"
+[warm_start]
+steps = 0
+[scheduler]
+k = 3
+budget = 2
+max_action_tokens = 12
+topk = 1
+updates = {updates}
+questions_per_update = {questions}
+max_staleness = 1
+[scheduler.evaluation]
+questions = 4
+[actors]
+count = 2
+dtype = "float32"
+kv_cache_gib = 0.01
+[learner]
+count = 2
+lr = 1e-3
+kl_coef = 0.001
+dtype = "float32"
+lora = {{ rank = 4, alpha = 8.0 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config over a tiny model and a small corpus; one of the task rows has no gold answer."""
+    folder = tmp_path_factory.mktemp("e2e")
+    tiny.save(folder / "model")
+    facts = [("Bulgaria", "Capital: Sofia"), ("Italy", "Capital: Rome"), ("Chile", "Capital: Santiago")]
+    corpus = [{"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(facts)]
+    tasks = [
+        {"id": str(i), "question": f"What is the capital of {title}?", "golden_answers": [text.split(": ")[1]]}
+        for i, (title, text) in enumerate(facts * 4)
+    ]
+    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, corpus)) + "\n")
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, [*tasks, {"question": "Nobody knows"}])) + "\n")
+    path = folder / "e2e.toml"
+    path.write_text(CONFIG.format(model=folder / "model", folder=folder, updates=UPDATES, questions=QUESTIONS))
+    return path
+
+
+def launch(config: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "import sys; from tools.launcher import main; sys.exit(main())"]
+    command += ["--config", str(config), "--run-folder", str(run), *arguments]
+    environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=240)
+    return out
+
+
+def check_whole(run: Path) -> None:
+    """Every drawn task once, every group trained once, all updates done."""
+    journal = Journal(run / "journal.sqlite", readonly=True)
+    trees = journal.trees("split='train'")
+    assert [t.position for t in trees] == list(range(UPDATES * QUESTIONS))
+    assert {t.status for t in trees} == {"closed"}
+    groups = [(g, v) for t in trees for g, v in journal.groups(t.id)]
+    assert len({g for g, _ in groups}) == len(groups)
+    assert {v for _, v in groups} == set(range(1, UPDATES + 1))
+    by_tree = [{v for _, v in journal.groups(t.id)} for t in trees]
+    assert all(len(versions) == 1 for versions in by_tree)
+    for version in range(1, UPDATES + 1):
+        assert sum(version in versions for versions in by_tree) == QUESTIONS
+    state = json.loads((sorted((run / "checkpoints").iterdir())[-1] / "state.json").read_text())
+    assert state["version"] == UPDATES
+    assert sorted(state["trained"]) == sorted(g for g, _ in groups)
+
+
+def left_over(run: Path) -> list[str]:
+    """Processes of the run that still live."""
+    found = subprocess.run(["pgrep", "-fa", str(run)], capture_output=True, text=True, check=False).stdout
+    return [line for line in found.splitlines() if "pgrep" not in line]
+
+
+def test_a_run_trains_to_its_end_and_leaves_what_it_promises(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launch(config, run)
+    out = finish(process)
+    assert process.returncode == 0, out
+    check_whole(run)
+    assert "held-out start" in out
+    assert "held-out end" in out
+    assert "1 tasks quarantined" in out
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(summary["heldout"]) == {"start", "end"}
+    assert set(summary["baselines"]) == {"random_answer", "best_constant_answer"}
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [r for r in records if "learner/groups" in r]
+    assert len(updates) == UPDATES
+    assert updates[0]["learner/logprob_gap_max"] < 1e-3  # engine and learner agree on the same weights
+    assert all(r["learner/staleness_max"] <= 2 for r in updates)
+    assert list((run / "tensorboard").iterdir())
+    assert not left_over(run)
+    dump = [sys.executable, "-c", "import sys; from tools.dump_tree import main; sys.exit(main())", str(run)]
+    shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "admitted at version" in shown
+    assert "reward" in shown
+    as_json = subprocess.run([*dump, "--json", "--all"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    trees = [json.loads(line) for line in as_json.splitlines()]
+    assert len(trees) == UPDATES * QUESTIONS
+    assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)
+
+
+def wait_for_update(run: Path, process: subprocess.Popen[str]) -> None:
+    """Until the first update is recorded."""
+    end = time.monotonic() + 200
+    while time.monotonic() < end and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and b"learner/groups" in (run / "metrics.jsonl").read_bytes():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no update came: {process.communicate()[0] if process.poll() is not None else ''}")
+
+
+def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launch(config, run)
+    wait_for_update(run, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end = time.monotonic() + 30
+    while left_over(run) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left_over(run)  # no process outlives its launcher
+    resumed = launch(config, run, "--resume", str(run))
+    out = finish(resumed)
+    assert resumed.returncode == 0, out
+    check_whole(run)
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launch(config, run)
+    wait_for_update(run, process)
+    process.send_signal(signal.SIGINT)
+    out = finish(process)
+    assert process.returncode == 130, out
+    assert f"tools/launch --resume {run}" in out
+    assert not left_over(run)
+
+
+def test_a_killed_actor_is_replaced_and_the_run_goes_on(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launch(
+        config, run, "--set", "scheduler.dispatch.dead_after_s=3", "--set", "scheduler.dispatch.heartbeat_s=0.5"
+    )
+    wait_for_update(run, process)
+    subprocess.run(["pkill", "-9", "-f", f"{run}/processes/actor-0.json"], check=True)
+    out = finish(process)
+    assert process.returncode == 0, out
+    assert "actor-0 ended with status -9; starting it again" in out
+    check_whole(run)
+
+
+def test_a_dead_learner_ends_the_run_with_its_log_and_the_way_to_go_on(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launch(config, run, "--set", "learner.scheme=slate", "--set", "scheduler.updates=1000")
+    wait_for_update(run, process)
+    subprocess.run(["pkill", "-9", "-o", "-f", f"{run}/processes/learner.json"], check=True)
+    out = finish(process)
+    assert process.returncode == 1, out
+    assert "tools/launch --resume" in out
+    assert not left_over(run)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.name=/no/such/model", "model.name"),
+        ("data.train=/no/such.jsonl", "no/such.jsonl"),
+        ("data.corpus=/no/such.jsonl", "data.corpus"),
+        ("learner.scheme=slat", "expected one of"),
+        ("scheduler.bind=tcp://0.0.0.0:bad", "cannot bind"),
+    ],
+)
+def test_what_cannot_work_ends_with_a_message_not_a_hang(
+    config: Path, tmp_path: Path, setting: str, message: str
+) -> None:
+    process = launch(config, tmp_path / "run", "--set", setting)
+    out = finish(process)
+    assert process.returncode != 0
+    assert message in out, out
+    assert not left_over(tmp_path / "run")
