@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from learner.trainer import Trainer
@@ -43,7 +44,7 @@ def save(trainer: Trainer, run: Path, trained: set[int], keep: int) -> Path:
             os.fsync(file.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
-    except (OSError, RuntimeError, ValueError) as error:  # safetensors reports a full disk as its own error
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint {folder} could not be written ({error}); the one before is untouched: free some space, then resume"
@@ -73,7 +74,7 @@ def restore(trainer: Trainer, folder: Path) -> State:
         state = msgspec.json.decode((folder / "state.json").read_bytes(), type=State)
         weights = load_file(folder / "trained.safetensors")
         moments = load_file(folder / "optimizer.safetensors")
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, SafetensorError, msgspec.DecodeError) as error:
         raise CheckpointError(
             f"checkpoint {folder} is damaged ({error}): delete it to resume from the one before"
         ) from error

@@ -35,5 +35,5 @@ CORRECTIONS: dict[str, Correction] = {"none": none, "ppo_clip": ppo_clip}
 
 def k3(current: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """The k3 estimate of KL(current || reference) per token: exp(d) - d - 1, d = reference - current; clamped to [-10, 10]."""
-    d = reference - current
+    d = (reference - current).clamp(-20, 20)  # beyond the clamp of the result: only keeps exp, and its gradient, finite
     return (torch.exp(d) - d - 1).clamp(-10, 10)

@@ -58,14 +58,15 @@ class Leader:
         self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
         self.config = trainer.config
         self.updates = 0
+        self.durable = trainer.version
         self.counts: dict[str, float] = {}
         self._waiting: dict[int, asyncio.Future[Trained]] = {}
         self._news = asyncio.Event()
 
     async def train(self, group: TrainGroup, call: Call) -> Trained:
         """Service handler: answered when an update holds the group."""
-        if not self.inbox.add(group):
-            return self._trained({}, True)
+        if not self.inbox.add(group) and group.id not in self._waiting:  # one in the running update waits for its end
+            return self._trained({}, self.durable == self.published.version)
         self._news.set()
         future = self._waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
         return await asyncio.shield(future)
@@ -82,7 +83,6 @@ class Leader:
 
     async def work(self, stop: asyncio.Event) -> None:
         """Update whenever a batch is whole, until ``stop``; then checkpoint what was not."""
-        durable = self.trainer.version
         quiet = self.config.collective_timeout_s / 4
         while not stop.is_set():
             trees = self.inbox.ready()
@@ -95,12 +95,11 @@ class Leader:
                 continue
             batch = self.inbox.take(trees, self.trainer.version)
             metrics = await asyncio.to_thread(self._update, batch)
-            due = self.trainer.version - durable >= self.config.checkpoint_every
+            due = self.trainer.version - self.durable >= self.config.checkpoint_every
             if due:
                 await asyncio.to_thread(self._checkpoint)
-                durable = self.trainer.version
             self._answer(batch, metrics, due)
-        if durable < self.trainer.version:
+        if self.durable < self.trainer.version:
             await asyncio.to_thread(self._checkpoint)
 
     def _update(self, batch: Batch) -> dict[str, float]:
@@ -115,6 +114,7 @@ class Leader:
 
     def _checkpoint(self) -> None:
         checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep)
+        self.durable = self.trainer.version
 
     def _answer(self, batch: Batch, metrics: dict[str, float], durable: bool) -> None:
         for group in batch.groups:

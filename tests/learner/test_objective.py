@@ -71,3 +71,10 @@ def test_k3_is_zero_on_equal_policies_positive_elsewhere_and_clamped() -> None:
     assert k3(same, same).item() == 0
     assert k3(same, same + 0.1).item() > 0
     assert k3(far, same).item() == 10
+
+
+def test_k3_of_a_policy_that_left_the_reference_far_behind_has_a_finite_gradient() -> None:
+    current = torch.tensor([-120.0, -1.0], requires_grad=True)
+    k3(current, torch.tensor([-1.0, -120.0])).sum().backward()
+    assert current.grad is not None
+    assert torch.isfinite(current.grad).all()

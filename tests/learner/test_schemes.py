@@ -61,6 +61,30 @@ def test_grpo_sums_rewards_over_a_trajectory_and_compares_trajectories_of_a_tree
     assert made.tolist() == [1, 1, -1, -1, 0]
 
 
+def test_grpo_known_answer_of_returns_over_two_turns_with_sample_and_population_deviation() -> None:
+    # Returns 2, 1, 0, 0, -2: the known answer of SLATE's groups, reached over two turns a trajectory.
+    first, second = [1.0, 2, -1, 0, -1], [1.0, -1, 1, 0, -1]
+    t = table(first + second, [0] * 10, list(range(5)) * 2)
+    sample = [1.2136, 0.5394, -0.1348, -0.1348, -1.4832]
+    np.testing.assert_allclose(by_turn(grpo.advantages(t), t), sample * 2, atol=1e-4)
+    population = [1.3568, 0.6030, -0.1508, -0.1508, -1.6583]
+    np.testing.assert_allclose(by_turn(grpo.advantages(t, ddof=0), t), population * 2, atol=1e-4)
+
+
+def test_grpo_on_outcomes_reads_them_where_they_are_and_a_single_trajectory_has_no_baseline_to_beat() -> None:
+    t = table([0.0] * 4, [0] * 4, [0, 0, 1, 1])
+    t.scores["outcome"] = np.array([np.nan, 1, np.nan, 0])
+    made = by_turn(grpo.advantages(t, column="outcome"), t)
+    np.testing.assert_allclose(made, np.sqrt([0.5, 0.5, 0.5, 0.5]) * [1, 1, -1, -1], atol=1e-5)
+    alone = table([1.0], [0], [0])
+    assert by_turn(grpo.advantages(alone), alone).tolist() == [0]
+
+
+def test_a_score_column_that_no_turn_has_is_named_with_those_there_are() -> None:
+    with pytest.raises(KeyError, match="reward"):
+        grpo.advantages(table([1.0], [0], [0]), column="outcome")
+
+
 def test_an_unknown_scheme_or_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="slate"):
         schemes.load("slat", {})

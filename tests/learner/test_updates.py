@@ -1,68 +1,22 @@
-"""Whole updates: any number of ranks, stop and resume, published weights, batches from the stream."""
+"""Whole updates: stop and resume, published weights, batches from the stream."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from actors.engines import weights
 from learner import checkpoint
 from learner.batches import Inbox
-from learner.config import LearnerConfig, LearnerProcess, LoraConfig
 from learner.main import pack_batch, unpack_batch
 from learner.publish import export, publish
-from learner.ranks import Ranks
-from learner.trainer import Batch, PackingError, Trainer
+from learner.trainer import Batch, PackingError
+from tests.updates import batch, groups, state, trainer
 from wire.faults import InfrastructureFault
-from wire.messages import TrainGroup, TreeClosed, TreeNode, Turn
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def groups(seed: int, trees: int = 3, k: int = 3) -> tuple[list[TrainGroup], list[tuple[int, TreeNode]]]:
-    """Random SLATE groups: one step a tree."""
-    rng = np.random.default_rng(seed)
-    made, nodes = [], []
-    for tree in range(trees):
-        prompt = TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))
-        own = [prompt]
-        for i in range(k):
-            n = int(rng.integers(2, 6))
-            tokens = rng.integers(0, 256, n).astype(np.int32)
-            logprobs = np.full(n, -5.5, np.float32)
-            own.append(TreeNode(i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool)))
-        turns = [Turn(i + 1, i, 1, {"reward": float(rng.integers(-2, 3))}) for i in range(k)]
-        made.append(TrainGroup(seed * 100 + tree, seed * 10 + tree, own, turns))
-        nodes += [(seed * 10 + tree, node) for node in own]
-    return made, nodes
-
-
-def batch(seed: int, version: int) -> Batch:
-    made, nodes = groups(seed)
-    return Batch(version, 3, made, nodes)
-
-
-def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:
-    given = {"lr": 1e-2, "kl_coef": 0.01, "dtype": "float32", "lora": LoraConfig(rank, 8.0), **settings}
-    return LearnerProcess(
-        "learner", str(run), 0, str(model), 3, 1.0, msgspec.convert(given, LearnerConfig, from_attributes=True)
-    )
-
-
-def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
-    return Trainer(process(model, run, rank, **settings), Ranks(60))
-
-
-def state(made: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in made.policy.trained().items()}
+from wire.messages import TrainGroup, TreeClosed
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -82,55 +36,6 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(tmp_path: Path, ll
         resumed.update(batch(version, version))
     for name, value in state(straight).items():
         assert torch.equal(value, state(resumed)[name]), name
-
-
-_RANK_SCRIPT = """
-import sys, msgspec
-from pathlib import Path
-from learner.config import LearnerProcess
-from learner.main import unpack_batch
-from learner.ranks import Ranks
-from learner.trainer import Trainer
-from safetensors.torch import save_file
-process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
-ranks = Ranks(60)
-made = Trainer(process, ranks)
-for _ in range(2):
-    payload = ranks.broadcast(Path(sys.argv[2]).read_bytes() if ranks.rank == 0 else None)
-    metrics = made.update(unpack_batch(payload))
-save_file({n: p.detach().clone() for n, p in made.policy.trained().items()}, f"{sys.argv[3]}-{ranks.rank}")
-ranks.close()
-"""
-
-
-def test_one_rank_and_four_ranks_give_the_same_update(tmp_path: Path, llama: Path) -> None:
-    (tmp_path / "process.json").write_bytes(msgspec.json.encode(process(llama, tmp_path, micro_tokens=16)))
-    (tmp_path / "batch").write_bytes(pack_batch(batch(5, 0)))
-    (tmp_path / "rank.py").write_text(_RANK_SCRIPT)
-    for count in (1, 4):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        running = []
-        for rank in range(count):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-            place |= {"MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            out = str(tmp_path / f"of{count}")
-            command = [
-                sys.executable,
-                str(tmp_path / "rank.py"),
-                str(tmp_path / "process.json"),
-                str(tmp_path / "batch"),
-                out,
-            ]
-            running.append(
-                subprocess.Popen(command, env=os.environ | (place if count > 1 else {"PYTHONPATH": str(ROOT)}))
-            )
-        assert [p.wait(timeout=120) for p in running] == [0] * count
-    alone = load_file(tmp_path / "of1-0")
-    for rank in range(4):
-        for name, value in load_file(tmp_path / f"of4-{rank}").items():
-            torch.testing.assert_close(value, alone[name], atol=2e-5, rtol=1e-4)
 
 
 def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipped(tmp_path: Path, llama: Path) -> None:

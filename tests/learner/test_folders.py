@@ -1,0 +1,121 @@
+"""What the learner leaves on disk: checkpoints and published weights, whole or not at all."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.engines import weights
+from learner import checkpoint
+from learner.config import LearnerConfig
+from learner.model import check_fits
+from learner.publish import publish
+from tests.updates import batch, state, trainer
+from wire.faults import InfrastructureFault
+
+
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path)
+    made.update(batch(0, 0))
+    first = checkpoint.save(made, tmp_path, {1}, 3)
+    made.update(batch(1, 1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match="the one before is untouched"):
+            checkpoint.save(made, tmp_path, {1, 2}, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoint.newest(tmp_path) == first
+    assert list((tmp_path / "checkpoints").iterdir()) == [first]
+    assert checkpoint.restore(trainer(llama, tmp_path), first).trained == [1]
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, llama: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file stands where the folder should be")
+    with pytest.raises(checkpoint.CheckpointError, match="checkpoints/v000000"):
+        checkpoint.save(trainer(llama, tmp_path), tmp_path, set(), 3)
+
+
+@pytest.mark.parametrize("name", ["state.json", "trained.safetensors", "optimizer.safetensors"])
+def test_a_checkpoint_cut_short_is_refused_by_name(tmp_path: Path, llama: Path, name: str) -> None:
+    made = trainer(llama, tmp_path)
+    made.update(batch(0, 0))
+    folder = checkpoint.save(made, tmp_path, set(), 3)
+    (folder / name).write_bytes((folder / name).read_bytes()[:-5])
+    before = state(made)
+    with pytest.raises(checkpoint.CheckpointError, match="damaged"):
+        checkpoint.restore(made, folder)
+    assert all(torch.equal(value, before[key]) for key, value in state(made).items())
+
+
+def test_a_checkpoint_of_another_parametrisation_is_refused(tmp_path: Path, llama: Path) -> None:
+    folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, set(), 3)
+    with pytest.raises(checkpoint.CheckpointError, match="other parameters"):
+        checkpoint.restore(trainer(llama, tmp_path, 0), folder)
+
+
+def test_an_unfinished_checkpoint_is_never_the_newest_and_only_the_last_ones_are_kept(
+    tmp_path: Path, llama: Path
+) -> None:
+    made = trainer(llama, tmp_path)
+    for version in range(4):
+        made.version = version
+        checkpoint.save(made, tmp_path, set(), 2)
+    (tmp_path / "checkpoints" / "v000009.draft").mkdir()
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.name == "v000003"
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("v??????")) == ["v000002", "v000003"]
+
+
+def test_published_whole_weights_taken_by_an_actor_equal_the_learners_policy(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path, 0)
+    made.update(batch(3, 0))
+    published = publish(made.policy, 1, tmp_path, 2)
+    kind, path = weights.verified_file(Path(published.path), published.digest)
+    assert kind == "full"
+    actor = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    weights.apply(actor, llama, kind, path)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(actor(ids).logits, made.policy.causal(ids).logits)
+
+
+def test_the_digest_of_published_weights_changes_with_them_and_a_changed_file_is_refused(
+    tmp_path: Path, llama: Path
+) -> None:
+    made = trainer(llama, tmp_path)
+    first, again = publish(made.policy, 1, tmp_path, 9), publish(made.policy, 2, tmp_path, 9)
+    assert first.digest == again.digest
+    made.update(batch(3, 0))
+    third = publish(made.policy, 3, tmp_path, 9)
+    assert third.digest != first.digest
+    path = Path(third.path) / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InfrastructureFault, match="digest"):
+        weights.verified_file(Path(third.path), third.digest)
+
+
+def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path)
+    for version in range(1, 5):
+        publish(made.policy, version, tmp_path, 2)
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v000003", "v000004"]
+    manifest = json.loads((tmp_path / "weights" / "v000004" / "manifest.json").read_text())
+    assert (manifest["version"], manifest["kind"]) == (4, "lora")
+
+
+def test_a_model_too_large_for_this_machine_is_refused_before_it_is_loaded(tmp_path: Path, llama: Path) -> None:
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        check_fits(tmp_path, LearnerConfig(), "cpu")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2**42)  # sparse: takes no space
+    with pytest.raises(MemoryError, match=r"learner\.count"):
+        check_fits(tmp_path, LearnerConfig(), "cpu")

@@ -1,0 +1,140 @@
+"""Rank 0 behind a real dispatcher: each group is answered once, by the update that holds it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.engines import weights
+from learner import checkpoint
+from learner.batches import Inbox
+from learner.main import Leader
+from learner.publish import Published
+from learner.trainer import Batch
+from scheduler.dispatch import Dispatcher
+from tests.services import bench
+from tests.updates import groups, trainer
+from wire.faults import InfrastructureFault
+from wire.messages import Trained, TrainGroup, TreeClosed
+
+LONG_S = 60.0
+
+
+@asynccontextmanager
+async def learner(model: Path, run: Path, **settings: Any) -> AsyncIterator[tuple[Leader, Dispatcher]]:
+    """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
+    made = trainer(model, run, **settings)
+    leader = Leader(made, run, Inbox(3, set()), Published(0, "", ""))
+    stop = asyncio.Event()
+    async with bench(run) as here:
+        await here.work("learner", {"train": leader.train, "close": leader.close}, capacity=64)
+        working = asyncio.create_task(leader.work(stop))
+        try:
+            yield leader, here.dispatcher
+        finally:
+            stop.set()
+            leader._news.set()
+            await working
+
+
+def send(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[asyncio.Task[Trained]]:
+    return [asyncio.create_task(dispatcher.call("train", group, deadline=LONG_S)) for group in some]
+
+
+async def close(dispatcher: Dispatcher, some: list[TrainGroup]) -> None:
+    for group in some:
+        await dispatcher.call("close", TreeClosed(group.tree, [group.id]), deadline=LONG_S)
+
+
+async def test_every_group_is_answered_with_the_published_version_that_holds_it(tmp_path: Path, llama: Path) -> None:
+    async with learner(llama, tmp_path) as (leader, dispatcher):
+        for version in (1, 2):
+            some, _ = groups(version)
+            calls = send(dispatcher, some)
+            await close(dispatcher, some)
+            answers = await asyncio.gather(*calls)
+            assert [answer.version for answer in answers] == [version] * 3
+            assert answers[0].durable
+            assert answers[0].metrics["learner/groups"] == 3
+            kind, _ = weights.verified_file(Path(answers[0].path), answers[0].digest)
+            assert kind == "lora"
+            announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes(), type=Published)
+            assert announced == Published(version, answers[0].path, answers[0].digest)
+        assert leader.stats()["updates"] == 2
+        assert leader.stats()["learner/forwarded_tokens"] > 0
+
+
+async def test_a_group_sent_again_while_its_update_runs_is_answered_by_that_update(tmp_path: Path, llama: Path) -> None:
+    async with learner(llama, tmp_path) as (leader, dispatcher):
+        started, go_on = threading.Event(), threading.Event()
+        update = leader.trainer.update
+
+        def held(batch: Batch) -> dict[str, float]:
+            started.set()
+            assert go_on.wait(LONG_S)
+            return update(batch)
+
+        leader.trainer.update = held
+        some, _ = groups(0)
+        calls = send(dispatcher, some)
+        await close(dispatcher, some)
+        assert await asyncio.to_thread(started.wait, LONG_S)
+        again = send(dispatcher, some[:1])
+        await dispatcher.call(
+            "close", TreeClosed(99, []), deadline=LONG_S
+        )  # it passed behind the group: that has arrived
+        assert not again[0].done()
+        go_on.set()
+        assert [answer.version for answer in await asyncio.gather(*calls, *again)] == [1] * 4
+
+
+async def test_a_trained_group_is_answered_at_once_and_durable_only_when_a_checkpoint_holds_it(
+    tmp_path: Path, llama: Path
+) -> None:
+    async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
+        for version, durable in ((1, False), (2, True)):
+            some, _ = groups(version)
+            calls = send(dispatcher, some)
+            await close(dispatcher, some)
+            assert {answer.durable for answer in await asyncio.gather(*calls)} == {durable}
+            (again,) = await asyncio.gather(*send(dispatcher, some[:1]))
+            assert (again.version, again.durable) == (version, durable)
+
+
+async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them(tmp_path: Path, llama: Path) -> None:
+    async with learner(llama, tmp_path) as (_, dispatcher):
+        some, _ = groups(0)
+        orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])
+        with pytest.raises(InfrastructureFault, match="resent"):
+            await dispatcher.call("train", orphan, deadline=LONG_S)
+        calls = send(dispatcher, some)
+        await close(dispatcher, some)
+        assert {answer.version for answer in await asyncio.gather(*calls)} == {1}
+
+
+async def test_a_tree_without_groups_counts_as_a_question(tmp_path: Path, llama: Path) -> None:
+    async with learner(llama, tmp_path) as (_, dispatcher):
+        some, _ = groups(0)
+        await dispatcher.call("close", TreeClosed(77, []), deadline=LONG_S)
+        calls = send(dispatcher, some[:2])
+        await close(dispatcher, some[:2])
+        (first, _) = await asyncio.gather(*calls)
+        assert (first.metrics["learner/questions"], first.metrics["learner/groups"]) == (3, 2)
+
+
+async def test_stopping_leaves_a_checkpoint_of_the_last_version(tmp_path: Path, llama: Path) -> None:
+    async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
+        some, _ = groups(0)
+        calls = send(dispatcher, some)
+        await close(dispatcher, some)
+        await asyncio.gather(*calls)
+        assert checkpoint.newest(tmp_path) is None
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    state = checkpoint.restore(trainer(llama, tmp_path), found)
+    assert (state.version, state.trained) == (1, sorted(group.id for group in some))

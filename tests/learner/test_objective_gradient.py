@@ -1,0 +1,93 @@
+"""The gradient of a whole update against the objective written out turn by turn (methods.md 1.2)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from learner.trainer import Batch, Trainer
+from tests.updates import trainer
+from wire.messages import TrainGroup, TreeNode, Turn
+
+KL = 0.05
+
+
+def action(rng: np.random.Generator, node: int, parent: int, forced: int = 0) -> TreeNode:
+    n = int(rng.integers(2, 6))
+    sampled = np.ones(n, bool)
+    sampled[:forced] = False
+    logprobs = rng.uniform(-7, -4, n).astype(np.float32)
+    return TreeNode(
+        node, parent, "action", rng.integers(0, 256, n).astype(np.int32), logprobs, np.zeros(n, np.int32), sampled
+    )
+
+
+def two_questions() -> Batch:
+    """Question 0 with two steps of three candidates, question 1 with one step of two, question 2 without a group."""
+    rng = np.random.default_rng(4)
+    made, nodes = [], []
+    for group, (tree, parent, first, k) in enumerate([(0, 0, 1, 3), (0, 9, 10, 3), (1, 0, 1, 2)]):
+        own = [TreeNode(0, -1, "prompt", np.arange(5 + tree, dtype=np.int32))]
+        if parent == 9:
+            own = [TreeNode(9, 1, "observation", np.array([7, 8], np.int32))]
+        own += [action(rng, first + i, parent, forced=i % 2) for i in range(k)]
+        turns = [Turn(first + i, i, 1 + group, {"reward": float(i * i - group)}) for i in range(k)]
+        made.append(TrainGroup(group, tree, own, turns))
+        nodes += [(tree, node) for node in own]
+    return Batch(0, 3, made, nodes)
+
+
+def written_out(made: Trainer, batch: Batch) -> torch.Tensor:
+    """Mean over 3 questions of the sum over steps of the mean over candidates of the token-mean of (clipped term - beta k3)."""
+    nodes = {(tree, node.id): node for tree, node in batch.nodes}
+    total = torch.zeros(())
+    for group in batch.groups:
+        rewards = np.array([turn.scores["reward"] for turn in group.turns])
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        for turn, advantage in zip(group.turns, advantages, strict=True):
+            node = nodes[group.tree, turn.node]
+            prefix, parent = [], node.parent
+            while parent >= 0:
+                prefix = nodes[group.tree, parent].tokens.tolist() + prefix
+                parent = nodes[group.tree, parent].parent
+            ids = torch.tensor(prefix + node.tokens.tolist())[None]
+            chosen = ids[0, len(prefix) :, None]
+
+            def logprobs(
+                ids: torch.Tensor = ids, start: int = len(prefix), chosen: torch.Tensor = chosen
+            ) -> torch.Tensor:
+                scores = made.policy.causal(ids).logits[0, start - 1 : -1].log_softmax(-1)
+                return scores.gather(1, chosen)[:, 0]
+
+            current = logprobs()
+            with torch.no_grad(), made.policy.model.disable_adapter():
+                reference = logprobs()
+            assert node.logprobs is not None
+            assert node.sampled is not None
+            ratio = (current - torch.tensor(node.logprobs)).exp()
+            clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            d = reference - current
+            term = (clipped - KL * (d.exp() - d - 1).clamp(-10, 10))[torch.tensor(node.sampled)]
+            total = total + term.mean() / len(group.turns) / 3
+    return -total
+
+
+@pytest.mark.parametrize("micro_tokens", [12, 1000])
+def test_an_updates_gradient_is_that_of_the_objective_written_out(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, micro_tokens: int
+) -> None:
+    made = trainer(llama, tmp_path, kl_coef=KL, micro_tokens=micro_tokens, grad_clip=1e9)
+    torch.manual_seed(2)
+    for parameter in made.parameters:
+        parameter.data.normal_(0, 0.1)
+    batch = two_questions()
+    written_out(made, batch).backward()
+    expected = [p.grad.clone() for p in made.parameters if p.grad is not None]
+    made.optimizer.zero_grad(set_to_none=True)
+    got: list[torch.Tensor] = []
+    monkeypatch.setattr(made.optimizer, "step", lambda: got.extend(p.grad.clone() for p in made.parameters))  # pyright: ignore
+    made.update(batch)
+    assert len(got) == len(expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-4 * theirs.norm() + 1e-8

@@ -1,0 +1,53 @@
+"""Random SLATE batches and trainers for the learner's tests."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from learner.ranks import Ranks
+from learner.trainer import Batch, Trainer
+from wire.messages import TrainGroup, TreeNode, Turn
+
+
+def groups(seed: int, trees: int = 3, k: int = 3) -> tuple[list[TrainGroup], list[tuple[int, TreeNode]]]:
+    """Random SLATE groups: one step a tree."""
+    rng = np.random.default_rng(seed)
+    made, nodes = [], []
+    for tree in range(trees):
+        prompt = TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))
+        own = [prompt]
+        for i in range(k):
+            n = int(rng.integers(2, 6))
+            tokens = rng.integers(0, 256, n).astype(np.int32)
+            logprobs = np.full(n, -5.5, np.float32)
+            own.append(TreeNode(i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool)))
+        turns = [Turn(i + 1, i, 1, {"reward": float(rng.integers(-2, 3))}) for i in range(k)]
+        made.append(TrainGroup(seed * 100 + tree, seed * 10 + tree, own, turns))
+        nodes += [(seed * 10 + tree, node) for node in own]
+    return made, nodes
+
+
+def batch(seed: int, version: int) -> Batch:
+    """Three questions of one group each."""
+    made, nodes = groups(seed)
+    return Batch(version, 3, made, nodes)
+
+
+def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:
+    """A learner that moves visibly in one step; ``rank`` 0 trains every weight."""
+    given = {"lr": 1e-2, "kl_coef": 0.01, "dtype": "float32", "lora": LoraConfig(rank, 8.0), **settings}
+    config = msgspec.convert(given, LearnerConfig, from_attributes=True)
+    return LearnerProcess("learner", str(run), 0, str(model), 3, 1.0, config)
+
+
+def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
+    """A trainer of one rank."""
+    return Trainer(process(model, run, rank, **settings), Ranks(60))
+
+
+def state(made: Trainer) -> dict[str, torch.Tensor]:
+    """A copy of what trains."""
+    return {name: p.detach().clone() for name, p in made.policy.trained().items()}
