@@ -135,6 +135,7 @@ class Run:
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, self.weights.version, len(left))
         self.metrics.counters(self.dispatcher.workers())
+        self.training_since = time.monotonic()
         for row in left:
             self._take_up(row)
         while not self.pacing.finished:
@@ -157,6 +158,7 @@ class Run:
                 raise failure
 
     _failure: BaseException | None = None
+    training_since = 0.0
 
     # ------------------------------------------------------------------------------------------ trees
 
@@ -240,6 +242,7 @@ class Run:
         await self._spread()
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         values["time/spread"] = time.monotonic() - start
+        values["time/training"] = time.monotonic() - self.training_since
         if self.outcomes:
             values["rollout/em"] = sum(self.outcomes) / len(self.outcomes)
             self.outcomes.clear()

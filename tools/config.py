@@ -15,6 +15,8 @@ from learner.config import LearnerConfig
 from scheduler.config import SchedulerConfig
 from tools.warm_start import WarmStart
 
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "slate-cpu.toml"
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used: names the key, the value, what was expected."""

@@ -9,10 +9,8 @@ from pathlib import Path
 import msgspec
 
 from tools import assets, plan
-from tools.config import Config, ConfigError, convert, load
+from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.supervise import Supervisor
-
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "slate-cpu.toml"
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

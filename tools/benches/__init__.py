@@ -1,0 +1,39 @@
+"""The command tools/bench: every benchmark as a ratio measured in one run, printed as one table.
+
+A benchmark is a module here with ``run() -> dict`` holding at least "name", "ratio", "goal" and "better" ("higher" or "lower").
+"""
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+from typing import Any
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the named benchmarks (all by default); returns 1 when a goal is missed."""
+    known = sorted(m.name for m in pkgutil.iter_modules(__path__) if hasattr(_module(m.name), "run"))
+    parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks as ratios.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default all")
+    parser.add_argument("--json", action="store_true", help="also print every measured value")
+    given = parser.parse_args(arguments)
+    unknown = set(given.names) - set(known)
+    if unknown:
+        print(f"tools/bench: unknown {sorted(unknown)}; expected {known}", file=sys.stderr)
+        return 2
+    rows: list[dict[str, Any]] = [_module(name).run() for name in given.names or known]
+    print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
+    missed = 0
+    for row in rows:
+        good = row["ratio"] >= row["goal"] if row["better"] == "higher" else row["ratio"] <= row["goal"]
+        missed += not good
+        sign = ">=" if row["better"] == "higher" else "<="
+        print(f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {'' if good else 'MISSED'}")
+        if given.json:
+            print(json.dumps(row))
+    return int(missed > 0)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")
