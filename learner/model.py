@@ -34,7 +34,8 @@ class Policy:
             )  # fmt: skip
             model = get_peft_model(model, adapters)
         elif config.kl_coef > 0:
-            self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+            frozen: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self.reference = frozen.to(device).eval()
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable()
