@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -199,7 +200,7 @@ class Context:
             served_by=remember,
         )
 
-    def _state(self, node: Node) -> object:
+    def _state(self, node: Node) -> Any:
         return msgspec.convert(self.tree.state_before(node), self._state_type)
 
     def _judged(self, node: Node, action: Action) -> JudgedTurn:

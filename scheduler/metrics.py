@@ -4,13 +4,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from scheduler.dispatch import Event, Worker
+
+# The generated protobuf modules define their messages at import, which a type checker cannot see.
+_Scalars: Any = vars(event_pb2)["Event"]
+_Summary: Any = vars(summary_pb2)["Summary"]
 
 _COLUMNS = [
     ("update", "version", "{:.0f}"),
@@ -49,8 +53,8 @@ class Metrics:
         values = {"version": float(version), "time/run": time.monotonic() - self._start, **values}
         self._file.write(msgspec.json.encode(values) + b"\n")
         self._file.flush()
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items() if name != "version"]
-        self._board.add_event(BoardEvent(wall_time=time.time(), step=version, summary=Summary(value=scalars)))
+        scalars = [_Summary.Value(tag=name, simple_value=value) for name, value in values.items() if name != "version"]
+        self._board.add_event(_Scalars(wall_time=time.time(), step=version, summary=_Summary(value=scalars)))
         if show:
             self._show(values)
 

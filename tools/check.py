@@ -11,7 +11,7 @@ def main() -> int:
     steps = {
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
-        "pyright": ["pyright"],
+        "pyright": ["pyright", "--pythonpath", sys.executable],
         "pytest": ["pytest", *sys.argv[1:]],
     }
     failed = []

@@ -119,7 +119,8 @@ def fine_tune(
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     compute = getattr(torch, compute_dtype("auto"))
-    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).train()
+    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = policy.to(device).train()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     start, seen = time.monotonic(), 0
     for step in range(steps):

@@ -107,9 +107,10 @@ class LocalEngine:
         torch.set_grad_enabled(False)
         settings = AutoConfig.from_pretrained(self.folder)
         self._check_fits(settings)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=self.dtype, attn_implementation=slot_memory.ATTENTION
-        ).to(self.device)
+        )
+        self.model: Any = model.to(self.device)
         self.model.eval()
         self.tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         end = self.model.generation_config.eos_token_id

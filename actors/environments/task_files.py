@@ -66,7 +66,7 @@ def _is_hub_name(source: str) -> bool:
 
 def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports] (only hub names need it)
     except ImportError:
         raise FileNotFoundError(f"{source!r} is no file; as a hub dataset it needs `pip install datasets`") from None
     name, _, split = source.partition(":")

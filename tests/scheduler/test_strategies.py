@@ -62,7 +62,7 @@ class Services:
 
     def _judge(self, turn: Any) -> Judgement:
         column = "query" if turn.answer is None else "answer"
-        value = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}[turn.query or turn.answer]
+        value = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}[str(turn.query or turn.answer)]
         scores = {"think": 0.0, column: value}
         return Judgement(
             {c: v for c, v in scores.items() if c not in self.invalid}, [c for c in scores if c in self.invalid]
