@@ -25,7 +25,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: a module of scheduler/strategies. k: samples of each step (slate) or trajectories of a question (full).
     budget: steps B. eta: temperature of the reward-weighted choice. bonus: lambda of the early-answer bonus.
     selection: "reward-weighted" or "best-of-k". judge: the service judge.<judge>. max_action_tokens: of one action.
-    train_forced: train the forced final answer too. updates: optimizer steps of the run. questions_per_update: trees that make
+    updates: optimizer steps of the run. questions_per_update: trees that make
     one update. max_staleness: see scheduler/pacing.py. Deadlines and timeouts in seconds.
     """
 

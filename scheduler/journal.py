@@ -111,6 +111,12 @@ class Journal:
         """On resume: groups trained beyond the checkpoint's version are untrained again."""
         self._write(("UPDATE groups SET trained=NULL WHERE trained>?", [(version,)]))
 
+    def adopt_frontier(self, trained: Iterable[int], version: int) -> None:
+        """On resume: groups the checkpoint of ``version`` holds whose answer was lost in the crash are trained after all."""
+        self._write(
+            ("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", [(version, group) for group in trained])
+        )
+
     @staticmethod
     def _rows(tree: Tree, nodes: Iterable[Node]) -> list[tuple[int, int, bytes]]:
         return [(tree.id, node.id, encode_node(node)) for node in nodes]

@@ -47,6 +47,19 @@ class Resumed(msgspec.Struct, frozen=True):
     digest: str = ""
 
 
+class Frontier(msgspec.Struct, frozen=True):
+    """What the learner's newest checkpoint holds (state.json)."""
+
+    version: int = 0
+    trained: list[int] = []
+
+
+def frontier(run: Path) -> Frontier:
+    """The trained frontier of the newest checkpoint, empty when there is none."""
+    found = sorted((run / "checkpoints").glob("v??????/state.json"))
+    return msgspec.json.decode(found[-1].read_bytes(), type=Frontier) if found else Frontier()
+
+
 class Run:
     """One run of the scheduler."""
 
@@ -131,6 +144,8 @@ class Run:
 
     async def _train(self) -> None:
         self.journal.forget_training_after(self.weights.version)
+        held = frontier(self.folder)
+        self.journal.adopt_frontier(held.trained, held.version)
         left = self.journal.untrained_trees()
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, self.weights.version, len(left))

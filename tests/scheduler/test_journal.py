@@ -117,3 +117,15 @@ def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path)
 def test_reading_a_folder_without_a_journal_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="run folder"):
         Journal(tmp_path / "none", readonly=True)
+
+
+def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for number in range(2):
+        tree = small(number)
+        journal.start_tree(tree, number, 0)
+        journal.save_group(tree, number, [], [])
+        journal.close_tree(number)
+    journal.adopt_frontier([0], 3)
+    assert [row.id for row in journal.untrained_trees()] == [1]
+    assert journal.groups(0) == [(0, 3)]
