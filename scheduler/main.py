@@ -37,6 +37,8 @@ log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
 EVALUATIONS_AT_ONCE = 96
+CHECK_S = 2.0
+"""How soon a background task that died ends the run."""
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -153,18 +155,21 @@ class Run:
         self.training_since = time.monotonic()
         for row in left:
             self._take_up(row)
+        moved_at = time.monotonic()
         while not self.pacing.finished:
             while self.pacing.may_start():
                 self._plant()
             self._check()
             self.moved.clear()
             try:
-                await asyncio.wait_for(self.moved.wait(), s.watchdog_s)
+                await asyncio.wait_for(self.moved.wait(), CHECK_S)
+                moved_at = time.monotonic()
             except TimeoutError:
-                log.warning(
-                    "no progress for %.0f s; waiting for %s", s.watchdog_s, self.dispatcher.waiting() or "nothing"
-                )
-                print(f"  still waiting after {s.watchdog_s:.0f} s: {self.dispatcher.waiting()}", flush=True)
+                if time.monotonic() - moved_at > s.watchdog_s:
+                    moved_at = time.monotonic()
+                    print(
+                        f"  no progress for {s.watchdog_s:.0f} s; waiting for {self.dispatcher.waiting()}", flush=True
+                    )
 
     def _check(self) -> None:
         """A background task that died stops the run with its error."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.environments.base import Rejected
-from scheduler.journal import Journal
+from scheduler.journal import Journal, JournalError
 from scheduler.tree import Tree, decode_node, encode_node
 from wire.messages import Turn
 
@@ -85,7 +85,7 @@ def test_quarantined_tasks_keep_their_reasons(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from scheduler.journal import Journal
+from scheduler.journal import Journal, JournalError
 from tests.scheduler.test_journal import small
 journal = Journal(Path(sys.argv[1]))
 for number in range(100000):
@@ -129,3 +129,16 @@ def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(tm
     journal.adopt_frontier([0], 3)
     assert [row.id for row in journal.untrained_trees()] == [1]
     assert journal.groups(0) == [(0, 3)]
+
+
+def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.start_tree(small(0), 0, 0)
+    (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
+    journal._db.execute(f"PRAGMA max_page_count={pages + 1}")  # SQLite then reports a full disk, as a real one does
+    with pytest.raises(JournalError, match="free some space"):
+        for number in range(1, 1000):
+            journal.start_tree(small(number), number, 0)
+    rows = Journal(tmp_path / "j", readonly=True).trees()
+    assert rows[0].id == 0
+    assert [row.id for row in rows] == list(range(len(rows)))
