@@ -161,7 +161,8 @@ class Endpoint:
     async def __aenter__(self) -> str:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.handle)
-        self.runner = web.AppRunner(app)
+        # A handler that hangs ends with its client; otherwise taking the server down waits a minute for it.
+        self.runner = web.AppRunner(app, handler_cancellation=True)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
