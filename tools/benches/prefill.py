@@ -4,10 +4,11 @@ import asyncio
 from typing import Any
 
 from tools.benches import slate_shape
+from tools.model import DEFAULT
 
 
-async def _measure() -> dict[str, Any]:
-    engine = await slate_shape.engine(slate_shape.model_folder())
+async def _measure(model: str) -> dict[str, Any]:
+    engine = await slate_shape.engine(slate_shape.model_folder(model))
     await slate_shape.trees(engine)
     await engine.close()
     counts = engine.counts
@@ -18,10 +19,10 @@ async def _measure() -> dict[str, Any]:
     }
 
 
-def run() -> dict[str, Any]:
+def run(model: str = DEFAULT) -> dict[str, Any]:
     """Counts, not times."""
-    return asyncio.run(_measure())
+    return asyncio.run(_measure(model))
 
 
 if __name__ == "__main__":
-    print(run())
+    print(run(slate_shape.model_argument()))

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tools.benches import slate_shape as shape
+from tools.model import DEFAULT
 
 ROUNDS = 2
 
@@ -22,7 +23,7 @@ ROUNDS = 2
 def _plain(model: Any, seed: int) -> int:
     """The same trees by ``generate``: equal lengths, so a step is one batch; returns the tokens sampled."""
     rng = np.random.default_rng(seed)
-    prefixes = shape.prompts(rng)
+    prefixes = shape.prompts(rng, model.config.vocab_size)
     sampled = 0
     for _ in range(shape.STEPS):
         ids = torch.tensor(np.stack(prefixes), dtype=torch.long)
@@ -40,7 +41,7 @@ def _plain(model: Any, seed: int) -> int:
         )[:, ids.shape[1] :]
         sampled += made.numel()
         chosen = made[:: shape.CANDIDATES].numpy()
-        observations = rng.integers(1000, 40000, (len(prefixes), shape.OBSERVATION))
+        observations = [shape.words(rng, model.config.vocab_size, shape.OBSERVATION) for _ in prefixes]
         prefixes = [np.concatenate(parts) for parts in zip(prefixes, chosen, observations, strict=True)]
     return sampled
 
@@ -54,18 +55,18 @@ async def _ours(folder: Any, seed: int) -> float:
     return sampled / spent
 
 
-def run() -> dict[str, Any]:
+def run(model: str = DEFAULT) -> dict[str, Any]:
     """Tokens per second of both sides and their ratio."""
-    folder = shape.model_folder()
+    folder = shape.model_folder(model)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    plain_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours, plain = [], []
     for seed in range(ROUNDS):
         ours.append(asyncio.run(_ours(folder, seed)))
         torch.set_num_threads(1)
         start = time.perf_counter()
         with torch.no_grad():
-            sampled = _plain(model, seed)
+            sampled = _plain(plain_model, seed)
         plain.append(sampled / (time.perf_counter() - start))
     ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
     row = {"name": "rollout tokens/s, embedded engine / generate", "ratio": ratio, "goal": 1.3, "better": "higher"}
@@ -73,4 +74,4 @@ def run() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(run())
+    print(run(shape.model_argument()))

@@ -1,20 +1,18 @@
-"""SLATE's rule judge behind a simulated heavy-tailed latency: log-normal, drawn for each request."""
+"""The exact-match judge behind a simulated heavy-tailed latency: log-normal, drawn for each request."""
 
 import asyncio
 import random
 
-from judges.slate_rules import SlateRules
+from judges.exact_match import ExactMatch
 from wire.messages import JudgedTurn, Judgement
 
 
-class SlowRules(SlateRules):
-    """median_s exp(sigma z) seconds a batch, z standard normal."""
+class SlowExactMatch(ExactMatch):
+    """median_s exp(sigma z) seconds a request, z standard normal. Every tree asks it once, before it closes."""
 
-    name = "slow_rules"
-    batch = 8
+    batch = 1
 
-    def __init__(self, median_s: float = 0.3, sigma: float = 1.3, seed: int = 0):
-        super().__init__()
+    def __init__(self, median_s: float = 1.0, sigma: float = 1.3, seed: int = 0):
         self.median_s, self.sigma, self.rng = median_s, sigma, random.Random(seed)
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
