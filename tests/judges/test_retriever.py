@@ -1,79 +1,345 @@
-"""The retriever over a real embedding model, as worker and over the Search-R1 protocol."""
+"""What is found is what inner products say, whichever way it is asked for; what cannot be used is refused with its reason."""
 
+import asyncio
 import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import faiss
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 
-from judges.retriever.encoder import Encoder
+from judges.retriever.encoder import Encoder, model_folder
 from judges.retriever.http_client import SearchR1Client
 from judges.retriever.http_server import application
-from judges.retriever.index import build
-from judges.retriever.worker import LocalBackend, Retriever
+from judges.retriever.index import BadCorpus, Index, build, read_corpus, read_manifest, sha256
+from judges.retriever.passage_text import contents_of, title_and_text
+from judges.retriever.worker import Retriever, RetrieverProcess
 from tests.services import bench
+from tools.index_corpus import ensure_index
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import RetrieveRequest, RetrieveResult
+from wire.messages import Passage, RetrieveRequest, RetrieveResult
 
-FACTS = [
-    ("Bulgaria", "Capital: Sofia"),
-    ("Italy", "Capital: Rome"),
-    ("Chile", "Currency: Chilean peso"),
-    ("Mars", "Kind: planet"),
-]
+ROOT = Path(__file__).parent.parent.parent
+FACTS = {
+    "Bulgaria": "Currency: lev",
+    "Italy": "Capital: Rome",
+    "Côte d'Ivoire": "Main export: cocoa",
+    "Chile": "Highest mountain: Ojos del Salado",
+}
+MOUNTAIN, EXPORT = "What is the highest mountain of Chile?", "Which country exports cocoa?"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("retriever")
-    rows = [{"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(FACTS)]
-    (made / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    build(made / "corpus.jsonl", made / "index", Encoder(), progress=False)
-    return made / "index"
+def minilm() -> Encoder:
+    return Encoder("minilm")
 
 
-def test_embeddings_are_unit_vectors_and_do_not_depend_on_their_batch() -> None:
-    encoder = Encoder()
-    together = encoder.embed(["short", "a much longer sentence about the capital of Bulgaria"], "query")
-    alone = encoder.embed(["short"], "query")
-    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
-    np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    rows = [{"id": str(i), "contents": contents_of(title, text)} for i, (title, text) in enumerate(FACTS.items())]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    return path
 
 
-async def test_the_worker_finds_the_passage_and_asks_equal_queries_once(folder: Path, tmp_path: Path) -> None:
-    retriever = Retriever(LocalBackend(folder, "minilm", 1), cache=2)
-    async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": retriever.handle})
-        for _ in range(2):
-            queries = ["capital of Bulgaria", "money in Chile", "capital of Bulgaria"]
-            result: RetrieveResult = await b.dispatcher.call("retrieve", RetrieveRequest(queries, 2), deadline=30)
-            titles = [row[0].title for row in result.passages]
-            assert titles == ["Bulgaria", "Chile", "Bulgaria"]
-            assert all(len(row) == 2 and row[0].score >= row[1].score for row in result.passages)
-        assert retriever.counts["searched"] == 2
-        with pytest.raises(DataFault, match="topk"):
-            await b.dispatcher.call("retrieve", RetrieveRequest(["q"], 0), deadline=30)
+@pytest.fixture(scope="module")
+def folder(corpus: Path, minilm: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("index") / "made"
+    build(corpus, made, minilm, batch=3, progress=False)
+    return made
 
 
-async def test_the_search_r1_protocol_both_ways(folder: Path) -> None:
-    runner = web.AppRunner(application(LocalBackend(folder, "minilm", 1)))
+# ---------------------------------------------------------------------------------------------- encoder
+
+
+def test_an_embedding_is_the_unit_mean_of_its_tokens_whatever_it_is_padded_with(minilm: Encoder) -> None:
+    alone = minilm.embed(["lev"], "query")
+    beside = minilm.embed(["lev", "a much longer text about the mountains of Chile and their snow"], "query")
+    assert alone.shape == (1, minilm.dimensions)
+    assert alone.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(beside, axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(alone[0], beside[0], atol=1e-5)
+
+
+def test_passages_are_cut_at_180_tokens_and_queries_at_256(minilm: Encoder) -> None:
+    words = ["lev"] * 178  # and the two special tokens
+    cut = minilm.embed([" ".join(words), " ".join([*words, "mountain"])], "passage")
+    whole = minilm.embed([" ".join(words), " ".join([*words, "mountain"])], "query")
+    np.testing.assert_allclose(cut[0], cut[1], atol=1e-5)
+    assert np.abs(whole[0] - whole[1]).max() > 1e-4
+
+
+def test_an_e5_encoder_prefixes_queries_and_passages_and_minilm_does_not(minilm: Encoder, tmp_path: Path) -> None:
+    link = tmp_path / "e5-tiny"
+    link.symlink_to(model_folder("minilm"))
+    e5 = Encoder(str(link))
+    np.testing.assert_allclose(e5.embed(["x"], "query"), minilm.embed(["query: x"], "query"), atol=1e-5)
+    np.testing.assert_allclose(e5.embed(["x"], "passage"), minilm.embed(["passage: x"], "passage"), atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- index
+
+
+def test_contents_are_the_quoted_title_a_newline_and_the_text() -> None:
+    assert title_and_text('"Bulgaria"\nCurrency: lev\nmore') == ("Bulgaria", "Currency: lev\nmore")
+    assert contents_of("Bulgaria", "Currency: lev") == '"Bulgaria"\nCurrency: lev'
+
+
+def test_search_ranks_by_inner_product_and_reads_the_passage_at_its_offset(folder: Path, minilm: Encoder) -> None:
+    found = Index(folder, minilm).search([MOUNTAIN, EXPORT], topk=3)
+    assert [row[0].title for row in found] == ["Chile", "Côte d'Ivoire"]
+    assert found[1][0] == Passage("2", "Côte d'Ivoire", "Main export: cocoa", found[1][0].score)
+    passages = minilm.embed([f"{title}. {text}" for title, text in FACTS.items()], "passage")
+    expected = np.sort(minilm.embed([MOUNTAIN, EXPORT], "query") @ passages.T, axis=1)[:, ::-1][:, :3]
+    np.testing.assert_allclose([[p.score for p in row] for row in found], expected, atol=1e-5)
+
+
+def test_a_topk_above_the_corpus_gives_the_whole_corpus(folder: Path, minilm: Encoder) -> None:
+    (row,) = Index(folder, minilm).search([MOUNTAIN], topk=99)
+    assert sorted(p.id for p in row) == ["0", "1", "2", "3"]
+
+
+def test_the_manifest_says_what_the_index_was_made_of(folder: Path, corpus: Path) -> None:
+    manifest = read_manifest(folder)
+    assert (manifest.encoder, manifest.dimensions, manifest.passages) == ("minilm", 384, 4)
+    assert manifest.corpus_sha256 == sha256(corpus) == sha256(folder / "passages.jsonl")
+    assert faiss.read_index(str(folder / "index.faiss")).ntotal == 4
+
+
+GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{oops", "malformed"),
+        (b'{"id": "b"}', "contents"),
+        (b'{"id": "b", "contents": 7}', "contents"),
+        (b'{"contents": "\\"T\\"\\ntext"}', "id"),
+        (b'{"id": "b", "contents": "only a title"}', "empty text"),
+        (b'{"id": "b", "contents": ""}', "empty text"),
+        (GOOD, "'a' was used before"),
+        (b'{"id": "b", "contents": "\xff"}', "utf-8"),
+        (b"", "truncated"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number_and_reason(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b"\n".join([GOOD, line, GOOD.replace(b'"a"', b'"c"')]))
+    with pytest.raises(BadCorpus, match=rf"corpus\.jsonl:2: .*(?i:{reason})"):
+        read_corpus(path)
+    offsets, contents, bad = read_corpus(path, skip_bad=True)
+    assert len(contents) == 2
+    assert offsets == [0, len(GOOD) + len(line) + 2]
+    assert len(bad) == 1
+
+
+def test_lines_passed_over_do_not_shift_the_passages_after_them(tmp_path: Path, minilm: Encoder) -> None:
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"id": title, "contents": contents_of(title, text)} for title, text in FACTS.items()]
+    path.write_text("\n".join(["{bad", *map(json.dumps, rows[:2]), "{bad", *map(json.dumps, rows[2:]), ""]))
+    build(path, tmp_path / "made", minilm, skip_bad=True, progress=False)
+    (row,) = Index(tmp_path / "made", minilm).search([MOUNTAIN], topk=1)
+    assert row[0].id == row[0].title == "Chile"
+
+
+def test_a_corpus_without_passages_or_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(BadCorpus, match="no usable passage"):
+        read_corpus(tmp_path / "empty.jsonl")
+    with pytest.raises(FileNotFoundError, match="JSONL"):
+        read_corpus(tmp_path / "absent.jsonl")
+
+
+def test_an_index_of_another_encoder_is_refused_with_the_remedy(folder: Path, minilm: Encoder, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    manifest = msgspec.structs.replace(read_manifest(folder), encoder="intfloat/e5-base-v2", dimensions=768)
+    (other / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(ValueError, match=r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*tools/index"):
+        Index(other, minilm)
+
+
+def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_builds_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="tools/index CORPUS --out"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"damaged.*tools/index"):
+        read_manifest(tmp_path)
+
+
+def test_an_index_is_built_once_for_a_corpus(
+    corpus: Path, tmp_path: Path, minilm: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.index_corpus.Encoder", lambda *_: minilm)
+    made = ensure_index(corpus, "minilm", tmp_path, threads=1)
+    written = (made / "index.faiss").stat().st_mtime_ns
+    assert ensure_index(corpus, "minilm", tmp_path, threads=1) == made
+    assert (made / "index.faiss").stat().st_mtime_ns == written
+    changed = tmp_path / "changed.jsonl"
+    changed.write_bytes(corpus.read_bytes().replace(b"lev", b"Lev"))
+    assert ensure_index(changed, "minilm", tmp_path, threads=1) != made
+
+
+# ---------------------------------------------------------------------------------------------- Search-R1 protocol
+
+
+class Shelf:
+    """A backend whose passages repeat the query; it remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        self.asked.append(queries)
+        return [[Passage(str(i), f"title of {q}", f"text {i}", 1.0 - i / 10) for i in range(topk)] for q in queries]
+
+
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with SearchR1Client(url) as client:
-        ((first, *_), (other, *_)) = await client.search(["capital of Italy", "a planet"], 2)
-        assert (first.title, first.text, other.title) == ("Italy", "Capital: Rome", "Mars")
-    async with aiohttp.ClientSession() as session:
-        plain = {"queries": ["capital of Italy"], "topk": 1, "return_scores": False}
-        async with session.post(f"{url}/retrieve", json=plain) as response:
-            assert (await response.json())["result"] == [[{"id": "1", "contents": '"Italy"\nCapital: Rome'}]]
-        for wrong in ({"query": "x"}, {"queries": [], "topk": 1}, {"queries": ["x"], "topk": 0}):
-            async with session.post(f"{url}/retrieve", json=wrong) as response:
-                assert response.status == 422
-                assert (await response.json())["detail"]
-    await runner.cleanup()
-    async with SearchR1Client(url, timeout_s=2) as client:
-        with pytest.raises(InfrastructureFault, match=r"127\.0\.0\.1"):
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def answering(body: bytes, status: int = 200) -> web.Application:
+    """A server that gives this answer to everything."""
+
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    app = web.Application()
+    app.router.add_post("/retrieve", reply)
+    return app
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/retrieve"])
+async def test_the_client_gets_from_the_server_what_the_backend_found(suffix: str) -> None:
+    async with serving(application(Shelf())) as url, SearchR1Client(url + suffix) as client:
+        assert await client.search(["x", "y"], 2) == await Shelf().search(["x", "y"], 2)
+
+
+async def post(url: str, body: bytes) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session, session.post(url + "/retrieve", data=body) as response:
+        return response.status, await response.json()
+
+
+async def test_without_scores_the_server_returns_the_bare_documents() -> None:
+    async with serving(application(Shelf())) as url:
+        bare = await post(url, b'{"queries": ["x"], "topk": 1}')
+        scored = await post(url, b'{"queries": ["x"], "topk": 1, "return_scores": true}')
+    document = {"id": "0", "contents": '"title of x"\ntext 0'}
+    assert bare == (200, {"result": [[document]]})
+    assert scored == (200, {"result": [[{"document": document, "score": 1.0}]]})
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"query": "x"}', "query"),  # what SLATE's released loop sends
+        (b'{"queries": "x"}', "queries"),
+        (b'{"queries": [7]}', "queries"),
+        (b'{"queries": ["x"], "topk": "3"}', "topk"),
+        (b'{"queries": ["x"], "topk": 0}', "topk"),
+        (b'{"queries": []}', "at least one query"),
+        (b"{", "truncated"),
+    ],
+)
+async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason: str) -> None:
+    shelf = Shelf()
+    async with serving(application(shelf)) as url:
+        status, answer = await post(url, body)
+    assert status == 422
+    assert reason in answer["detail"]
+    assert shelf.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"out of memory", 500, "HTTP 500.*out of memory"),
+        (b'{"detail": "no queries"}', 422, "HTTP 422.*no queries"),
+        (b'{"results": []}', 200, "ValidationError"),
+        (b"<html>", 200, "DecodeError"),
+        (b'{"result": []}', 200, "0 results for 1 queries"),
+    ],
+)
+async def test_a_server_that_answers_otherwise_is_a_fault_that_names_it(body: bytes, status: int, message: str) -> None:
+    async with serving(answering(body, status)) as url, SearchR1Client(url) as client:
+        with pytest.raises(InfrastructureFault, match=f"{url}/retrieve: .*{message}"):
             await client.search(["x"], 1)
+
+
+async def test_a_server_that_is_not_there_is_a_fault() -> None:
+    async with serving(answering(b"")) as url:
+        pass
+    async with SearchR1Client(url) as client:
+        with pytest.raises(InfrastructureFault, match=f"{url}/retrieve: ClientConnector"):
+            await client.search(["x"], 1)
+
+
+# ---------------------------------------------------------------------------------------------- worker
+
+
+async def test_queries_asked_before_are_answered_from_the_cache(tmp_path: Path) -> None:
+    shelf = Shelf()
+    retriever = Retriever(shelf, cache=8)
+    async with bench(tmp_path) as b:
+        await b.work("retriever", {"retrieve": retriever.handle})
+        for queries in (["x", "y", "x"], ["y", "z"], ["x"]):
+            result: RetrieveResult = await b.dispatcher.call("retrieve", RetrieveRequest(queries, 2), deadline=10)
+            assert result.passages == await Shelf().search(queries, 2)
+    assert shelf.asked == [["x", "y"], ["z"]]
+    assert (retriever.stats()["queries"], retriever.stats()["searched"]) == (6, 3)
+
+
+async def test_another_topk_is_another_search_and_the_cache_stays_within_its_size(tmp_path: Path) -> None:
+    shelf = Shelf()
+    retriever = Retriever(shelf, cache=2)
+    async with bench(tmp_path) as b:
+        await b.work("retriever", {"retrieve": retriever.handle})
+        for topk in (1, 2, 3, 3):
+            request = RetrieveRequest(["x"], topk)
+            result: RetrieveResult = await b.dispatcher.call("retrieve", request, deadline=10)
+            assert len(result.passages[0]) == topk
+    assert len(shelf.asked) == 3
+    assert list(retriever.cache) == [("x", 2), ("x", 3)]
+
+
+async def test_a_topk_below_one_is_a_fault_of_the_request_and_searches_nothing(tmp_path: Path) -> None:
+    shelf = Shelf()
+    async with bench(tmp_path) as b:
+        await b.work("retriever", {"retrieve": Retriever(shelf, cache=8).handle})
+        with pytest.raises(DataFault, match="topk 0"):
+            await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 0), deadline=10)
+    assert shelf.asked == []
+
+
+async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_path: Path) -> None:
+    shelf = Shelf()
+    async with serving(application(shelf)) as url, bench(tmp_path) as b:
+        (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
+        process = tmp_path / "retriever.json"
+        process.write_bytes(msgspec.json.encode(RetrieverProcess("retriever", str(tmp_path), url)))
+        command = [sys.executable, "-m", "judges.retriever.worker", str(process)]
+        worker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        try:
+            await b.dispatcher.wait_for("retrieve", 1, 60)
+            result: RetrieveResult = await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 1), deadline=30)
+            assert result.passages == await Shelf().search(["x"], 1)
+        finally:
+            worker.terminate()
+            assert await asyncio.wait_for(worker.wait(), 30) == 0
+    assert shelf.asked == [["x"]]
