@@ -1,0 +1,243 @@
+"""Every turn of every request is scored once, in batches no larger than the judge wants, and the answer goes to who asked."""
+
+import asyncio
+import math
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from judges.base import Judge, checked
+from judges.serve import BUILT_IN, Batcher, JudgeProcess, connection, make_judge, plug_in, serve
+from tests.services import Bench, bench
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def turns(*questions: str) -> JudgeRequest:
+    return JudgeRequest([JudgedTurn(q, ["gold"], "", "", 1, 4, answer="gold") for q in questions])
+
+
+async def ask(b: Bench, service: str, *questions: str, deadline: float = 20) -> list[Judgement]:
+    result: JudgeResult = await b.dispatcher.call(service, turns(*questions), deadline=deadline)
+    return result.judgements
+
+
+class Length(Judge):
+    """Scores the length of the question; while ``gate`` is closed it waits. Remembers the batches it was given."""
+
+    name = "length"
+    columns = ("length",)
+
+    def __init__(self, batch: int = 4, concurrency: int = 1):
+        self.batch, self.concurrency = batch, concurrency
+        self.gate, self.entered = asyncio.Event(), asyncio.Event()
+        self.batches: list[list[str]] = []
+        self.running = self.most = 0
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        self.batches.append([turn.question for turn in turns])
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.entered.set()
+        await self.gate.wait()
+        self.running -= 1
+        if any(turn.question == "bad" for turn in turns):
+            raise DataFault("question 'bad' cannot be judged")
+        return [Judgement({"length": float(len(turn.question))}) for turn in turns]
+
+
+async def test_requests_that_wait_are_scored_together_and_never_more_than_the_batch(tmp_path: Path) -> None:
+    judge = Length(batch=4)
+    batcher = Batcher(judge)
+    questions = ["x" * n for n in range(1, 11)]
+    async with bench(tmp_path) as b:
+        service = await b.work("w", {"judge.length": batcher.handle}, capacity=16)
+        first = asyncio.create_task(ask(b, "judge.length", questions[0]))
+        await judge.entered.wait()
+        rest = [asyncio.create_task(ask(b, "judge.length", q)) for q in questions[1:]]
+        async with asyncio.timeout(10):
+            while len(service.calls) < len(questions):
+                await asyncio.sleep(0.001)
+        judge.gate.set()
+        judgements = [(await asked)[0] for asked in [first, *rest]]
+    assert [j.scores["length"] for j in judgements] == list(range(1, 11))
+    assert [len(batch) for batch in judge.batches] == [1, 4, 4, 1]
+    assert batcher.stats()["turns"] == 10
+    assert batcher.stats()["invalid"] == 0
+
+
+async def test_a_request_larger_than_the_batch_is_split_and_put_together_in_order(tmp_path: Path) -> None:
+    judge = Length(batch=4)
+    judge.gate.set()
+    async with bench(tmp_path) as b:
+        await b.work("w", {"judge.length": Batcher(judge).handle})
+        judgements = await ask(b, "judge.length", *("x" * n for n in range(11)))
+    assert [j.scores["length"] for j in judgements] == list(range(11))
+    assert [len(batch) for batch in judge.batches] == [4, 4, 3]
+
+
+async def test_no_more_scorings_run_at_once_than_the_judge_declares(tmp_path: Path) -> None:
+    judge = Length(batch=1, concurrency=3)
+    async with bench(tmp_path) as b:
+        await b.work("w", {"judge.length": Batcher(judge).handle}, capacity=16)
+        asked = [asyncio.create_task(ask(b, "judge.length", "x")) for _ in range(9)]
+        async with asyncio.timeout(10):
+            while judge.running < 3:
+                await asyncio.sleep(0.001)
+        judge.gate.set()
+        await asyncio.gather(*asked)
+    assert judge.most == 3
+    assert len(judge.batches) == 9
+
+
+async def test_a_request_without_turns_is_answered_without_the_judge(tmp_path: Path) -> None:
+    judge = Length()
+    async with bench(tmp_path) as b:
+        await b.work("w", {"judge.length": Batcher(judge).handle})
+        assert await ask(b, "judge.length") == []
+    assert judge.batches == []
+
+
+async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
+    judge = Length(batch=1)
+    batcher = Batcher(judge)
+    first, second, third = (asyncio.create_task(batcher.handle(turns(q), None)) for q in ("a", "bb", "ccc"))  # pyright: ignore[reportArgumentType]
+    await judge.entered.wait()
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    judge.gate.set()
+    assert [j.scores["length"] for r in (await first, await third) for j in r.judgements] == [1, 3]
+    assert judge.batches == [["a"], ["ccc"]]
+
+
+async def test_a_judge_that_raised_scores_the_next_request_and_its_fault_keeps_its_kind(tmp_path: Path) -> None:
+    judge = Length()
+    judge.gate.set()
+    batcher = Batcher(judge)
+    async with bench(tmp_path) as b:
+        await b.work("w", {"judge.length": batcher.handle})
+        with pytest.raises(DataFault, match="'bad' cannot be judged"):
+            await ask(b, "judge.length", "bad")
+        (judgement,) = await ask(b, "judge.length", "good")
+    assert judgement.scores == {"length": 4}
+    assert (batcher.counts["raised"], batcher.counts["turns"]) == (1, 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_becomes_invalid_and_is_counted(value: float) -> None:
+    judge = Length()
+    one, two = Judgement({"length": value}, [], "why"), Judgement({"length": 2.0})
+    made, bad = checked(judge, turns("a", "b").turns, [one, two])
+    assert made == [Judgement({}, ["length"], "why"), Judgement({"length": 2.0})]
+    assert bad == 1
+
+
+def test_a_column_called_invalid_has_no_score_even_if_one_is_given() -> None:
+    made, bad = checked(Length(), turns("a").turns, [Judgement({"length": 1.0}, ["length"])])
+    assert made == [Judgement({}, ["length"])]
+    assert bad == 1
+
+
+@pytest.mark.parametrize("judgement", [Judgement({"width": 1.0}), Judgement({}, ["width"])])
+def test_a_column_that_was_not_declared_is_refused_with_the_declared_ones(judgement: Judgement) -> None:
+    with pytest.raises(InfrastructureFault, match=r"length returned columns \['width'\]; it declares \['length'\]"):
+        checked(Length(), turns("a").turns, [judgement])
+
+
+async def test_several_judges_share_one_worker_with_counters_of_their_own(tmp_path: Path) -> None:
+    judges = [make_judge("exact_match", {}), make_judge("slate_rules", {"query": "format"})]
+    async with bench(tmp_path) as b:
+        serving = asyncio.create_task(serve(judges, "judges", b.dispatcher.endpoint, b.keys, signals=False))
+        await b.dispatcher.wait_for("judge.exact_match", 1, 10)
+        assert (await ask(b, "judge.exact_match", "q"))[0].scores == {"outcome": 1, "f1": 1}
+        assert (await ask(b, "judge.slate_rules", "q", "r"))[1].scores == {"think": -1, "answer": 1}
+        (worker,) = b.dispatcher.workers()
+        assert worker.hello.services == ["judge.exact_match", "judge.slate_rules"]
+        assert worker.hello.capacity == sum(judge.concurrency for judge in judges)
+        await b.dispatcher.drain()
+        await asyncio.wait_for(serving, 10)
+
+
+async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_left(tmp_path: Path) -> None:
+    happened: list[str] = []
+
+    class Diary(Length):
+        async def start(self) -> None:
+            happened.append("start")
+            self.gate.set()
+
+        async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+            happened.append("score")
+            return await super().score(turns)
+
+        async def close(self) -> None:
+            happened.append("close")
+
+    async with bench(tmp_path) as b:
+        serving = asyncio.create_task(serve([Diary()], "w", b.dispatcher.endpoint, b.keys, signals=False))
+        await b.dispatcher.wait_for("judge.length", 1, 10)
+        await ask(b, "judge.length", "x")
+        await b.dispatcher.drain()
+        await asyncio.wait_for(serving, 10)
+    assert happened == ["start", "score", "close"]
+
+
+async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_and_drains(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from judges.base import Judge\n"
+        "from wire.messages import Judgement\n"
+        "class Fixed(Judge):\n"
+        "    name, columns = 'fixed', ('outcome',)\n"
+        "    def __init__(self, value): self.value = value\n"
+        "    async def score(self, turns): return [Judgement({'outcome': self.value}) for _ in turns]\n"
+    )
+    process = JudgeProcess("judges", str(tmp_path), {"exact_match": {}, "own:Fixed": {"value": 0.25}})
+    (tmp_path / "judges.json").write_bytes(msgspec.json.encode(process))
+    async with bench(tmp_path) as b:
+        (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
+        command = [sys.executable, "-m", "judges.serve", "judges.json"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        worker = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, env=environment)
+        try:
+            await b.dispatcher.wait_for("judge.fixed", 1, 60)
+            assert (await ask(b, "judge.fixed", "q"))[0].scores == {"outcome": 0.25}
+            assert (await ask(b, "judge.exact_match", "q"))[0].scores["outcome"] == 1
+        finally:
+            worker.terminate()
+            assert await asyncio.wait_for(worker.wait(), 30) == 0
+
+
+def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> None:
+    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    for name in BUILT_IN:
+        assert make_judge(name, {"endpoint": endpoint} if name == "slate" else {}).name == name
+
+
+def test_an_endpoint_with_an_unknown_key_is_refused_by_its_name() -> None:
+    with pytest.raises(msgspec.ValidationError, match="modle"):
+        make_judge("slate", {"endpoint": {"url": "http://127.0.0.1:1/v1", "modle": "m"}})
+
+
+@pytest.mark.parametrize("body", ["class J: name, columns = 'j', ('a',)", "class J(Judge): name = 'j'",
+                                  "class J(Judge): columns = ('a',)"])  # fmt: skip
+def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    (tmp_path / "half_made.py").write_text(f"from judges.base import Judge\n{body}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "half_made", raising=False)
+    with pytest.raises(ValueError, match=r"half_made:J.*subclass of judges\.base\.Judge with a name and columns"):
+        make_judge("half_made:J", {})
+
+
+def test_a_folder_that_is_not_a_started_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"not a started run.*tools/launch"):
+        connection(tmp_path)
+    with pytest.raises(FileNotFoundError, match="tools/launch"):
+        plug_in(["exact_match", "--run", str(tmp_path)])
