@@ -152,8 +152,10 @@ class Service:
                 call.cancelled.set()
             for task in (*work, *open_tasks):
                 task.cancel()
-            await asyncio.gather(*work, *open_tasks, return_exceptions=True)
-            self._dealer.close()
+            try:
+                await asyncio.gather(*work, *open_tasks, return_exceptions=True)
+            finally:
+                self._dealer.close()  # also when cancelled here: a context left open blocks its collection for good
 
     # ------------------------------------------------------------------------------------------ membership
 
