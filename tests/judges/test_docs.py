@@ -1,0 +1,77 @@
+"""docs/judges.md is true: its judge is served by its command, and its tables are what the code says."""
+
+import asyncio
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from judges.base import Judge
+from judges.config import JudgesConfig
+from judges.serve import BUILT_IN, make_judge
+from tests.services import bench
+from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = (ROOT / "docs" / "judges.md").read_text()
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    return found
+
+
+def turn(**parts: Any) -> JudgedTurn:
+    return JudgedTurn("q", ["Sofia"], "", "", 2, 4, think="t", past_queries=["country currency lev"], **parts)
+
+
+async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_path: Path) -> None:
+    code = block("python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    (tmp_path / "graded.py").write_text(code)
+    tool, *arguments = shlex.split(re.search(r"^tools/serve .*$", TEXT, re.MULTILINE)[0].replace("RUN", str(tmp_path)))  # pyright: ignore[reportOptionalSubscript]
+    async with bench(tmp_path) as b:
+        (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
+        serving = await asyncio.create_subprocess_exec(sys.executable, str(ROOT / tool), *arguments, cwd=tmp_path)
+        try:
+            await b.dispatcher.wait_for("judge.graded", 1, 60)
+            turns = [
+                turn(query="Bulgaria capital"),
+                turn(query="country currency lev"),
+                turn(answer="Sofia"),
+                turn(answer="Rome"),
+            ]
+            result: JudgeResult = await b.dispatcher.call("judge.graded", JudgeRequest(turns), deadline=20)
+            assert [judgement.scores for judgement in result.judgements] == [
+                {"think": 0, "query": 0},
+                {"think": 0, "query": -1},
+                {"think": 0, "answer": 1},
+                {"think": 0, "answer": -1},
+            ]
+        finally:
+            serving.terminate()
+            assert await asyncio.wait_for(serving.wait(), 30) == 0
+
+
+def test_the_table_of_built_in_judges_names_each_with_its_columns() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \|", TEXT.split("## Built in")[1], re.MULTILINE))
+    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    assert set(rows) == set(BUILT_IN)
+    for name, columns in rows.items():
+        judge = make_judge(name, {"endpoint": endpoint} if name == "slate" else {})
+        assert tuple(re.findall(r"`(\w+)`", columns)) == tuple(judge.columns)
+
+
+def test_the_defaults_of_the_docs_are_those_of_the_class() -> None:
+    for attribute in ("concurrency", "batch"):
+        (value,) = re.findall(rf"^\| `{attribute}` \|.*\((\d+)\)", TEXT, re.MULTILINE)
+        assert int(value) == getattr(Judge, attribute)
+
+
+def test_the_settings_of_the_docs_make_the_judges_they_name() -> None:
+    config = msgspec.convert(tomllib.loads(block("toml"))["judges"], JudgesConfig)
+    assert [make_judge(name, options).name for name, options in config.use.items()] == ["slate"]
