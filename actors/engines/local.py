@@ -9,12 +9,13 @@ All compute runs on one thread; the coroutines only pass messages to it.
 
 import asyncio
 import collections
+import contextlib
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ class Waiting:
         self.cached = 0
         base = request.sampling.seed if request.sampling.seed is not None else seed
         self.random = [random.Random(f"{base}/{index}") for index in range(request.n)]
+
+    def answer(self, result: GenerateResult) -> None:
+        """Give the result, unless the caller has left."""
+        with contextlib.suppress(InvalidStateError):  # a caller may leave at any moment, on its own thread
+            self.future.set_result(result)
+
+    def fail(self, fault: InfrastructureFault) -> None:
+        """Give the fault, unless the caller has left or was answered."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(fault)
 
 
 class Running:
@@ -160,6 +171,12 @@ class LocalEngine:
                 f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
                 f" {self.longest} together (actors.max_context)"
             )
+        if not (sampling.temperature == 0 or sampling.temperature >= 1e-3) or not 0 < sampling.top_p <= 1:
+            raise DataFault(
+                f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
+                " and a top_p in (0, 1]"
+            )
+        self._check_tokens(request.tokens)
         self._requests += 1
         waiting = Waiting(request, hash((self.seed, self._requests)))
         self._commands.put(lambda: self._waiting.append(waiting))
@@ -171,6 +188,9 @@ class LocalEngine:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Log-probabilities of given tokens by one plain forward at temperature 1."""
+        if not len(request.tokens):
+            raise DataFault("0 tokens to score: expected at least one")
+        self._check_tokens(request.tokens)
         return await self._on_thread(lambda: self._score(request))
 
     async def load(self, request: LoadRequest) -> LoadResult:
@@ -190,13 +210,24 @@ class LocalEngine:
             "kv_cache_bytes": self.cache.bytes,
         }
 
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        """An id beyond the embedding would fail inside the model, for every request of the step."""
+        rows = self.model.get_input_embeddings().num_embeddings
+        if tokens.min() < 0 or tokens.max() >= rows:
+            raise DataFault(
+                f"token ids from {tokens.min()} to {tokens.max()}: expected 0 to {rows - 1}, the ids of {self.folder};"
+                " the request was made with another model's tokenizer"
+            )
+
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():  # its caller has left
+                return
             try:
                 future.set_result(work())
-            except (RuntimeError, KeyError, OSError) as error:
+            except (RuntimeError, KeyError, ValueError, OSError) as error:
                 future.set_exception(InfrastructureFault(f"{type(error).__name__}: {error}"))
 
         self._commands.put(run)
@@ -214,6 +245,7 @@ class LocalEngine:
             except queue.Empty:
                 command = self._timed_step
             if command is None:
+                self._fail_open("engine closed")
                 return
             command()
 
@@ -222,12 +254,14 @@ class LocalEngine:
         try:
             self._step()
         except RuntimeError as error:  # out of memory, or a model that fails: every open request learns of it
-            for waiting in {r.owner for r in self._running} | set(self._waiting):
-                if not waiting.future.done():
-                    waiting.future.set_exception(InfrastructureFault(f"engine step failed: {error}"))
-            self._running.clear()
-            self._waiting.clear()
+            self._fail_open(f"engine step failed: {error}")
         self.busy_s += time.monotonic() - start
+
+    def _fail_open(self, reason: str) -> None:
+        for waiting in {r.owner for r in self._running} | set(self._waiting):
+            waiting.fail(InfrastructureFault(reason))
+        self._running.clear()
+        self._waiting.clear()
 
     def _step(self) -> None:
         decoding = len(self._running)
@@ -353,8 +387,8 @@ class LocalEngine:
                 finish,
             )
             samples = [sample for sample in waiting.samples if sample is not None]
-            if len(samples) == len(waiting.samples) and not waiting.future.done():
-                waiting.future.set_result(GenerateResult(samples, len(waiting.prompt), waiting.cached))
+            if len(samples) == len(waiting.samples):
+                waiting.answer(GenerateResult(samples, len(waiting.prompt), waiting.cached))
         last = self._running.pop()
         if last is not running:
             self._running[slot] = last

@@ -34,24 +34,45 @@ def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
 
 @torch.inference_mode()
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
-    """Copy the weights of ``path`` into ``model`` in place."""
+    """Copy the weights of ``path`` into ``model`` in place. Raises ValueError, before any change, for weights of another model."""
     parameters = dict(model.named_parameters())
     if kind == "full":
         with safe_open(path, framework="pt") as file:
+            _check({name: _shape(file, name) for name in file.keys()}, parameters, path)  # noqa: SIM118
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                 parameters[name].copy_(file.get_tensor(name))
         return
     settings = json.loads((path.parent / "adapter_config.json").read_bytes())
     scale = settings["lora_alpha"] / settings["r"]
     with safe_open(path, framework="pt") as adapter, BaseWeights(base) as weights:
-        for name in adapter.keys():  # noqa: SIM118
-            if not name.endswith("lora_A.weight"):
-                continue
-            target = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+        targets = {
+            name: name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+            for name in adapter.keys()  # noqa: SIM118
+            if name.endswith("lora_A.weight")
+        }
+        shapes = {
+            target: [_shape(adapter, name.replace("lora_A", "lora_B"))[0], _shape(adapter, name)[1]]
+            for name, target in targets.items()
+        }
+        _check(shapes, parameters, path)
+        for name, target in targets.items():
             down = adapter.get_tensor(name).float()
             up = adapter.get_tensor(name.replace("lora_A", "lora_B")).float()
             merged = torch.addmm(weights.get(target).float(), up, down, alpha=scale)
             parameters[target].copy_(merged)
+
+
+def _shape(file: Any, name: str) -> list[int]:
+    return file.get_slice(name).get_shape()
+
+
+def _check(shapes: dict[str, list[int]], parameters: dict[str, torch.nn.Parameter], path: Path) -> None:
+    for name, shape in shapes.items():
+        held = list(parameters[name].shape) if name in parameters else "no such tensor"
+        if held != shape:
+            raise ValueError(
+                f"{path}: tensor {name} {shape}, the model has {held}: weights of another model, none taken"
+            )
 
 
 class BaseWeights:

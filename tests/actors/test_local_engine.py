@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,77 @@ def test_a_model_with_sliding_layers_is_refused(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "gemma3", "gemma3")
     with pytest.raises(ValueError, match="sliding_attention"):
         asyncio.run(LocalEngine(str(folder)).start())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(2, top_p=0.0),
+        Sampling(2, top_p=1.1),
+        Sampling(2, temperature=-1.0),
+        Sampling(2, temperature=1e-300),
+        Sampling(2, temperature=math.nan),
+    ],
+)
+async def test_sampling_that_has_no_distribution_is_a_data_fault(llama: Path, sampling: Sampling) -> None:
+    engine = await started(llama)
+    with pytest.raises(DataFault, match="expected"):
+        await engine.generate(GenerateRequest(ids(0, 5), 1, sampling))
+    await engine.close()
+
+
+async def test_token_ids_of_another_vocabulary_are_a_data_fault_and_the_engine_goes_on(llama: Path) -> None:
+    engine = await started(llama)
+    for tokens in (np.array([1, 260], np.int32), np.array([-1], np.int32)):
+        with pytest.raises(DataFault, match="0 to 259"):
+            await engine.generate(GenerateRequest(tokens, 1, Sampling(2)))
+        with pytest.raises(DataFault, match="0 to 259"):
+            await engine.score(ScoreRequest(tokens))
+    with pytest.raises(DataFault, match="0 tokens"):
+        await engine.score(ScoreRequest(np.array([], np.int32)))
+    assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(2)))).samples) == 1
+    await engine.close()
+
+
+async def test_a_cancelled_score_or_load_leaves_the_engine_serving(tmp_path: Path, llama: Path) -> None:
+    engine = await started(llama)
+    folder, proof, _ = version_folder(tmp_path, llama, 1)
+    for work in (engine.score(ScoreRequest(ids(1, 200))), engine.load(LoadRequest(1, str(folder), proof))):
+        task = asyncio.create_task(work)
+        await asyncio.sleep(0)  # it has reached the engine
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(2)))).samples) == 1
+    await engine.close()
+
+
+async def test_closing_fails_what_is_open(llama: Path) -> None:
+    engine = await started(llama)
+    tasks = [asyncio.create_task(engine.generate(GenerateRequest(ids(i, 10), 24, Sampling(200)))) for i in range(2)]
+    while not engine.counts["decoded_tokens"]:
+        await asyncio.sleep(0)
+    await engine.close()
+    for task in tasks:  # one runs, one waits for its slots
+        with pytest.raises(InfrastructureFault, match="closed"):
+            await task
+
+
+@pytest.mark.parametrize("name", ["zzz.weight", "model.norm.weight"])
+async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
+    tmp_path: Path, llama: Path, name: str
+) -> None:
+    engine = await started(llama)
+    folder = tmp_path / "other"
+    folder.mkdir()
+    tensors = {n: 2 * p.detach() for n, p in reference(llama).named_parameters()} | {name: torch.zeros(5)}
+    save_file(tensors, folder / "model.safetensors")
+    proof = digest.safetensors_file(folder / "model.safetensors")
+    (folder / "manifest.json").write_text(json.dumps({"version": 1, "kind": "full", "digest": proof}))
+    before = await engine.score(ScoreRequest(ids(12, 20)))
+    with pytest.raises(InfrastructureFault, match=name):
+        await engine.load(LoadRequest(1, str(folder), proof))
+    after = await engine.score(ScoreRequest(ids(12, 20)))
+    await engine.close()
+    assert after.version == 0
+    np.testing.assert_array_equal(before.logprobs, after.logprobs)
