@@ -80,12 +80,16 @@ class ChatClient:
         """Reply or cause of failure, and whether another attempt is useless."""
         assert self._session is not None, "ask before start"
         try:
-            async with self._session.post(f"{self.endpoint.url}/chat/completions", json=request) as response:
-                text = await response.text()
+            async with self._session.post(
+                f"{self.endpoint.url.rstrip('/')}/chat/completions", json=request
+            ) as response:
+                text = await response.text(errors="replace")
                 if response.status != 200:
                     return None, f"HTTP {response.status}: {text[:200]}", response.status not in _RETRY_STATUS
                 content = msgspec.json.decode(text)["choices"][0]["message"]["content"]
-                return str(content), "", True
+                if not isinstance(content, str):
+                    raise TypeError(f"content is {content!r}, expected text")
+                return content, "", True
         except TimeoutError:
             return None, f"no reply within {self.endpoint.timeout_s:.0f} s", False
         except aiohttp.ClientError as error:

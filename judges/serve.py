@@ -22,6 +22,7 @@ from judges.llm import ChatEndpoint
 from judges.slate import Slate
 from judges.slate_rules import SlateRules
 from wire import loop
+from wire.faults import InfrastructureFault
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
 from wire.service import Call, Service
 from wire.sockets import RunKeys
@@ -92,8 +93,19 @@ class Batcher:
     async def _score(self, items: list[tuple[JudgedTurn, asyncio.Future[Judgement]]]) -> None:
         start = time.monotonic()
         turns = [turn for turn, _ in items]
+        scoring = asyncio.ensure_future(self.judge.score(turns))
+        for _, future in items:  # a judge that hangs keeps its place only while somebody waits for it
+            future.add_done_callback(lambda _: scoring.cancel() if all(f.done() for _, f in items) else None)
         try:
-            judgements, bad = checked(self.judge, turns, await self.judge.score(turns))
+            judgements, bad = checked(self.judge, turns, await scoring)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            self.counts["abandoned"] += 1
+            for _, future in items:
+                if not future.done():
+                    future.set_exception(InfrastructureFault(f"judge {self.judge.name} cancelled its own scoring"))
+            return
         except Exception as error:  # noqa: BLE001 whatever a plug-in raises is the answer to the requests it was scoring
             self.counts["raised"] += 1
             for _, future in items:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from judges.retriever.encoder import Encoder
-from judges.retriever.index import build, read_manifest, sha256
+from judges.retriever.index import BadCorpus, build, read_manifest, sha256
 
 
 def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
@@ -31,5 +31,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
     start = time.monotonic()
-    manifest = build(given.corpus, given.out, Encoder(given.encoder, given.threads), skip_bad=given.skip_bad)
+    try:
+        manifest = build(given.corpus, given.out, Encoder(given.encoder, given.threads), skip_bad=given.skip_bad)
+    except (BadCorpus, OSError) as error:
+        parser.exit(2, f"tools/index: {error}\n")
     print(f"{manifest.passages} passages in {given.out} after {time.monotonic() - start:.0f} s")

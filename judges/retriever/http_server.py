@@ -17,7 +17,7 @@ from wire.messages import Passage
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
     queries: list[str]
-    topk: int = 3
+    topk: int | None = None
     return_scores: bool = False
 
 
@@ -29,9 +29,10 @@ def application(backend: Backend) -> web.Application:
             asked = msgspec.json.decode(await request.read(), type=_Request)
         except msgspec.DecodeError as error:
             return web.json_response({"detail": str(error)}, status=422)
-        if asked.topk < 1 or not asked.queries:
+        topk = 3 if asked.topk is None else asked.topk
+        if topk < 1 or not asked.queries:
             return web.json_response({"detail": "expected at least one query and topk >= 1"}, status=422)
-        found = await backend.search(asked.queries, asked.topk)
+        found = await backend.search(asked.queries, topk)
         return web.json_response({"result": [[_item(p, asked.return_scores) for p in row] for row in found]})
 
     app = web.Application()

@@ -70,7 +70,12 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str
 def build(
     corpus: Path, folder: Path, encoder: Encoder, batch: int = 64, skip_bad: bool = False, progress: bool = True
 ) -> Manifest:
-    """Embed a corpus and write its index to ``folder`` (whole, then renamed into place)."""
+    """Embed a corpus and write its index to ``folder`` (whole, then renamed into place).
+
+    Raises FileExistsError when ``folder`` holds something that is not an index; an index there is replaced.
+    """
+    if folder.exists() and not (folder / "manifest.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
     offsets, contents, bad = read_corpus(corpus, skip_bad)
     for reason in bad[:20]:
         print(f"passed over {reason}", file=sys.stderr)

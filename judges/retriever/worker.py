@@ -65,20 +65,21 @@ class Retriever:
         """Service handler. Raises DataFault for a topk below 1."""
         if request.topk < 1:
             raise DataFault(f"topk {request.topk}: expected at least 1")
-        missing = sorted({q for q in request.queries if (q, request.topk) not in self.cache})
-        found: dict[str, list[Passage]] = {}
+        # Taken now: what is in the cache may be gone when the search returns.
+        found = {q: self.cache[(q, request.topk)] for q in request.queries if (q, request.topk) in self.cache}
+        missing = sorted(set(request.queries) - set(found))
         if missing:
             start = time.monotonic()
-            found = dict(zip(missing, await self.backend.search(missing, request.topk), strict=True))
+            found |= zip(missing, await self.backend.search(missing, request.topk), strict=True)
             self.busy_s += time.monotonic() - start
         self.counts["queries"] += len(request.queries)
         self.counts["searched"] += len(missing)
-        answers = [found.get(q) or self.cache[(q, request.topk)] for q in request.queries]
         for query, passages in found.items():
             self.cache[(query, request.topk)] = passages
+            self.cache.move_to_end((query, request.topk))
         while len(self.cache) > self.size:
             self.cache.popitem(last=False)
-        return RetrieveResult(answers)
+        return RetrieveResult([found[q] for q in request.queries])
 
     def stats(self) -> dict[str, float]:
         """Counters for the heartbeat."""

@@ -77,7 +77,8 @@ async def test_after_the_last_attempt_the_fault_names_the_endpoint_and_the_cause
         assert c.counts == {"requests": 2, "retries": 1, "failures": 1}
 
 
-@pytest.mark.parametrize("body", [b"[]", b'{"choices": []}', b'{"choices": [{}]}', b"not json", b"7", b""])
+@pytest.mark.parametrize("body", [b"[]", b'{"choices": []}', b'{"choices": [{}]}', b"not json", b"7", b"",
+                                  b"\xff", b'{"choices": [{"message": {"content": null}}]}'])  # fmt: skip
 async def test_a_reply_that_is_not_the_protocol_is_final(body: bytes) -> None:
     async def reply(request: web.Request) -> web.Response:
         return web.Response(body=body, content_type="application/json")

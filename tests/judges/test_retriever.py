@@ -176,6 +176,13 @@ def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_
         read_manifest(tmp_path)
 
 
+def test_a_folder_that_holds_something_else_is_never_replaced(corpus: Path, minilm: Encoder, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="holds no index"):
+        build(corpus, tmp_path, minilm, progress=False)
+    assert (tmp_path / "thesis.txt").exists()
+
+
 def test_an_index_is_built_once_for_a_corpus(
     corpus: Path, tmp_path: Path, minilm: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +323,43 @@ async def test_another_topk_is_another_search_and_the_cache_stays_within_its_siz
             assert len(result.passages[0]) == topk
     assert len(shelf.asked) == 3
     assert list(retriever.cache) == [("x", 2), ("x", 3)]
+
+
+class Latch(Shelf):
+    """Finds nothing, and waits before it says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        if "slow" in queries:
+            self.entered.set()
+            await self.gate.wait()
+        self.asked.append(queries)
+        return [[] for _ in queries]
+
+
+async def test_a_cached_answer_that_leaves_the_cache_during_a_search_is_still_given(tmp_path: Path) -> None:
+    shelf = Latch()
+    async with bench(tmp_path) as b:
+        await b.work("retriever", {"retrieve": Retriever(shelf, cache=1).handle})
+        await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 1), deadline=10)
+        slow = asyncio.create_task(b.dispatcher.call("retrieve", RetrieveRequest(["x", "slow"], 1), deadline=10))
+        await shelf.entered.wait()
+        await b.dispatcher.call("retrieve", RetrieveRequest(["y"], 1), deadline=10)
+        shelf.gate.set()
+        result: RetrieveResult = await slow
+    assert result.passages == [[], []]
+
+
+async def test_the_query_used_longest_ago_leaves_the_cache_first(tmp_path: Path) -> None:
+    shelf = Shelf()
+    async with bench(tmp_path) as b:
+        await b.work("retriever", {"retrieve": Retriever(shelf, cache=2).handle})
+        for query in ("x", "y", "x", "z", "x"):
+            await b.dispatcher.call("retrieve", RetrieveRequest([query], 1), deadline=10)
+    assert shelf.asked == [["x"], ["y"], ["z"]]
 
 
 async def test_a_topk_below_one_is_a_fault_of_the_request_and_searches_nothing(tmp_path: Path) -> None:

@@ -241,3 +241,19 @@ def test_a_folder_that_is_not_a_started_run_is_refused_with_the_remedy(tmp_path:
         connection(tmp_path)
     with pytest.raises(FileNotFoundError, match="tools/launch"):
         plug_in(["exact_match", "--run", str(tmp_path)])
+
+
+async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(tmp_path: Path) -> None:
+    judge = Length(concurrency=2)
+    batcher = Batcher(judge)
+    async with bench(tmp_path) as b:
+        await b.work("w", {"judge.length": batcher.handle})
+        for _ in range(2):
+            with pytest.raises(InfrastructureFault, match="took over"):
+                await ask(b, "judge.length", "x", deadline=0.2)
+        async with asyncio.timeout(10):
+            while batcher.counts["abandoned"] < 2:  # the cancellation is on its way to the worker
+                await asyncio.sleep(0.001)
+        judge.gate.set()
+        assert (await ask(b, "judge.length", "xyz"))[0].scores == {"length": 3}
+    assert batcher.counts["abandoned"] == 2
