@@ -4,13 +4,14 @@ The environment is made anew only when pyproject.toml asks for something else th
 COPPICE_VENV places it elsewhere, COPPICE_EXTRA chooses cpu or gpu.
 """
 
+from __future__ import annotations
+
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,8 @@ def _installed(stamp: Path) -> set[str]:
 
 
 def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
+    import tomllib  # not at the top: an older Python must get as far as being told that it is too old
+
     venv.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{venv}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two commands started at once install once
@@ -51,7 +54,7 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
             return
         extras = sorted({*wanted, *(e for e in before if len(e) < 16)})
         print(f"setting up {venv} with extras {', '.join(extras)} (some minutes the first time)", flush=True)
-        if not (venv / "bin" / "python").exists():
+        if not (venv / "bin" / "pip").exists():  # made last, so a half-made environment is made whole
             _run(
                 [sys.executable, "-m", "venv", str(venv)],
                 "making the virtual environment (is the venv module installed?)",

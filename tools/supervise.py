@@ -79,7 +79,7 @@ class Supervisor:
         ):
             time.sleep(0.05)
         for spec in self.plan[1:]:
-            if scheduler.process.poll() is None:
+            if scheduler.process.poll() is None and not self.interrupted.is_set():
                 self.children[spec.name] = Child(spec, self.run)
 
     def watch(self) -> int:
@@ -158,11 +158,16 @@ class Supervisor:
 
 
 def _relay(source: IO[bytes] | None, copy: Path) -> None:
-    """The scheduler's lines to the terminal and to a file."""
+    """The scheduler's lines to the terminal and to a file; a reader that went away (``| head``) does not block the scheduler."""
     assert source is not None
+    read = True
     with copy.open("ab") as file:
         for line in source:
-            sys.stdout.buffer.write(line)
-            sys.stdout.flush()
+            if read:
+                try:
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.flush()
+                except BrokenPipeError:
+                    read = False
             file.write(line)
             file.flush()

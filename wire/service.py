@@ -153,7 +153,8 @@ class Service:
             for task in (*work, *open_tasks):
                 task.cancel()
             try:
-                await asyncio.gather(*work, *open_tasks, return_exceptions=True)
+                received.cancel()
+                await asyncio.gather(received, *work, *open_tasks, return_exceptions=True)
             finally:
                 self._dealer.close()  # also when cancelled here: a context left open blocks its collection for good
 

@@ -1,15 +1,13 @@
-"""The search-QA environment and its task files."""
+"""The search-QA environment."""
 
-import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
-from actors.environments.task_files import load_tasks
 from wire.messages import Passage
 
 TASK = Task("1", "What is the capital of Bulgaria?", ["Sofia"])
@@ -85,41 +83,81 @@ def test_prompts_hold_the_question_and_unknown_ones_are_refused() -> None:
         SearchQA("serch_r1")
 
 
-ROWS = [
-    {"question": "Who?", "golden_answers": ["a", "b"]},
-    {
-        "prompt": [{"role": "user", "content": "Rules. Question: what now"}],
-        "reward_model": {"ground_truth": {"target": "x"}},
-    },
-    {"question": "No gold", "golden_answers": []},
-    {"golden_answers": ["x"]},
-]
+TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", " ", "\n", "Sofia")
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_search_r1_and_flashrag_rows_load_and_unusable_ones_are_rejected_with_reasons(
-    tmp_path: Path, ending: str
+@given(st.lists(st.sampled_from(TAGS), max_size=12).map("".join))
+def test_any_text_is_an_action_and_an_invalid_one_carries_no_query_and_no_answer(text: str) -> None:
+    action = SearchQA().parse(text)
+    assert action.text == text
+    assert (action.query is not None) == (action.kind == "search")
+    assert (action.answer is not None) == (action.kind == "answer")
+    assert action.valid == (action.kind in ("search", "answer"))
+
+
+WORDS = st.text(st.characters(blacklist_characters="<>"), max_size=30)
+
+
+@given(WORDS, WORDS, st.sampled_from(["search", "answer"]), st.text(max_size=20))
+def test_think_and_content_are_read_stripped_whatever_follows_the_closing_tag(
+    think: str, content: str, kind: str, after: str
 ) -> None:
-    path = tmp_path / f"tasks.{ending}"
-    if ending == "jsonl":
-        path.write_text("\n".join([*map(json.dumps, ROWS), "{broken"]) + "\n")
-    else:
-        columns = {name for row in ROWS for name in row}
-        whole = [{name: row.get(name) for name in columns} for row in ROWS]
-        pyarrow.parquet.write_table(pa.Table.from_pylist(whole), path)
-    tasks, rejected = load_tasks(str(path))
-    assert [t.question for t in tasks] == ["Who?", "what now?"]
-    assert [t.golds for t in tasks] == [["a", "b"], ["x"]]
-    reasons = [r.reason for r in rejected]
-    assert "no gold answer" in reasons[0]
-    assert "no question" in reasons[1]
-    assert rejected[0].where.endswith(":3")
-    assert len(rejected) == (3 if ending == "jsonl" else 2)
+    action = SearchQA().parse(f"<think>{think}</think> <{kind}>{content}</{kind}>{after}")
+    assert (action.kind, action.think) == (kind, think.strip())
+    assert (action.query if kind == "search" else action.answer) == content.strip()
 
 
-def test_a_missing_file_or_one_without_tasks_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"jsonl or \.parquet"):
-        load_tasks(str(tmp_path / "none.jsonl"))
-    (tmp_path / "empty.jsonl").write_text('{"question": "q"}\n')
-    with pytest.raises(ValueError, match="no gold answer"):
-        load_tasks(str(tmp_path / "empty.jsonl"))
+def test_an_answer_tag_inside_the_think_block_is_no_answer() -> None:
+    action = SearchQA().parse("<think> <answer> x </answer> </think> <search> q </search>")
+    assert (action.kind, action.query, action.answer) == ("search", "q", None)
+    assert SearchQA().parse("<think> <answer> x </answer> </think>").kind == "invalid"
+
+
+async def test_two_candidates_step_from_one_state_without_touching_each_other() -> None:
+    environment = SearchQA("short")
+    state = environment.initial(TASK)
+    first = await environment.step(state, environment.parse("<think>a</think><search>x</search>"), Shelf())
+    left = await environment.step(first.state, environment.parse("<think>b</think><search>y</search>"), Shelf())
+    right = await environment.step(first.state, environment.parse("nothing"), Shelf())
+    assert [s.query for s in left.state.steps] == ["x", "y"]
+    assert [s.query for s in right.state.steps] == ["x", ""]
+    assert [s.query for s in first.state.steps] == ["x"]
+
+
+async def test_an_answer_asks_the_retriever_nothing() -> None:
+    class Closed:
+        async def retrieve(self, query: str, topk: int) -> list[Passage]:
+            raise AssertionError("an answer needs no passage")
+
+    environment = SearchQA("short")
+    action = environment.parse("<think>t</think><answer>x</answer>")
+    moved = await environment.step(environment.initial(TASK), action, Closed())
+    assert (moved.observation, moved.done) == ("", True)
+
+
+def test_a_search_that_finds_nothing_says_so() -> None:
+    assert SearchQA().render([]) == "\n<information>No results found.</information>\n"
+
+
+async def test_a_judge_sees_the_steps_before_the_action_and_only_usable_queries_as_past_ones() -> None:
+    environment = SearchQA("short", 1)
+    task = Task("1", "Who?", ["a", "b"], evidence=["T\nField: a"])
+    searched = await environment.step(
+        environment.initial(task), environment.parse("<think>s</think><search>q</search>"), Shelf()
+    )
+    noticed = await environment.step(searched.state, environment.parse("?"), Shelf())
+    turn = environment.judged(task, noticed.state, environment.parse_forced(" a "), 3, 3)
+    assert turn.past_queries == ["q"]
+    assert turn.past_observations == [searched.observation, noticed.observation]
+    assert (turn.golds, turn.evidence, turn.answer, turn.think) == (["a", "b"], ["T\nField: a"], "a", None)
+    assert "<information>" not in turn.context
+
+
+def test_a_prompt_file_of_ones_own_must_hold_the_question(tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("Q: {question}\n")
+    (message,) = SearchQA(str(own)).prompt(Task("1", "Is {question} kept?", ["yes"]))
+    assert message == {"role": "user", "content": "Q: Is {question} kept?"}
+    own.write_text("no place for it")
+    with pytest.raises(ValueError, match=r"own\.txt has no \{question\}"):
+        SearchQA(str(own))

@@ -1,0 +1,140 @@
+"""Worker processes that are killed, frozen, blocked, drained or left alone lose no call, and the run's other workers go on."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler.dispatch import DispatchConfig, Dispatcher
+from wire.faults import InfrastructureFault
+from wire.messages import ScoreRequest, ScoreResult
+from wire.sockets import RunKeys
+
+ANSWER, GATE, BLOCK, EXIT = 0.0, 1.0, 2.0, 3.0
+CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.6)
+
+
+class Floor:
+    """A dispatcher with worker processes."""
+
+    def __init__(self, folder: Path):
+        self.keys = folder / "keys"
+        self.dispatcher = Dispatcher("tcp://127.0.0.1:0", RunKeys.create(self.keys), CONFIG)
+        self.processes: list[asyncio.subprocess.Process] = []
+
+    async def hire(self, name: str) -> asyncio.subprocess.Process:
+        """Start a worker process and wait until it is ready."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.faults.worker_process", self.dispatcher.endpoint, str(self.keys), name),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        self.processes.append(process)
+        await self.dispatcher.wait_for("score", len(self.dispatcher.workers()) + 1, 30)
+        return process
+
+    def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[ScoreResult]:
+        """One call, answered with the process id of the worker that served it."""
+        request = ScoreRequest(np.array([what], np.float32))
+        return asyncio.create_task(self.dispatcher.call("score", request, deadline=30, prefer=prefer))
+
+    async def has(self, process: asyncio.subprocess.Process, what: float) -> None:
+        """Wait until the worker has received such a request."""
+        assert process.stdout is not None
+        async with asyncio.timeout(10):
+            while await process.stdout.readline() != f"got {int(what)}\n".encode():
+                pass
+
+    async def left(self, name: str) -> None:
+        """Wait until the dispatcher has noticed that a worker is gone."""
+        async with asyncio.timeout(10):
+            while name in {worker.name for worker in self.dispatcher.workers()}:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def floor(tmp_path: Path) -> AsyncIterator[Floor]:
+    made = Floor(tmp_path)
+    await made.dispatcher.start()
+    yield made
+    for process in made.processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        await process.communicate()
+    await made.dispatcher.close()
+
+
+async def test_the_calls_of_a_killed_process_move_to_another(floor: Floor) -> None:
+    mortal = await floor.hire("mortal")
+    calls = [floor.ask(GATE, prefer="mortal") for _ in range(2)]
+    await floor.has(mortal, GATE)
+    heir = await floor.hire("heir")
+    (floor.keys / "heir.gate").touch()
+    mortal.kill()
+    assert [(await call).version for call in calls] == [heir.pid] * 2
+    assert floor.dispatcher.counters["dead_workers"] == 1
+    assert floor.dispatcher.counters["retries"] == 2
+
+
+async def test_a_call_that_kills_every_worker_it_meets_ends_as_a_fault_and_other_calls_go_on(floor: Floor) -> None:
+    for name in ("a", "b", "c"):
+        await floor.hire(name)
+    deadly = floor.ask(EXIT)
+    with pytest.raises(InfrastructureFault, match="is gone: silent"):
+        await deadly
+    survivor = await floor.hire("d")
+    assert (await floor.ask(ANSWER)).version == survivor.pid
+
+
+async def test_a_frozen_process_loses_its_calls_and_is_taken_back_when_it_thaws(floor: Floor) -> None:
+    frozen = await floor.hire("frozen")
+    call = floor.ask(GATE)
+    await floor.has(frozen, GATE)
+    frozen.send_signal(signal.SIGSTOP)
+    other = await floor.hire("other")
+    (floor.keys / "other.gate").touch()
+    assert (await call).version == other.pid
+    frozen.send_signal(signal.SIGCONT)
+    await floor.dispatcher.wait_for("score", 2, 10)
+    assert (await floor.ask(ANSWER, prefer="frozen")).version == frozen.pid
+    assert not [worker for worker in floor.dispatcher.workers() if worker.in_flight]
+
+
+async def test_a_worker_whose_event_loop_is_blocked_counts_as_dead(floor: Floor) -> None:
+    blocked = await floor.hire("blocked")
+    call = floor.ask(BLOCK)
+    await floor.has(blocked, BLOCK)
+    await floor.left("blocked")
+    call.cancel()
+    sound = await floor.hire("sound")
+    assert (await floor.ask(ANSWER)).version == sound.pid
+
+
+async def test_sigterm_lets_a_worker_finish_its_call_while_new_ones_go_elsewhere(floor: Floor) -> None:
+    leaving = await floor.hire("leaving")
+    call = floor.ask(GATE)
+    await floor.has(leaving, GATE)
+    await floor.hire("staying")
+    leaving.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(10):
+        while not all(worker.draining for worker in floor.dispatcher.workers() if worker.name == "leaving"):
+            await asyncio.sleep(0.01)
+    assert (await floor.ask(ANSWER, prefer="leaving")).version != leaving.pid
+    (floor.keys / "leaving.gate").touch()
+    assert (await call).version == leaving.pid
+    assert await asyncio.wait_for(leaving.wait(), 10) == 0
+    assert not floor.dispatcher.counters["retries"]
+
+
+async def test_a_worker_whose_scheduler_vanished_ends_with_a_message(floor: Floor) -> None:
+    orphan = await floor.hire("orphan")
+    await floor.dispatcher.close()
+    _, errors = await asyncio.wait_for(orphan.communicate(), 20)
+    assert orphan.returncode == 1
+    assert b"orphan: no scheduler answered for 1 s; giving up. Is the run still alive" in errors

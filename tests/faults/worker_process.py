@@ -1,0 +1,39 @@
+"""A worker of its own process that says on stdout what it does: python -m tests.faults.worker_process ENDPOINT KEYS NAME.
+
+The requested token says what the request does: 0 answers, 1 works until its gate file exists, 2 blocks the event loop,
+3 ends the process at once.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+from pathlib import Path
+
+from wire import loop
+from wire.messages import ScoreRequest, ScoreResult
+from wire.service import Call, Service
+from wire.sockets import RunKeys
+
+
+async def serve(endpoint: str, keys: Path, name: str) -> None:
+    """Offer ``score`` until drained."""
+    gate = keys / f"{name}.gate"
+
+    async def score(request: ScoreRequest, call: Call) -> ScoreResult:
+        print(f"got {int(request.tokens[0])}", flush=True)
+        match int(request.tokens[0]):
+            case 1:
+                while not gate.exists():  # another process opens it
+                    await asyncio.sleep(0.01)
+            case 2:
+                threading.Event().wait()
+            case 3:
+                os._exit(3)
+        return ScoreResult(request.tokens, os.getpid())
+
+    await Service(name, {"score": score}, 4, give_up_s=1.0, silence_s=0.5).run(endpoint, RunKeys.load(keys))
+
+
+if __name__ == "__main__":
+    loop.run(serve(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
