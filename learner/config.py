@@ -12,31 +12,108 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alpha: float = 64.0
 
 
+class OptimizerConfig(msgspec.Struct, frozen=True):
+    """AdamW: the learning rate rises linearly over warmup_updates, then stays, or falls by a cosine to 0 at decay_updates."""
+
+    lr: float
+    warmup_updates: int
+    decay_updates: int
+    betas: tuple[float, float]
+    weight_decay: float
+    grad_clip: float
+
+
+class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [learner.critic]: the value model of schemes with targets (gae, ppr, oprl on ppo), started from the policy's weights.
+
+    value_clip: a new value may leave the one the update began with by so much before its error counts no more (methods.md 2.4).
+    """
+
+    lr: float = 1e-5
+    warmup_updates: int = 0
+    value_clip: float = 0.5
+    loss_factor: float = 0.5
+    grad_clip: float = 1.0
+    lora: LoraConfig | None = None
+
+
+class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [learner.prm]: the implicit reward model of oprl and prime, started from the policy's weights (methods.md 4.1, 4.5).
+
+    loss: "dpo" over all positive x negative pairs of a question, or "cross_entropy" against the outcome. A trajectory is positive when
+    its outcome (column) is above threshold. score: a trajectory's score sums its step scores, or takes their mean. order: score the
+    batch with the old model, then update it ("score_first"), or the reverse. reference: the policy that sampled ("behaviour"), or
+    the policy at version 0 ("initial").
+    """
+
+    beta: float = 0.05
+    loss: Literal["dpo", "cross_entropy"] = "dpo"
+    outcome: str = "outcome"
+    threshold: float = 0.0
+    score: Literal["sum", "mean"] = "sum"
+    order: Literal["score_first", "update_first"] = "score_first"
+    reference: Literal["behaviour", "initial"] = "behaviour"
+    lr: float = 1e-6
+    warmup_updates: int = 0
+    grad_clip: float = 10.0
+    lora: LoraConfig | None = None
+
+
+class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [learner.watch]: where the numerics watch warns. 0 switches a warning off.
+
+    engine_gap: 99th percentile of |learner - engine log-probability| on tokens of the policy version being trained. sample_share: the
+    effective sample size over the number of tokens. clip_share, mask_share: of the tokens. entropy: nats. kl: to the initial policy.
+    grad_norm: times the running median.
+    """
+
+    engine_gap: float = 0.05
+    sample_share: float = 0.5
+    clip_share: float = 0.3
+    mask_share: float = 0.3
+    entropy: float = 0.01
+    kl: float = 1.0
+    grad_norm: float = 10.0
+
+
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner].
 
-    count: ranks. scheme: a module of learner/schemes; scheme_options: its keyword arguments. correction: "ppo_clip" or
-    "none" (learner/corrections.py). aggregation: how token terms are weighted (learner/objective.py).
-    kl_coef: weight of the k3 KL to the initial policy, in the loss. micro_tokens: most packed tokens in one forward.
-    warmup_updates: the learning rate rises linearly over so many updates. checkpoint_every: updates between checkpoints.
-    keep: checkpoints and published weights kept. collective_timeout_s: a rank that is silent longer ends the run.
+    count: ranks. sharding: whether each rank holds the whole model ("replicate") or a part of it ("fsdp"). scheme: a module of
+    learner/schemes; correction: a function of learner/corrections.py; *_options: their keyword arguments.
+    aggregation: how token terms are weighted (learner/objective.py); constant_tokens: the divisor of aggregation "constant".
+    epochs, minibatches: optimizer steps an update are epochs x minibatches, each on its share of the questions.
+    kl_coef: weight of the k3 KL to the initial policy, in the loss. entropy_coef: weight of the entropy bonus.
+    attention: how a forest is attended ("auto": cascade on a CPU, flex on CUDA). micro_tokens: most packed tokens in one forward.
+    warmup_updates, decay_updates: the learning rate rises linearly, then stays, or falls by a cosine to 0 at decay_updates (if set).
+    checkpoint_every: updates between checkpoints. keep: checkpoints and published weights kept. collective_timeout_s: a rank that
+    is silent longer ends the run. critic, prm: settings of the models the scheme needs; refused when it needs none.
     """
 
     count: int = 4
+    sharding: Literal["replicate", "fsdp"] = "replicate"
     scheme: str = "slate"
     scheme_options: dict[str, Any] = {}
-    correction: Literal["ppo_clip", "none"] = "ppo_clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    aggregation: Literal["turn", "trajectory", "token"] = "turn"
+    correction: str = "ppo_clip"
+    correction_options: dict[str, Any] = {}
+    aggregation: Literal["turn", "trajectory", "token", "constant"] = "turn"
+    constant_tokens: int = 0
     mean_over_steps: bool = False
+    epochs: int = 1
+    minibatches: int = 1
     kl_coef: float = 0.001
+    entropy_coef: float = 0.0
     lr: float = 1e-6
     warmup_updates: int = 0
+    decay_updates: int = 0
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     lora: LoraConfig = LoraConfig()
+    critic: CriticConfig | None = None
+    prm: PrmConfig | None = None
+    watch: WatchConfig = WatchConfig()
+    attention: Literal["auto", "dense", "cascade", "flex"] = "auto"
     micro_tokens: int = 1536
     gradient_checkpointing: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -44,6 +121,13 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: int = 3
     threads: int = 1
     collective_timeout_s: float = 1800.0
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The policy's."""
+        return OptimizerConfig(
+            self.lr, self.warmup_updates, self.decay_updates, self.betas, self.weight_decay, self.grad_clip
+        )
 
 
 class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,36 +1,242 @@
-"""Off-policy corrections: pure functions of log-probabilities and advantages, per token.
+"""Off-policy corrections: pure functions from log-probabilities and advantages to the surrogate that is maximised.
 
-current: the policy being trained (with gradient); behaviour: the policy that sampled the token, as the engine recorded it.
-Each returns the surrogate to maximise [tokens] and a boolean [tokens] of where it was clipped.
+Notation, per sampled token: current (with gradient), proximal (the policy when the update began) and behaviour (the policy that
+sampled it, as the engine recorded it); r = current / behaviour. ``level`` says over what a ratio is taken: "token", "turn" (one
+action) or "sequence" (all the policy's tokens of a trajectory); a segment's ratio is the product over its tokens, and each of its
+tokens carries it: the gradient of a term is C A grad log current with C the correction's coefficient, so any split into
+micro-batches gives the same gradient. On-policy every coefficient is 1 and every correction has the gradient of ``none``.
 """
 
+import inspect
 from collections.abc import Callable
+from typing import Any, Literal
 
+import msgspec
 import torch
 
-Surrogate = tuple[torch.Tensor, torch.Tensor]
-Correction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], Surrogate]
+Level = Literal["token", "turn", "sequence"]
 
 
-def none(
-    current: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor, clip_low: float, clip_high: float
+class Segments(msgspec.Struct, frozen=True):
+    """Segments of one level among the tokens of a micro-batch.
+
+    ids: int64 [tokens], the segment of each token. outside: float32 [segments], log proximal - log behaviour summed over the segment's
+    tokens that are not here. tokens: float32 [segments], all its tokens.
+    """
+
+    ids: torch.Tensor
+    outside: torch.Tensor
+    tokens: torch.Tensor
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of sampled tokens, each [tokens]; segments by level ("turn", "sequence") where a ratio is taken there."""
+
+    current: torch.Tensor
+    proximal: torch.Tensor
+    behaviour: torch.Tensor
+    segments: dict[str, Segments] = {}
+
+
+class Surrogate(msgspec.Struct, frozen=True):
+    """term: [tokens], maximised, with gradient. coefficient: [tokens], the weight of a token's score function, 0 where the
+    gradient is cut. clipped, masked: bool [tokens], cut because the step would go too far, or because the data is too far off."""
+
+    term: torch.Tensor
+    coefficient: torch.Tensor
+    clipped: torch.Tensor
+    masked: torch.Tensor
+
+
+Correction = Callable[..., Surrogate]
+
+
+def log_ratio(logprobs: Logprobs, level: Level, against: Literal["current", "proximal"] = "current") -> torch.Tensor:
+    """log of (current or proximal) / behaviour over each token's segment [tokens], without gradient."""
+    newer = logprobs.current.detach() if against == "current" else logprobs.proximal
+    return _over(newer - logprobs.behaviour, logprobs, level)
+
+
+def mean_log_ratio(logprobs: Logprobs, level: Level) -> torch.Tensor:
+    """The same divided by the segment's tokens: the log of the geometric mean of its token ratios."""
+    total = log_ratio(logprobs, level)
+    if level == "token":
+        return total
+    segments = logprobs.segments[level]
+    return total / segments.tokens[segments.ids]
+
+
+def _over(token: torch.Tensor, logprobs: Logprobs, level: Level) -> torch.Tensor:
+    if level == "token":
+        return token
+    segments = logprobs.segments[level]
+    return segments.outside.index_add(0, segments.ids, token)[segments.ids]
+
+
+def _ratio(log: torch.Tensor) -> torch.Tensor:
+    return log.clamp(-20, 20).exp()  # e^20 is past every bound; only keeps products finite
+
+
+def _weighted(
+    logprobs: Logprobs, advantage: torch.Tensor, coefficient: torch.Tensor, masked: torch.Tensor | None = None
 ) -> Surrogate:
-    """r' A with r' = exp(current - stop_gradient(current)) = 1: the policy gradient as if the data were on-policy."""
-    ratio = torch.exp(current - current.detach())
-    return ratio * advantage, torch.zeros_like(advantage, dtype=torch.bool)
+    """coefficient x A x exp(current - stop_gradient(current)): the weighted score function."""
+    through = torch.exp(logprobs.current - logprobs.current.detach())
+    nothing = torch.zeros_like(advantage, dtype=torch.bool)
+    return Surrogate(coefficient * advantage * through, coefficient, nothing, nothing if masked is None else masked)
+
+
+def _clipped(
+    logprobs: Logprobs,
+    advantage: torch.Tensor,
+    ratio: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    weight: torch.Tensor | float = 1.0,
+) -> Surrogate:
+    """weight x min(ratio A, clip(ratio, 1 - low, 1 + high) A), and for A < 0 not below dual_clip A when dual_clip is set."""
+    through = torch.exp(logprobs.current - logprobs.current.detach())
+    plain = ratio * advantage
+    term = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    if dual_clip > 0:
+        term = torch.where(advantage < 0, torch.maximum(term, dual_clip * advantage), term)
+    cut = term != plain
+    term = weight * torch.where(cut, term, plain * through)
+    return Surrogate(term, weight * torch.where(cut, 0.0, ratio), cut, torch.zeros_like(cut))
+
+
+def none(logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token") -> Surrogate:
+    """C = 1: the policy gradient as if the data were on-policy, at any level."""
+    return _weighted(logprobs, advantage, torch.ones_like(advantage))
 
 
 def ppo_clip(
-    current: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor, clip_low: float, clip_high: float
+    logprobs: Logprobs,
+    advantage: torch.Tensor,
+    level: Level = "token",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
 ) -> Surrogate:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(current - behaviour) (methods.md 1.2)."""
-    ratio = torch.exp(current - behaviour)
-    plain = ratio * advantage
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
-    return torch.minimum(plain, clipped), clipped < plain
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017); dual_clip c > 1 bounds it by c A where A < 0."""
+    return _clipped(logprobs, advantage, _ratio(log_ratio(logprobs, level)), clip_low, clip_high, dual_clip)
 
 
-CORRECTIONS: dict[str, Correction] = {"none": none, "ppo_clip": ppo_clip}
+def decoupled(
+    logprobs: Logprobs,
+    advantage: torch.Tensor,
+    level: Level = "token",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+    upper: float = 5.0,
+) -> Surrogate:
+    """w min(u A, clip(u) A), u = current / proximal per token, w = min(proximal / behaviour, upper) at ``level``
+    (decoupled PPO, Hilton et al. 2022; AReaL's objective)."""
+    weight = _ratio(log_ratio(logprobs, level, "proximal")).clamp(max=upper)
+    near = _ratio(logprobs.current.detach() - logprobs.proximal)
+    return _clipped(logprobs, advantage, near, clip_low, clip_high, dual_clip, weight)
+
+
+def tis(
+    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", lower: float = 0.0, upper: float = 2.0
+) -> Surrogate:
+    """Truncated importance sampling: C = clip(r, lower, upper)."""
+    return _weighted(logprobs, advantage, _ratio(log_ratio(logprobs, level)).clamp(lower, upper))
+
+
+def aipo(logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", upper: float = 4.0) -> Surrogate:
+    """C = min(r, upper): one-sided truncation (AIPO, LlamaRL 2025)."""
+    return tis(logprobs, advantage, level, 0.0, upper)
+
+
+def cispo(
+    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", clip_low: float = 1.0, clip_high: float = 0.28
+) -> Surrogate:
+    """C = clip(r, 1 - clip_low, 1 + clip_high): the weight is clipped, no token loses its gradient (MiniMax-M1 2025)."""
+    return tis(logprobs, advantage, level, 1 - clip_low, 1 + clip_high)
+
+
+def icepop(
+    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", lower: float = 0.5, upper: float = 5.0
+) -> Surrogate:
+    """C = r where lower <= r <= upper, else 0: what lies outside is masked on both sides (IcePop 2025)."""
+    ratio = _ratio(log_ratio(logprobs, level))
+    outside = (ratio < lower) | (ratio > upper)
+    return _weighted(logprobs, advantage, torch.where(outside, 0.0, ratio), outside)
+
+
+def sequence_mask(
+    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "sequence", lower: float = 0.0, upper: float = 2.0
+) -> Surrogate:
+    """C = R where the segment's ratio lower <= R <= upper, else 0: masked importance sampling of whole segments."""
+    return icepop(logprobs, advantage, level, lower, upper)
+
+
+def geometric_mask(
+    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "sequence", lower: float = 0.9, upper: float = 1.1
+) -> Surrogate:
+    """C = r per token where the geometric mean of the segment's token ratios is within [lower, upper], else 0: rejection that
+    does not grow with length."""
+    mean = _ratio(mean_log_ratio(logprobs, level))
+    outside = (mean < lower) | (mean > upper)
+    ratio = _ratio(log_ratio(logprobs, "token"))
+    return _weighted(logprobs, advantage, torch.where(outside, 0.0, ratio), outside)
+
+
+def gspo(
+    logprobs: Logprobs,
+    advantage: torch.Tensor,
+    level: Level = "sequence",
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Surrogate:
+    """min(s A, clip(s) A) with s the geometric mean of the segment's token ratios (GSPO, in its token form; Zheng et al. 2025)."""
+    return _clipped(logprobs, advantage, _ratio(mean_log_ratio(logprobs, level)), clip_low, clip_high, 0.0)
+
+
+CORRECTIONS: dict[str, Correction] = {
+    function.__name__: function
+    for function in (none, ppo_clip, decoupled, tis, aipo, cispo, icepop, sequence_mask, geometric_mask, gspo)
+}
+LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
+
+
+class Corrected(msgspec.Struct, frozen=True):
+    """A correction with its options. level: where its ratio is taken; needs_proximal: whether it reads ``Logprobs.proximal``."""
+
+    function: Correction
+    options: dict[str, Any]
+    level: Level
+    needs_proximal: bool
+
+    def __call__(self, logprobs: Logprobs, advantage: torch.Tensor) -> Surrogate:
+        return self.function(logprobs, advantage, **self.options)
+
+
+def load(name: str, options: dict[str, Any]) -> Corrected:
+    """The correction ``name``; raises ValueError naming the known corrections, options or levels."""
+    if name not in CORRECTIONS:
+        raise ValueError(f"learner.correction = {name!r}: expected one of {sorted(CORRECTIONS)}")
+    parameters = inspect.signature(CORRECTIONS[name]).parameters
+    takes = [p for p in parameters if p not in ("logprobs", "advantage")]
+    unknown = set(options) - set(takes)
+    if unknown:
+        raise ValueError(
+            f"learner.correction_options: {sorted(unknown)} unknown to correction {name!r}, which takes {takes}"
+        )
+    level = options.get("level", parameters["level"].default)
+    if level not in LEVELS:
+        raise ValueError(f"learner.correction_options.level = {level!r}: expected one of {list(LEVELS)}")
+    if name == "none":
+        level = "token"  # no ratio is taken
+    return Corrected(CORRECTIONS[name], options, level, name == "decoupled" or level == "sequence")
+
+
+def k1(behaviour: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The k1 estimate of KL(behaviour || reference) per token: the log-ratio itself; goes into the reward, never into the loss."""
+    return behaviour - reference
 
 
 def k3(current: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

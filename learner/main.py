@@ -27,6 +27,8 @@ log = logging.getLogger("learner.main")
 _STOP = b"\x01"
 _KEEPALIVE = b"\x00"
 """Sent to idle ranks, so that only a dead rank 0 makes them time out."""
+_CHECKPOINT = b"\x02"
+"""Sharded ranks each write their part of a checkpoint."""
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -79,7 +81,7 @@ class Leader:
 
     def _trained(self, metrics: dict[str, float], durable: bool) -> Trained:
         p = self.published
-        return Trained(p.version, p.path, p.digest, durable, metrics)
+        return Trained(p.version, p.path, p.digest, durable, metrics, self.trainer.warnings)
 
     async def work(self, stop: asyncio.Event) -> None:
         """Update whenever a batch is whole, until ``stop``; then checkpoint what was not."""
@@ -106,13 +108,16 @@ class Leader:
         if self.trainer.ranks.count > 1:
             self.trainer.ranks.broadcast(pack_batch(batch))
         metrics = self.trainer.update(batch)
-        self.published = publish(self.trainer.policy, self.trainer.version, self.run, self.config.keep)
+        t = self.trainer
+        self.published = publish(t.policy, t.version, self.run, self.config.keep, t.whole())
         self.updates += 1
         for name in ("learner/forwarded_tokens", "learner/trained_tokens"):
             self.counts[name] = self.counts.get(name, 0.0) + metrics.get(name, 0.0)
         return metrics
 
     def _checkpoint(self) -> None:
+        if self.trainer.ranks.sharded:
+            self.trainer.ranks.broadcast(_CHECKPOINT)
         checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep)
         self.durable = self.trainer.version
 
@@ -133,7 +138,7 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
     run = Path(process.run)
     published = Published(0, "", "")
     if trainer.version:
-        published = publish(trainer.policy, trainer.version, run, process.learner.keep)
+        published = publish(trainer.policy, trainer.version, run, process.learner.keep, trainer.whole())
     announce(run, published)
     leader = Leader(trainer, run, Inbox(process.questions_per_update, trained), published)
     service = Service(process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0)
@@ -157,16 +162,21 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
 
 def follow(trainer: Trainer) -> None:
     """The other ranks: train on every batch rank 0 broadcasts, until told to stop."""
+    if trainer.version:
+        trainer.whole()  # rank 0 publishes the restored weights
     while (payload := trainer.ranks.broadcast(None)) != _STOP:
-        if payload != _KEEPALIVE:
+        if payload == _CHECKPOINT:
+            checkpoint.save(trainer, Path(trainer.process.run), set(), trainer.config.keep)
+        elif payload != _KEEPALIVE:
             trainer.update(unpack_batch(payload))
+            trainer.whole()
 
 
 def main() -> None:
     """One rank."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
-    ranks = Ranks(process.learner.collective_timeout_s)
+    ranks = Ranks(process.learner.collective_timeout_s, process.learner.sharding)
     trainer = Trainer(process, ranks)
     found = checkpoint.newest(Path(process.run))
     trained = set(checkpoint.restore(trainer, found).trained) if found else set()

@@ -1,109 +1,180 @@
-"""The policy as the learner holds it: a Hugging Face causal LM, with LoRA adapters or trained whole, read through its forest."""
+"""A Hugging Face causal LM that reads forests: the policy, and the body of the critic and of the implicit reward model."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftModel, get_peft_model
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learner.config import LearnerConfig
+from learner.attention import FOREST, NAME, Layout
+from learner.config import LearnerConfig, LoraConfig
 from learner.head import token_logprobs
-from learner.trees import Path, dense_masks, pack
+from learner.ranks import Ranks, whole
+from learner.trees import Path, pack
 from wire.hardware import compute_dtype
 
+SHARE_FROM = 1.15
+"""Token ratio from which a forest is shared: below, the blocks of shared trunks cost more than their tokens."""
 
-class Policy:
-    """Loads and runs the policy. Master weights are float32; compute is float32 or bfloat16 by autocast."""
 
-    def __init__(self, folder: str, config: LearnerConfig, temperature: float, device: str = "cpu", seed: int = 0):
-        check_fits(FilePath(folder), config, device)
-        torch.manual_seed(seed)  # adapters start equal on every rank
-        self.config, self.temperature, self.device = config, temperature, device
-        self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self.lora = config.lora.rank > 0
-        self.reference: Any = None
-        if self.lora:
-            adapters = PeftLora(
-                r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules="all-linear", lora_dropout=0.0  # pyright: ignore
-            )  # fmt: skip
-            model = get_peft_model(model, adapters)
-        elif config.kl_coef > 0:
-            frozen: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            self.reference = frozen.to(device).eval()
-        if config.gradient_checkpointing:
-            model.enable_input_require_grads()
-            model.gradient_checkpointing_enable()
-        self.model: Any = model.to(device).train()
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0  # a dropped token would differ between the paths that share it
+class Row(msgspec.Struct, frozen=True):
+    """One packed row for the model. layout None is a single path by the model's own causal attention."""
+
+    tokens: Any
+    positions: Any
+    read: Any
+    target: Any
+    layout: Layout | None
+    nodes: int
+
+
+class Tower(torch.nn.Module):
+    """The model and what reads it, in one forward, so that sharded parameters are whole when they are used.
+
+    Returns (log-probabilities, entropies) of the targets, or (values, values) of the states before them; float32 [targets].
+    """
+
+    def __init__(self, model: Any, temperature: float, values: bool):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+        width = model.get_output_embeddings().weight.shape[1]
+        self.value = torch.nn.Linear(width, 1) if values else None
+        if self.value is not None:
+            torch.nn.init.zeros_(self.value.weight)  # a critic that starts at 0 says nothing before it has learned
+            torch.nn.init.zeros_(self.value.bias)
 
     @property
     def causal(self) -> Any:
         """The causal LM under the adapters, if any."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
+    def forward(self, row: Row, device: str, compute: torch.dtype, initial: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        causal = self.causal
+        ids = torch.as_tensor(row.tokens, device=device)[None]
+        where = torch.as_tensor(row.positions, device=device)[None]
+        forest = {"layout": row.layout, "attention_mask": FOREST.to(device)} if row.layout is not None else {}
+        kind = torch.device(device).type
+        adapters = self.model.disable_adapter() if initial else contextlib.nullcontext()
+        with adapters, torch.autocast(kind, dtype=torch.bfloat16, enabled=compute == torch.bfloat16):
+            out = causal.get_decoder()(input_ids=ids, position_ids=where, use_cache=False, **forest)
+            hidden = out.last_hidden_state[0][torch.as_tensor(row.read, device=device)]
+            if self.value is not None:
+                values = self.value(hidden.to(self.value.weight.dtype)).float()[:, 0]
+                return values, values.clone()
+        weight = causal.get_output_embeddings().weight
+        return token_logprobs(hidden.to(compute), weight, torch.as_tensor(row.target, device=device), self.temperature)
+
+
+class TreeModel:
+    """A model of the learner: loaded, adapted, placed. Master weights are float32; compute is float32 or bfloat16 by autocast."""
+
+    def __init__(
+        self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks, seed: int = 0, values: bool = False
+    ):  # fmt: skip
+        check_fits(FilePath(folder), config, lora, ranks)
+        torch.manual_seed(seed)  # adapters start equal on every rank
+        self.config, self.ranks, self.device = config, ranks, ranks.device
+        self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
+        self.lora = lora.rank > 0
+        if self.lora:
+            adapters = PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", lora_dropout=0.0)  # pyright: ignore
+            model = get_peft_model(model, adapters)
+        if config.gradient_checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable()
+        tower = Tower(model, temperature, values)
+        if values:
+            for parameter in tower.causal.get_output_embeddings().parameters():
+                if parameter is not tower.causal.get_input_embeddings().weight:
+                    parameter.requires_grad_(False)  # a critic has no use for the head
+        for module in tower.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # a dropped token would differ between the paths that share it
+        layer = type(tower.causal.get_decoder().layers[0]).__name__
+        self.tower: Any = ranks.place(tower.train(), layer, self.compute)
+        # Captured once: between two forwards a sharded module may show whole parameters instead of the trained shards.
+        self._trained = {name.removeprefix("model."): p for name, p in self.tower.named_parameters() if p.requires_grad}
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model, with its adapters if any."""
+        return self.tower.model
+
+    @property
+    def causal(self) -> Any:
+        """The causal LM under the adapters, if any."""
+        return self.tower.causal
+
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that train, by name."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return self._trained
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Every trained parameter whole, on the CPU. A collective when sharded."""
+        return {name: whole(p) for name, p in self._trained.items()}
+
+    def row(self, paths: Sequence[Path]) -> Row:
+        """The packed row of some paths, shared where that pays."""
+        forest = pack(paths)
+        if forest.token_ratio < SHARE_FROM:
+            forest = pack(paths, share=False)
+        layout = Layout(forest, self.config.attention, self.device)
+        return Row(layout.forest.tokens, layout.forest.depth, forest.read, forest.target, layout, forest.nodes)
+
+    def read(self, row: Row, initial: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tower's two outputs [targets]."""
+        return self.tower(row, self.device, self.compute, initial)
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Forwards without gradient; afterwards the shards are back in place."""
+        with torch.no_grad():
+            yield
+        if isinstance(self.tower, FSDPModule):
+            self.tower.reshard()
+
+
+class Policy(TreeModel):
+    """The policy: log-probabilities of trained tokens, and those under its initial weights."""
+
+    def __init__(
+        self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0, lora: LoraConfig | None = None, reference: bool = False
+    ):  # fmt: skip
+        super().__init__(folder, config, config.lora if lora is None else lora, temperature, ranks, seed)
+        self._reference: TreeModel | None = None
+        if reference and not self.lora:
+            self._reference = TreeModel(folder, config, LoraConfig(rank=0), temperature, ranks, seed)
+            self._reference.tower.requires_grad_(False)
 
     def logprobs(self, paths: Sequence[Path]) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Log-probabilities and entropies [trained tokens], paths in order, and the packed tokens forwarded."""
-        forest = pack(paths)
-        made = self._forward(self.causal, forest.tokens, forest.depth, forest)
-        return *self._read(self.causal, made, forest.read, forest.target), len(forest.tokens)
+        row = self.row(paths)
+        return *self.read(row), row.nodes
 
-    @torch.no_grad()
     def plain_logprobs(self, path: Path) -> torch.Tensor:
-        """The same for one path by an ordinary causal forward: what the forest is checked against."""
-        positions = torch.arange(len(path.tokens)).numpy()
-        hidden = self._forward(self.causal, path.tokens, positions, None)
-        read = torch.arange(path.start - 1, len(path.tokens) - 1).numpy()
-        return self._read(self.causal, hidden, read, path.tokens[path.start :])[0]
+        """The same for one path by the model's own causal attention: what the forest is checked against."""
+        n = len(path.tokens)
+        read = torch.arange(path.start - 1, n - 1)
+        row = Row(torch.tensor(path.tokens), torch.arange(n), read, torch.tensor(path.tokens[path.start :]), None, n)
+        return self.read(row)[0]
 
-    @torch.no_grad()
     def reference_logprobs(self, paths: Sequence[Path]) -> torch.Tensor:
-        """Log-probabilities under the initial policy: the adapters switched off, or the frozen copy."""
-        forest = pack(paths)
-        with self._initial() as model:
-            hidden = self._forward(model, forest.tokens, forest.depth, forest)
-            return self._read(model, hidden, forest.read, forest.target)[0]
-
-    @contextlib.contextmanager
-    def _initial(self) -> Iterator[Any]:
-        if self.lora:
-            with self.model.disable_adapter():
-                yield self.causal
-        else:
-            yield self.reference
-
-    def _forward(self, model: Any, tokens: Any, positions: Any, forest: Any) -> torch.Tensor:
-        """Hidden states [tokens, width] of one packed row."""
-        ids = torch.as_tensor(tokens, device=self.device)[None]
-        where = torch.as_tensor(positions, device=self.device)[None]
-        mask = None
-        if forest is not None:
-            text = model.config.get_text_config()
-            kinds = getattr(text, "layer_types", None) or ["full_attention"]
-            mask = dense_masks(forest, kinds, getattr(text, "sliding_window", None), self.compute, self.device)
-        kind = torch.device(self.device).type
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=self.compute == torch.bfloat16):
-            out = model.get_decoder()(input_ids=ids, position_ids=where, attention_mask=mask, use_cache=False)
-        return out.last_hidden_state[0]
-
-    def _read(self, model: Any, hidden: torch.Tensor, read: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = hidden[torch.as_tensor(read, device=self.device)].to(self.compute)
-        weight = model.get_output_embeddings().weight
-        return token_logprobs(rows, weight, torch.as_tensor(target, device=self.device), self.temperature)
+        """Log-probabilities under the initial policy, no gradient: the adapters switched off, or the frozen copy."""
+        model = self if self.lora else self._reference
+        assert model is not None, "a policy trained whole was loaded without its reference"
+        with torch.no_grad():
+            return model.read(model.row(paths), initial=self.lora)[0]
 
 
-def check_fits(folder: FilePath, config: LearnerConfig, device: str) -> None:
+def check_fits(folder: FilePath, config: LearnerConfig, lora: LoraConfig, ranks: Ranks) -> None:
     """Raise before loading when the weights, gradients and optimizer state of one rank cannot fit.
 
     Raises FileNotFoundError for a folder without weights, MemoryError with the estimate and the remedy.
@@ -113,11 +184,13 @@ def check_fits(folder: FilePath, config: LearnerConfig, device: str) -> None:
         raise FileNotFoundError(f"model folder {folder} holds no .safetensors file")
     stored = str(getattr(AutoConfig.from_pretrained(folder), "dtype", "float32"))
     weights = size * (1 if "32" in stored else 2)
-    copies = 1.2 if config.lora.rank else 4.0 + (1.0 if config.kl_coef > 0 else 0.0)
+    copies = 1.2 if lora.rank else 4.0 + (1.0 if config.kl_coef > 0 else 0.0)
     needed = weights * copies
-    free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    if ranks.sharded:
+        needed = max(needed / ranks.count, weights)  # every rank loads the whole once, then keeps its shard
+    free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else psutil.virtual_memory().available
     if needed > free:
         raise MemoryError(
             f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: use fewer ranks"
-            " (learner.count), LoRA (learner.lora.rank) or a smaller model"
+            " (learner.count), LoRA (learner.lora.rank), learner.sharding = 'fsdp' or a smaller model"
         )

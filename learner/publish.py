@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors.torch import save_file
 
 from learner.model import Policy
@@ -19,21 +20,27 @@ class Published(msgspec.Struct, frozen=True):
     digest: str
 
 
-def publish(policy: Policy, version: int, run: Path, keep: int) -> Published:
-    """Write ``RUN/weights/vNNNNNN``: adapters in the PEFT format, or all weights. Older folders beyond ``keep`` go."""
+def publish(
+    policy: Policy, version: int, run: Path, keep: int, whole: dict[str, torch.Tensor] | None = None
+) -> Published:
+    """Write ``RUN/weights/vNNNNNN``: adapters in the PEFT format, or all weights. Older folders beyond ``keep`` go.
+
+    whole: the gathered parameters, where the ranks are sharded and have gathered them together.
+    """
+    whole = policy.gathered() if whole is None else whole
     folder = run / "weights" / f"v{version:06d}"
     draft = folder.with_suffix(".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     if policy.lora:
         kind, name = "lora", "adapter_model.safetensors"
-        tensors = {n.replace(".default", ""): p.detach().cpu().contiguous() for n, p in policy.trained().items()}
+        tensors = {n.replace(".default", ""): p for n, p in whole.items()}
         settings = policy.model.peft_config["default"].to_dict()
         settings["target_modules"] = sorted(settings["target_modules"])
         (draft / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
     else:
         kind, name = "full", "model.safetensors"
-        tensors = {n: p.detach().to("cpu", policy.compute).contiguous() for n, p in policy.trained().items()}
+        tensors = {n: p.to(policy.compute) for n, p in whole.items()}
     save_file(tensors, draft / name, metadata={"format": "pt"})
     proof = digest.safetensors_file(draft / name)
     (draft / "manifest.json").write_text(json.dumps({"version": version, "kind": kind, "digest": proof}))

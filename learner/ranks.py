@@ -1,24 +1,62 @@
-"""What the ranks of one learner say to each other: tensors only, never pickled objects. Accelerate opens the group."""
+"""What the ranks of one learner say to each other: tensors only, never pickled objects. Accelerate opens the group and, when the
+parameters are sharded, applies FSDP2.
+
+With sharding every forward and backward is a collective: each rank must make as many as the others (learner/passes.py sees to it).
+"""
 
 import os
 from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+Sharding = Literal["replicate", "fsdp"]
 
 
 class Ranks:
     """This process among the learner's ranks; with one rank every operation is the identity."""
 
-    def __init__(self, timeout_s: float):
+    def __init__(self, timeout_s: float, sharding: Sharding = "replicate"):
         cuda = torch.cuda.is_available()
         os.environ.setdefault("ACCELERATE_USE_CPU", "false" if cuda else "true")
         wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
-        self.accelerator = Accelerator(cpu=not cuda, kwargs_handlers=[wait])
+        plugin = _plugin() if sharding == "fsdp" else None
+        self.accelerator = Accelerator(cpu=not cuda, fsdp_plugin=plugin, kwargs_handlers=[wait])
         self.rank, self.count = self.accelerator.process_index, self.accelerator.num_processes
         self.device = str(self.accelerator.device)
+        self.sharded = sharding == "fsdp" and self.count > 1
+        if self.sharded and self.accelerator.distributed_type != DistributedType.FSDP:
+            # Accelerate offers FSDP to accelerators only and would silently replicate on a CPU; torch shards there as well.
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = plugin
+
+    def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
+        """The module on this rank's device, its parameters sharded over the ranks if so configured.
+
+        layer: class name of the decoder layers, the units that are gathered together. Gradients are summed, not averaged: the
+        weights of an update are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients reduced in float32.
+        """
+        module = module.to(self.device)
+        if not self.sharded:
+            return module
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        plugin.transformer_cls_names_to_wrap = [layer]
+        plugin.mixed_precision_policy = None
+        if compute == torch.bfloat16:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        module = fsdp2_prepare_model(self.accelerator, module)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+        return module
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank. Raises RuntimeError when a rank is gone or silent for the timeout."""
@@ -35,7 +73,9 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Sum every gradient over the ranks. Weights are global, so the sum is the update's gradient."""
+        """Sum every gradient over the ranks. Weights are global, so the sum is the update's gradient. FSDP2 has summed already."""
+        if self.sharded:
+            return
         flat = torch.cat([p.grad.reshape(-1) if p.grad is not None else p.new_zeros(p.numel()) for p in parameters])
         if self.count > 1:
             dist.all_reduce(flat)
@@ -45,18 +85,34 @@ class Ranks:
             start += p.numel()
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum over the ranks."""
+        """Elementwise sum over the ranks, in place; returned on the CPU."""
         if self.count > 1:
+            values = values.to(self.device)
             dist.all_reduce(values)
-        return values
+        return values.cpu()
 
-    def greatest(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over the ranks."""
+    def barrier(self) -> None:
+        """Wait for all ranks."""
         if self.count > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return values
+            dist.barrier()
 
     def close(self) -> None:
         """Leave the group."""
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _plugin() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        state_dict_type="FULL_STATE_DICT",
+        cpu_ram_efficient_loading=False,  # silently spoils tied weights inside a wrapper
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter or moment in full, on the CPU, detached. A collective when it is sharded: every rank calls it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()

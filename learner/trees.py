@@ -1,7 +1,7 @@
 """Tree packing: a batch of token paths becomes one forest in which a shared prefix stands once.
 
 Layout: depth-first pre-order of the token trie; position = depth; ``end[k]`` is the exclusive end of k's subtree, so k is an
-ancestor-or-self of q iff k <= q < end[k]. A token attends to its ancestors. Equal to path-by-path training to rounding, because
+ancestor-or-self of q iff k <= q < end[k]. A token attends to its ancestors (learner/attention.py). Equal to path-by-path training to rounding, because
 every hidden state depends on its ancestors only. Targets stay per path: a branch's first token reads its parent's last logits.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import torch
 
 
 class Path(msgspec.Struct, frozen=True):
@@ -20,7 +19,10 @@ class Path(msgspec.Struct, frozen=True):
 
 
 class Forest(msgspec.Struct, frozen=True):
-    """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state predicts target[i], paths in order."""
+    """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state predicts target[i], paths in order.
+
+    path_tokens: tokens of all paths; nodes: packed tokens, without the filling of a bucketed forest.
+    """
 
     tokens: np.ndarray
     depth: np.ndarray
@@ -28,15 +30,19 @@ class Forest(msgspec.Struct, frozen=True):
     read: np.ndarray
     target: np.ndarray
     path_tokens: int
+    nodes: int
 
     @property
     def token_ratio(self) -> float:
         """Path tokens over packed tokens: what sharing saves in the trunk."""
-        return self.path_tokens / len(self.tokens)
+        return self.path_tokens / self.nodes
 
 
-def pack(paths: Sequence[Path]) -> Forest:
-    """The forest of ``paths``. Equal tokens after equal prefixes become one node, across trees too (a common instruction)."""
+def pack(paths: Sequence[Path], share: bool = True) -> Forest:
+    """The forest of ``paths``. Equal tokens after equal prefixes become one node, across trees too (a common instruction).
+
+    share = False keeps every path whole (the packed path-by-path reference).
+    """
     tokens: list[int] = []
     depth: list[int] = []
     parent: list[int] = []
@@ -46,7 +52,7 @@ def pack(paths: Sequence[Path]) -> Forest:
     for index in sorted(range(len(paths)), key=lambda i: paths[i].tokens):
         node, nodes = -1, []
         for position, token in enumerate(paths[index].tokens):
-            known = children.get((node, token))
+            known = children.get((node, token)) if share else None
             if known is None:
                 known = len(tokens)
                 children[node, token] = known
@@ -56,46 +62,29 @@ def pack(paths: Sequence[Path]) -> Forest:
             node = known
             nodes.append(node)
         spine[index] = nodes
-    end = np.arange(1, len(tokens) + 1)
+    end = list(range(1, len(tokens) + 1))
     for node in range(len(tokens) - 1, -1, -1):
         if parent[node] >= 0:
             end[parent[node]] = max(end[parent[node]], end[node])
     read = [node for i, path in enumerate(paths) for node in spine[i][path.start - 1 : -1]]
     target = [token for path in paths for token in path.tokens[path.start :]]
     return Forest(
-        np.array(tokens),
-        np.array(depth),
-        end,
-        np.array(read),
-        np.array(target),
-        sum(len(path.tokens) for path in paths),
+        np.array(tokens), np.array(depth), np.array(end), np.array(read), np.array(target),
+        sum(len(path.tokens) for path in paths), len(tokens),
+    )  # fmt: skip
+
+
+def filled(forest: Forest, bucket: int) -> Forest:
+    """The forest with lone filler nodes up to a multiple of ``bucket``: static shapes for compiled attention."""
+    more = -len(forest.tokens) % bucket
+    size = len(forest.tokens)
+    zeros = np.zeros(more, np.int64)
+    return msgspec.structs.replace(
+        forest,
+        tokens=np.concatenate([forest.tokens, zeros]),
+        depth=np.concatenate([forest.depth, zeros]),
+        end=np.concatenate([forest.end, np.arange(size + 1, size + more + 1)]),
     )
-
-
-def dense_masks(
-    forest: Forest, layer_types: Sequence[str], window: int | None, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Additive attention masks [1, 1, nodes, nodes]: one, or one by layer type for models that mix full and sliding layers.
-
-    A sliding window compares depths, not indices.
-    """
-    index = torch.arange(len(forest.tokens), device=device)
-    end = torch.as_tensor(forest.end, device=device)
-    depth = torch.as_tensor(forest.depth, device=device)
-    ancestor = (index[None, :] <= index[:, None]) & (index[:, None] < end[None, :])
-
-    def additive(allowed: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
-        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[None, None]
-
-    if set(layer_types) <= {"full_attention"}:
-        return additive(ancestor)
-    if window is None or set(layer_types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"layers of kind {sorted(set(layer_types))} with window {window}: tree packing knows full and sliding"
-        )
-    near = ancestor & (depth[:, None] - depth[None, :] < window)
-    return {"full_attention": additive(ancestor), "sliding_attention": additive(near)}
 
 
 def micro_batches(paths: Sequence[Path], budget: int) -> list[list[int]]:

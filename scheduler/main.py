@@ -269,6 +269,8 @@ class Run:
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
         values["count/over_stale"] = float(self.pacing.over_stale)
         self.metrics.record(trained.version, values)
+        for warning in trained.warnings:
+            print(f"warning, update {trained.version}: {warning}", flush=True)
         self.pacing.trained(trained.version)
         every = self.settings.evaluation.every
         if self.heldout and every and trained.version % every == 0 and not self.pacing.finished:

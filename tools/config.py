@@ -11,6 +11,7 @@ import msgspec
 
 from actors.config import ActorsConfig
 from judges.config import JudgesConfig, RetrieverConfig
+from learner import schemes
 from learner.config import LearnerConfig
 from scheduler.config import SchedulerConfig
 from tools.warm_start import WarmStart
@@ -158,6 +159,34 @@ def check(config: Config) -> None:
     _check_effects(config)
 
 
+def _check_learner(w: LearnerConfig) -> None:
+    """Scheme, correction and the models they need; a setting without effect is refused."""
+    try:
+        scheme = schemes.load(w.scheme, w.scheme_options)
+        if (w.correction, w.correction_options) != (LearnerConfig().correction, {}):
+            from learner import corrections  # imports torch: only where something is to be checked
+
+            corrections.load(w.correction, w.correction_options)
+    except ValueError as error:
+        raise ConfigError(f"config: {error}") from None
+    for name, column in (("critic", "value"), ("prm", "prm")):
+        if getattr(w, name) is not None and column not in scheme.needs:
+            raise ConfigError(
+                f"config: learner.{name} has no effect with learner.scheme = {w.scheme!r} and its options: remove the section"
+            )
+    if (w.aggregation == "constant") != (w.constant_tokens > 0):
+        raise ConfigError(
+            f"config: learner.constant_tokens = {w.constant_tokens} with learner.aggregation = {w.aggregation!r}: 'constant' needs"
+            " a number of tokens, the others take none"
+        )
+    if min(w.epochs, w.minibatches) < 1:
+        raise ConfigError(
+            f"config: learner.epochs = {w.epochs}, learner.minibatches = {w.minibatches}: expected 1 or more"
+        )
+    if w.sharding == "fsdp" and w.count == 1:
+        raise ConfigError("config: learner.sharding = 'fsdp' has no effect with learner.count = 1: remove it")
+
+
 def _check_effects(config: Config) -> None:
     s, w = config.scheduler, config.learner
     default = SchedulerConfig()
@@ -167,14 +196,11 @@ def _check_effects(config: Config) -> None:
         )
     if s.strategy == "full" and s.selection != default.selection:
         raise ConfigError("config: scheduler.selection has no effect with scheduler.strategy = 'full': remove it")
-    if w.correction == "none" and (w.clip_low, w.clip_high) != (LearnerConfig().clip_low, LearnerConfig().clip_high):
+    if w.scheme != "slate" and s.strategy == "slate":
         raise ConfigError(
-            "config: learner.clip_low and clip_high have no effect with learner.correction = 'none': remove them"
+            f"config: learner.scheme = {w.scheme!r} compares whole trajectories: it needs scheduler.strategy = 'full'"
         )
-    if w.scheme == "grpo" and s.strategy == "slate":
-        raise ConfigError(
-            "config: learner.scheme = 'grpo' compares whole trajectories: it needs scheduler.strategy = 'full'"
-        )
+    _check_learner(w)
     if config.data.train != "default" and config.warm_start.steps and config.data.corpus != "default":
         raise ConfigError(
             f"config: warm_start.steps = {config.warm_start.steps}: the built-in warm start knows the default data only;"

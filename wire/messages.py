@@ -286,7 +286,7 @@ class TreeClosed(msgspec.Struct, frozen=True):
 class Trained(msgspec.Struct, frozen=True):
     """Answer to ``train``: the group is part of policy ``version``; the weights are at ``path``.
 
-    ``metrics`` are the update's (the same for every group of one update). ``durable`` says whether a checkpoint
+    ``metrics`` and ``warnings`` are the update's (the same for every group of one update). ``durable`` says whether a checkpoint
     holds this version. A group that was already in the trained frontier is answered at once.
     """
 
@@ -295,6 +295,7 @@ class Trained(msgspec.Struct, frozen=True):
     digest: str
     durable: bool
     metrics: dict[str, float]
+    warnings: list[str] = []
 
 
 class Closed(msgspec.Struct, frozen=True):

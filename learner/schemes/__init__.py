@@ -1,6 +1,8 @@
-"""Advantage schemes: one file each, ``advantages(table, **options) -> float64 [tokens]``, knowing no model and no staleness.
+"""Advantage schemes: one file each, knowing no model and no staleness.
 
-``REQUIRES`` names the score columns a scheme reads. A new scheme is a new file here and ``learner.scheme = "its name"``.
+``advantages(table, **options)`` returns float64 [tokens], or an ``Estimate`` when it also has targets for a critic. The optional
+``needs(**options)`` names the token columns it reads ("value", "prm", "kl", "log_ratio"): that is what makes the learner hold a
+critic, an implicit reward model or a reference. A new scheme is a new file here and ``learner.scheme = "its name"``.
 """
 
 import importlib
@@ -9,19 +11,38 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import msgspec
 
-Scheme = Callable[..., np.ndarray]
+from learner.table import TurnTable
+from learner.targets import Estimate
+
+
+class Scheme(msgspec.Struct, frozen=True):
+    """A scheme with its options. needs: the token columns it reads."""
+
+    name: str
+    function: Callable[..., Any]
+    options: dict[str, Any]
+    needs: frozenset[str]
+
+    def __call__(self, table: TurnTable) -> Estimate:
+        made = self.function(table, **self.options)
+        return made if isinstance(made, Estimate) else Estimate(made)
+
+
+def names() -> list[str]:
+    """The known schemes."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(name: str, options: dict[str, Any]) -> Scheme:
     """The scheme ``name``; raises ValueError naming the known schemes, or the options it takes."""
-    known = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    if name not in known:
-        raise ValueError(f"learner.scheme = {name!r}: expected one of {known}")
-    scheme = importlib.import_module(f"{__name__}.{name}").advantages
-    takes = [p for p in inspect.signature(scheme).parameters if p != "table"]
+    if name not in names():
+        raise ValueError(f"learner.scheme = {name!r}: expected one of {names()}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    takes = [p for p in inspect.signature(module.advantages).parameters if p != "table"]
     unknown = set(options) - set(takes)
     if unknown:
         raise ValueError(f"learner.scheme_options: {sorted(unknown)} unknown to scheme {name!r}, which takes {takes}")
-    return scheme
+    needs = module.needs(**options) if hasattr(module, "needs") else ()
+    return Scheme(name, module.advantages, options, frozenset(needs))

@@ -1,28 +1,20 @@
 """GRPO: the return of a trajectory against the other trajectories of its question, broadcast to all its tokens.
 
-R(tau) = sum_t r_t (column "reward") or the outcome of its last turn (column "outcome"); A = (R - mean R) / (std R + eps).
-std = False is Dr. GRPO. With full trajectories and "reward" this is SLATE's ablation (a), estimator A of its Theorem 1.
+R(tau) = sum_t r_t over the turns of a column ("reward", or an outcome that only the last turn has); A = (R - mean R) / (std R + eps).
+std = False is Dr. GRPO (with learner.aggregation = "constant").
 """
 
 import numpy as np
 
+from learner.statistics import standardise, within
 from learner.table import TurnTable
-
-REQUIRES = ("reward",)
 
 
 def advantages(
     table: TurnTable, column: str = "reward", std: bool = True, ddof: int = 1, eps: float = 1e-6
 ) -> np.ndarray:
     """float64 [tokens]. A missing score adds nothing to the return."""
-    score = np.nan_to_num(table.column(column))
-    made = np.zeros(len(table))
-    for tree in np.unique(table.tree):
-        rows = np.flatnonzero(table.tree == tree)
-        names, member = np.unique(table.trajectory[rows], return_inverse=True)
-        returns = np.bincount(member, weights=score[rows], minlength=len(names))
-        centred = returns - returns.mean()
-        if std and len(names) > 1:
-            centred = centred / (returns.std(ddof=ddof) + eps)
-        made[rows] = centred[member]
-    return table.per_token(made)
+    trajectories = table.trajectories()
+    returns = trajectories.total(table.column(column))
+    made = within(trajectories.tree, returns, lambda group: standardise(group, std, ddof, eps))
+    return table.per_token(made[trajectories.of])

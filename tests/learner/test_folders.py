@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from actors.engines import weights
 from learner import checkpoint
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, LoraConfig
 from learner.model import check_fits
 from learner.publish import publish
+from learner.ranks import Ranks
 from tests.updates import batch, state, trainer
 from wire.faults import InfrastructureFault
 
@@ -40,7 +41,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, llama: Pat
         checkpoint.save(trainer(llama, tmp_path), tmp_path, set(), 3)
 
 
-@pytest.mark.parametrize("name", ["state.json", "trained.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", "policy-00000.safetensors"])
 def test_a_checkpoint_cut_short_is_refused_by_name(tmp_path: Path, llama: Path, name: str) -> None:
     made = trainer(llama, tmp_path)
     made.update(batch(0, 0))
@@ -114,8 +115,8 @@ def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(t
 def test_a_model_too_large_for_this_machine_is_refused_before_it_is_loaded(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     with pytest.raises(FileNotFoundError, match="safetensors"):
-        check_fits(tmp_path, LearnerConfig(), "cpu")
+        check_fits(tmp_path, LearnerConfig(), LoraConfig(), Ranks(60))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2**42)  # sparse: takes no space
     with pytest.raises(MemoryError, match=r"learner\.count"):
-        check_fits(tmp_path, LearnerConfig(), "cpu")
+        check_fits(tmp_path, LearnerConfig(), LoraConfig(), Ranks(60))

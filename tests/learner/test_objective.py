@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from learner.corrections import k3, none, ppo_clip
+from learner.corrections import Logprobs, k3, none, ppo_clip
 from learner.objective import token_weights
 from learner.table import TurnTable, TurnTokens
 
@@ -17,31 +17,35 @@ def batch(
     return t, turns
 
 
+def sampled(turns: list[TurnTokens]) -> np.ndarray:
+    return np.concatenate([turn.sampled for turn in turns])
+
+
 def test_slate_weights_are_token_mean_then_mean_over_candidates_then_sum_over_steps_then_mean_over_questions() -> None:
     # Question 0 has two steps of two candidates, question 1 one step.
     t, turns = batch([2, 4, 1, 1, 3, 5], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1])
-    weights = token_weights(t, turns, 2, "turn")
+    weights = token_weights(t, sampled(turns), 2, "turn")
     sums = [w.sum() for w in np.split(weights, np.cumsum(t.tokens)[:-1])]
     np.testing.assert_allclose(sums, [0.25] * 6)  # 1/k * 1/questions each, so each step of a question sums to 1/2
     np.testing.assert_allclose(weights[:2], 0.125)
-    halved = token_weights(t, turns, 2, "turn", mean_over_steps=True)
+    halved = token_weights(t, sampled(turns), 2, "turn", mean_over_steps=True)
     np.testing.assert_allclose(halved[:2], 0.0625)
 
 
 def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
     t, turns = batch([2, 4, 3, 3], [0] * 4, [0, 0, 1, 1], [0] * 4)
-    np.testing.assert_allclose(token_weights(t, turns, 1, "trajectory"), [1 / 12] * 12)
+    np.testing.assert_allclose(token_weights(t, sampled(turns), 1, "trajectory"), [1 / 12] * 12)
 
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
     t, _ = batch([4], [0], [0], [0])
     forced = TurnTokens([1], [2] * 4, np.zeros(4), np.zeros(4), np.array([True, False, False, True]))
-    assert token_weights(t, [forced], 1, "turn").tolist() == [0.5, 0, 0, 0.5]
+    assert token_weights(t, sampled([forced]), 1, "turn").tolist() == [0.5, 0, 0, 0.5]
 
 
 def test_a_question_without_groups_still_counts_in_the_mean() -> None:
     t, turns = batch([1], [0], [0], [0])
-    assert token_weights(t, turns, 4, "turn").tolist() == [0.25]
+    assert token_weights(t, sampled(turns), 4, "turn").tolist() == [0.25]
 
 
 def test_on_policy_the_clipped_and_the_plain_surrogate_have_the_same_gradient() -> None:
@@ -49,7 +53,7 @@ def test_on_policy_the_clipped_and_the_plain_surrogate_have_the_same_gradient() 
     gradients = []
     for correction in (none, ppo_clip):
         current = behaviour.clone().requires_grad_()
-        correction(current, behaviour, advantage, 0.2, 0.2)[0].sum().backward()
+        correction(Logprobs(current, behaviour, behaviour), advantage).term.sum().backward()
         gradients.append(current.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
     torch.testing.assert_close(gradients[0], advantage)
@@ -58,12 +62,12 @@ def test_on_policy_the_clipped_and_the_plain_surrogate_have_the_same_gradient() 
 def test_clipping_stops_the_gradient_only_where_it_would_move_further_away() -> None:
     current = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    surrogate, clipped = ppo_clip(current, torch.zeros(4), advantage, 0.2, 0.3)
-    surrogate.sum().backward()
-    assert clipped.tolist() == [True, False, False, True]
+    made = ppo_clip(Logprobs(current, torch.zeros(4), torch.zeros(4)), advantage, clip_low=0.2, clip_high=0.3)
+    made.term.sum().backward()
+    assert made.clipped.tolist() == [True, False, False, True]
     assert current.grad is not None
     assert (current.grad != 0).tolist() == [False, True, True, False]
-    np.testing.assert_allclose(surrogate.detach()[[0, 3]], [1.3, -0.8], atol=1e-6)
+    np.testing.assert_allclose(made.term.detach()[[0, 3]], [1.3, -0.8], atol=1e-6)
 
 
 def test_k3_is_zero_on_equal_policies_positive_elsewhere_and_clamped() -> None:

@@ -79,14 +79,16 @@ def test_an_updates_gradient_is_that_of_the_objective_written_out(
 ) -> None:
     made = trainer(llama, tmp_path, kl_coef=KL, micro_tokens=micro_tokens, grad_clip=1e9)
     torch.manual_seed(2)
-    for parameter in made.parameters:
+    for parameter in made.policy.trained().values():
         parameter.data.normal_(0, 0.1)
     batch = two_questions()
     written_out(made, batch).backward()
-    expected = [p.grad.clone() for p in made.parameters if p.grad is not None]
-    made.optimizer.zero_grad(set_to_none=True)
+    expected = [p.grad.clone() for p in made.policy.trained().values() if p.grad is not None]
+    made.stepper.adamw.zero_grad(set_to_none=True)
     got: list[torch.Tensor] = []
-    monkeypatch.setattr(made.optimizer, "step", lambda: got.extend(p.grad.clone() for p in made.parameters))  # pyright: ignore
+    monkeypatch.setattr(
+        made.stepper.adamw, "step", lambda: got.extend(p.grad.clone() for p in made.stepper.parameters.values())
+    )  # pyright: ignore
     made.update(batch)
     assert len(got) == len(expected)
     for mine, theirs in zip(got, expected, strict=True):

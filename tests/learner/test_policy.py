@@ -26,7 +26,7 @@ def test_the_reference_stays_the_initial_policy_while_the_policy_trains(tmp_path
 
 def test_logprobs_are_taken_at_the_sampling_temperature(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
-    made.policy.temperature = 0.6
+    made.policy.tower.temperature = 0.6
     got = made.policy.logprobs(PATHS)[0].detach()
     expected = []
     for path in PATHS:
@@ -47,7 +47,7 @@ def test_gradient_checkpointing_changes_memory_not_the_update(tmp_path: Path, ll
 def test_bfloat16_compute_keeps_float32_masters_and_stays_near_float32(tmp_path: Path, llama: Path) -> None:
     exact, fast = trainer(llama, tmp_path), trainer(llama, tmp_path, dtype="bfloat16")
     assert fast.policy.compute == torch.bfloat16
-    assert {p.dtype for p in fast.parameters} == {torch.float32}
+    assert {p.dtype for p in fast.policy.trained().values()} == {torch.float32}
     gap = (exact.policy.logprobs(PATHS)[0] - fast.policy.logprobs(PATHS)[0]).abs().max()
     assert 0 < gap < 0.25
     metrics = fast.update(batch(0, 0))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from learner.config import LearnerConfig, LoraConfig
 from learner.head import token_logprobs
 from learner.model import Policy
+from learner.ranks import Ranks
 from learner.trees import Path, micro_batches, pack, packed_sizes, share
 from tests import tiny
 
@@ -60,7 +61,7 @@ def test_a_forest_holds_each_distinct_prefix_once_and_ancestry_is_exact(paths: l
 def test_packed_logprobs_and_gradients_equal_path_by_path(tmp_path: FilePath, kind: str, rank: int) -> None:
     folder = tiny.save(tmp_path / kind, kind)
     settings_ = LearnerConfig(dtype="float32", kl_coef=0.0, lora=LoraConfig(rank=rank, alpha=8.0))
-    policy = Policy(str(folder), settings_, 1.0)
+    policy = Policy(str(folder), settings_, 1.0, Ranks(60))
     if rank:  # fresh adapters are zero: give them something to differ by
         torch.manual_seed(1)
         for parameter in policy.trained().values():
@@ -71,7 +72,7 @@ def test_packed_logprobs_and_gradients_equal_path_by_path(tmp_path: FilePath, ki
     scale = torch.linspace(-1, 1, len(packed))
     (packed * scale).sum().backward()
     gradients = {n: p.grad.clone() for n, p in policy.trained().items() if p.grad is not None}
-    policy.model.zero_grad()
+    policy.tower.zero_grad()
     alone = torch.cat([policy.logprobs([path])[0] for path in paths])
     plain = torch.cat([policy.plain_logprobs(path) for path in paths])
     (alone * scale).sum().backward()

@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.engines import weights
-from learner import checkpoint
+from learner import checkpoint, shards
 from learner.batches import Inbox
 from learner.main import pack_batch, unpack_batch
 from learner.publish import export, publish
-from learner.trainer import Batch, PackingError
+from learner.selfcheck import PackingError
+from learner.trainer import Batch
 from tests.updates import batch, groups, state, trainer
 from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed
@@ -62,7 +63,7 @@ def test_training_raises_the_probability_of_rewarded_actions(tmp_path: Path, lla
     table, turns = build(some, {(tree, node.id): node for tree, node in nodes})
     fresh = trainer(llama, tmp_path, kl_coef=0.0)
     paths = [Tokens(t.prefix + t.action, len(t.prefix)) for t in turns]
-    advantage = torch.tensor(made.scheme(table), dtype=torch.float32)
+    advantage = torch.tensor(made.scheme(table).advantages, dtype=torch.float32)
     with torch.no_grad():
         gain = (made.policy.logprobs(paths)[0] - fresh.policy.logprobs(paths)[0]) * advantage
     assert gain.sum() > 0
@@ -75,7 +76,7 @@ def test_the_first_batch_is_checked_against_the_plain_path(
     made = trainer(llama, tmp_path)
     plain = made.policy.plain_logprobs
     monkeypatch.setattr(made.policy, "plain_logprobs", lambda path: plain(path) + 0.5)
-    with pytest.raises(PackingError, match="differs"):
+    with pytest.raises(PackingError, match="differ from"):
         made.update(batch(9, 0))
 
 
@@ -105,7 +106,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(shards, "save_file", full)
     with pytest.raises(checkpoint.CheckpointError, match="No space left"):
         checkpoint.save(made, tmp_path, set(), 3)
     found = checkpoint.newest(tmp_path)

@@ -22,7 +22,8 @@ def test_the_7b_config_holds_the_papers_settings() -> None:
     config = load(ROOT / "configs" / "slate-7b.toml", [])
     s, w = config.scheduler, config.learner
     assert (s.k, s.budget, s.eta, s.bonus, s.questions_per_update, s.updates) == (5, 4, 0.7, 0.1, 32, 500)
-    assert (w.lr, w.kl_coef, w.clip_low, w.clip_high, w.lora.rank, w.lora.alpha) == (1e-6, 0.001, 0.2, 0.2, 16, 64)
+    assert (w.lr, w.kl_coef, w.lora.rank, w.lora.alpha) == (1e-6, 0.001, 16, 64)
+    assert (w.correction, w.correction_options) == ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
     assert round(w.warmup_updates / s.updates, 3) == 0.284
 
 
@@ -47,6 +48,12 @@ def test_set_changes_a_key() -> None:
         ("scheduler.selection=best", "scheduler.selection"),
         ("actors.engine=vllm", "actors.engine"),
         ("learner.scheme=grpo", "needs scheduler.strategy = 'full'"),
+        ("learner.scheme_options.dof=1", "takes"),
+        ("learner.correction=tiss", "expected one of"),
+        ("learner.correction_options.uper=2", "takes"),
+        ("learner.correction_options.level=step", "expected one of"),
+        ("learner.aggregation=constant", "learner.constant_tokens = 0"),
+        ("learner.epochs=0", "learner.epochs = 0"),
         ("noequals", "expected key=value"),
         ("seed.x=1", "is a value"),
     ],
@@ -61,7 +68,7 @@ def test_a_setting_without_effect_is_refused() -> None:
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["scheduler.selection=best-of-k", "scheduler.eta=0.5"])
     with pytest.raises(ConfigError, match="no effect"):
-        load(DEFAULT, ["learner.correction=none", "learner.clip_low=0.1"])
+        load(DEFAULT, ["learner.critic.lr=1e-5"])
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:

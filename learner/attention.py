@@ -1,0 +1,224 @@
+"""Attention of a forest: every token attends to its ancestors-or-self, and with a sliding window to the near ones.
+
+Three backends, equal to rounding. dense: one additive mask, the reference. cascade (CPU): the trie is cut into causal blocks
+(queries a subtree, keys its trunk), each one flash call, merged by log-sum-exp; no mask of the whole is ever built. flex (CUDA):
+FlexAttention with a block mask, lengths filled to buckets so that it compiles once a bucket. A layout travels as an argument through
+the model to each layer, so that recomputation under gradient checkpointing sees the tree of its own forward.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from learner.trees import Forest, filled
+
+Backend = Literal["auto", "dense", "cascade", "flex"]
+NAME = "coppice_tree"
+"""The name under which models find this attention."""
+
+FOREST = torch.zeros(1, 1, 1, 1)
+"""Stands for the attention mask of a forest: transformers takes four dimensions as given and builds none of its own."""
+
+SMALL_SUBTREE = 256
+"""Tokens of subtrees that one masked flash call serves: below it the calls cost more than the masked pairs."""
+
+FLEX_BUCKET = 1024
+"""Lengths on CUDA are multiples of this: at most a few compilations a run, at most 1,023 filler tokens a forward."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Queries [start, end) against keys [start, keys_end): causal, or with ``mask`` the ancestor relation of small subtrees."""
+
+    start: int
+    keys_end: int
+    end: int
+    masked: bool
+
+
+def blocks(forest: Forest, small: int = SMALL_SUBTREE) -> list[Block]:
+    """The cascade: together the blocks hold each (token, ancestor-or-self) pair exactly once."""
+    end, made, k = forest.end, [], 0
+    size = len(end)
+    while k < size:
+        if end[k] - k <= small:
+            last = int(end[k])
+            while last < size and end[last] - k <= small:
+                last = int(end[last])
+            made.append(Block(k, last, last, True))
+        else:
+            last = k + 1
+            while last < end[k] and end[last] == end[k]:
+                last += 1
+            made.append(Block(k, last, int(end[k]), False))
+        k = last
+    return made
+
+
+class Layout:
+    """A forest on a device, in the form its backend reads; masks are made once for all layers."""
+
+    def __init__(self, forest: Forest, backend: Backend, device: torch.device | str, small: int = SMALL_SUBTREE):
+        kind = torch.device(device).type
+        self.backend = backend if backend != "auto" else ("flex" if kind == "cuda" else "cascade")
+        if self.backend == "cascade" and kind != "cpu":
+            raise ValueError(f"learner.attention = 'cascade' runs on a CPU; on {kind} use 'flex' or 'dense'")
+        if self.backend == "flex" and kind != "cuda":
+            raise ValueError("learner.attention = 'flex' trains on CUDA only; on a CPU use 'cascade' or 'dense'")
+        self.forest = filled(forest, FLEX_BUCKET) if self.backend == "flex" else forest
+        self.device = device
+        self.blocks = blocks(self.forest, small) if self.backend == "cascade" else []
+        self.deepest = int(self.forest.depth.max()) + 1 if len(self.forest.depth) else 0
+        self._made: dict[Any, Any] = {}
+
+    def window(self, window: int | None) -> int | None:
+        """None where every ancestor is inside the window anyway."""
+        return None if window is None or window >= self.deepest else window
+
+    def dense_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask [1, 1, nodes, nodes]; a sliding window compares depths, not indices."""
+        return self._once(
+            ("dense", window, dtype),
+            lambda: _additive(self._allowed(0, len(self.forest.end), window), dtype)[None, None],
+        )
+
+    def block_masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """Additive masks [queries, keys] of the cascade's masked blocks."""
+        return self._once(
+            ("blocks", dtype),
+            lambda: [_additive(self._allowed(b.start, b.end, None), dtype) if b.masked else None for b in self.blocks],
+        )
+
+    def flex_mask(self, window: int | None) -> Any:
+        """The BlockMask of FlexAttention."""
+        return self._once(("flex", window), lambda: _flex_mask(self.forest, window, self.device))
+
+    def _allowed(self, start: int, end: int, window: int | None) -> torch.Tensor:
+        index = torch.arange(start, end, device=self.device)
+        stop = torch.as_tensor(self.forest.end[start:end], device=self.device)
+        allowed = (index[None, :] <= index[:, None]) & (index[:, None] < stop[None, :])
+        if window is not None:
+            depth = torch.as_tensor(self.forest.depth[start:end], device=self.device)
+            allowed &= depth[:, None] - depth[None, :] < window
+        return allowed
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+class Cascade(torch.autograd.Function):
+    """(query, key, value [1, heads, nodes, width], layout, scale) -> output of the same shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
+    ) -> torch.Tensor:
+        output = torch.zeros(query.shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+        total = query.new_full(query.shape[:3], float("-inf"), dtype=output.dtype)
+        for block, mask in zip(layout.blocks, layout.block_masks(query.dtype), strict=True):
+            q, k = slice(block.start, block.end), slice(block.start, block.keys_end)
+            part, weight = _flash(
+                query[:, :, q], key[:, :, k], value[:, :, k], 0.0, mask is None, attn_mask=mask, scale=scale
+            )
+            both = torch.logaddexp(total[:, :, q], weight)
+            output[:, :, q].mul_((total[:, :, q] - both).exp_()[..., None])
+            output[:, :, q].addcmul_(part.to(output.dtype), (weight - both).exp_()[..., None])
+            total[:, :, q] = both
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, total)
+        ctx.layout, ctx.scale = layout, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, total = ctx.saved_tensors
+        upstream = gradients[0].contiguous()
+        sums = [torch.zeros(t.shape, dtype=total.dtype) for t in (query, key, value)]
+        for block, mask in zip(ctx.layout.blocks, ctx.layout.block_masks(query.dtype), strict=True):
+            q, k = slice(block.start, block.end), slice(block.start, block.keys_end)
+            made = _flash_backward(
+                upstream[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], output[:, :, q], total[:, :, q].contiguous(),
+                0.0, mask is None, attn_mask=mask, scale=ctx.scale,
+            )  # fmt: skip
+            for whole, part, place in zip(sums, made, (q, k, k), strict=True):
+                whole[:, :, place] += part
+        return *(whole.to(query.dtype) for whole in sums), None, None
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex_mask(forest: Forest, window: int | None, device: torch.device | str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    end, depth = (torch.as_tensor(np.asarray(a), device=device) for a in (forest.end, forest.depth))
+
+    def ancestor(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        allowed = (key <= query) & (query < end[key])
+        return allowed if window is None else allowed & (depth[query] - depth[key] < window)
+
+    return create_block_mask(ancestor, None, None, len(forest.end), len(forest.end), device=str(device))
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    layout: Layout | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer: query [1, heads, nodes, width], key and value [1, key heads, nodes, width] -> output
+    [1, nodes, heads, width]. Without a layout it is transformers' own causal attention. Raises RuntimeError for a layer that was
+    not handed the layout of its forest: such a model cannot train on trees."""
+    if layout is None:
+        if attention_mask is not None and attention_mask.shape == FOREST.shape:
+            raise RuntimeError(
+                f"{type(module).__name__} does not pass its caller's arguments on: it cannot train on trees"
+            )
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **_
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    window = layout.window(sliding_window)
+    if layout.backend == "flex":
+        output = _compiled_flex()(query, key, value, block_mask=layout.flex_mask(window), scale=scale, enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    value = value.to(query.dtype)
+    if layout.backend == "cascade" and window is None:
+        output: Any = Cascade.apply(query, key, value, layout, scale)
+    else:
+        mask = layout.dense_mask(window, query.dtype)
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, tree_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

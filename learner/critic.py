@@ -1,0 +1,56 @@
+"""The critic of PPO (methods.md 2.4): a value model of the policy's size, its own optimizer, returns that carry no gradient."""
+
+import numpy as np
+import torch
+
+from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
+from learner.model import TreeModel
+from learner.optimizer import Stepper
+from learner.passes import Plan, Rows, sweep
+from learner.ranks import Ranks
+
+
+def value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float) -> torch.Tensor:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token; R fixed (methods.md 6, row 16)."""
+    near = old + (values - old).clamp(-clip, clip)
+    return torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+
+
+class Critic:
+    """Values of the states before each action token."""
+
+    def __init__(self, folder: str, learner: LearnerConfig, config: CriticConfig, ranks: Ranks, seed: int):
+        self.config, self.ranks = config, ranks
+        lora = learner.lora if config.lora is None else config.lora
+        self.model = TreeModel(folder, learner, lora, 1.0, ranks, seed, values=True)
+        optimizer = OptimizerConfig(config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip)
+        self.stepper = Stepper("critic", self.model.trained(), optimizer, ranks)
+
+    def values(self, rows: Rows, steps: Plan) -> np.ndarray:
+        """float32 [tokens]."""
+        with self.model.inference():
+            return sweep(rows, steps, self.ranks, lambda paths: self.model.read(self.model.row(paths))[0])
+
+    def learn(
+        self, rows: Rows, steps: Plan, chosen: np.ndarray, old: np.ndarray, returns: np.ndarray, version: int
+    ) -> dict[str, float]:
+        """One optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]); returns its metrics."""
+        device = self.ranks.device
+        count = max(1, int(chosen.sum()))
+        total = torch.zeros(1, dtype=torch.float64)
+        for some, filler in steps.mine:
+            index = rows.index(some)
+            values = self.model.read(self.model.row([rows.paths[i] for i in some]))[0]
+            weight = torch.as_tensor(chosen[index].astype(np.float32) * (0.0 if filler else 1.0 / count), device=device)
+            before, target = (torch.as_tensor(a[index], dtype=torch.float32, device=device) for a in (old, returns))
+            loss = (weight * value_loss(values, before, target, self.config.value_clip)).sum()
+            (self.config.loss_factor * loss).backward()
+            total += float(loss.detach())
+        spread = float(np.var(returns[chosen])) if chosen.any() else 0.0
+        error = float(np.mean((returns - old)[chosen] ** 2)) if chosen.any() else 0.0
+        return {
+            "critic/grad_norm": self.stepper.step(version),
+            "critic/loss": float(self.ranks.add(total)),
+            "critic/value_mean": float(old[chosen].mean()) if chosen.any() else 0.0,
+            "critic/explained_variance": 1 - error / spread if spread > 0 else 0.0,
+        }

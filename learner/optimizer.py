@@ -1,0 +1,46 @@
+"""AdamW with its schedule, one for each model of the learner (policy, critic, reward model)."""
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from learner.config import OptimizerConfig
+from learner.ranks import Ranks
+
+
+class Stepper:
+    """Sums the gradients over the ranks, clips their norm and steps."""
+
+    def __init__(self, name: str, parameters: dict[str, torch.nn.Parameter], config: OptimizerConfig, ranks: Ranks):
+        self.name, self.parameters, self.config, self.ranks = name, parameters, config, ranks
+        self.adamw = torch.optim.AdamW(
+            list(parameters.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+
+    def rate(self, version: int) -> float:
+        """Learning rate of the update version -> version + 1: linear warm-up, then constant, or cosine to 0 until decay_updates."""
+        c = self.config
+        if c.warmup_updates and version < c.warmup_updates:
+            return c.lr * (version + 1) / c.warmup_updates
+        if c.decay_updates:
+            done = (version - c.warmup_updates) / max(1, c.decay_updates - c.warmup_updates)
+            return c.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return c.lr
+
+    def step(self, version: int) -> float:
+        """One step on the accumulated gradients; returns their norm before clipping. Raises RuntimeError when it is not finite."""
+        trained = list(self.parameters.values())
+        self.ranks.add_gradients(trained)
+        norm = torch.nn.utils.clip_grad_norm_(trained, self.config.grad_clip)
+        size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(size):
+            raise RuntimeError(
+                f"update {version + 1}: the {self.name}'s gradient norm is {size}; stopping before its weights are spoilt."
+                " Resume from the last checkpoint with a lower learning rate or a tighter correction"
+            )
+        for group in self.adamw.param_groups:
+            group["lr"] = self.rate(version)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return size

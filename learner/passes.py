@@ -1,0 +1,81 @@
+"""How the paths of an update are cut into forwards and shared over the ranks, and how token arrays come back from them.
+
+Every rank makes the same plan. Sharded ranks (FSDP2) must make equally many forwards, so a shorter share is filled up with
+repetitions that carry no weight.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from learner.ranks import Ranks
+from learner.table import TurnTokens
+from learner.trees import Path, micro_batches, packed_sizes, share
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The turns of an update as paths. spans[i]: where the action tokens of path i lie on the flat token axis."""
+
+    paths: list[Path]
+    spans: list[slice]
+    behaviour: np.ndarray
+    sampled: np.ndarray
+    versions: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Length of the token axis."""
+        return len(self.behaviour)
+
+    def index(self, rows: Sequence[int]) -> torch.Tensor:
+        """Token indices of some paths, in order, int64."""
+        return torch.cat([torch.arange(self.spans[i].start, self.spans[i].stop) for i in rows])
+
+
+def rows_of(turns: list[TurnTokens]) -> Rows:
+    """The rows of a batch."""
+    ends = np.cumsum([len(turn.action) for turn in turns]).tolist()
+    return Rows(
+        [Path(turn.prefix + turn.action, len(turn.prefix)) for turn in turns],
+        [slice(end - len(turn.action), end) for end, turn in zip(ends, turns, strict=True)],
+        np.concatenate([turn.logprobs for turn in turns]).astype(np.float32),
+        np.concatenate([turn.sampled for turn in turns]),
+        np.concatenate([turn.versions for turn in turns]),
+    )
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The forwards of one pass. mine: this rank's micro-batches as (rows, filler). forwarded: packed tokens of all ranks;
+    whole: of the forest that was never cut, so forwarded / whole is what repeating trunks costs."""
+
+    first: list[int]
+    mine: list[tuple[list[int], bool]]
+    forwarded: int
+    whole: int
+
+
+def plan(paths: list[Path], rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
+    """Micro-batches of at most ``budget`` packed tokens of the paths ``rows``, the heaviest first to the freest rank."""
+    chosen = [paths[i] for i in rows]
+    whole = sum(packed_sizes(chosen, [list(range(len(chosen)))]))
+    budget = min(budget, max(1, -(-whole // ranks.count)))  # no rank without work
+    batches = micro_batches(chosen, budget)
+    sizes = packed_sizes(chosen, batches)
+    shares = share(sizes, ranks.count)
+    mine = [([rows[i] for i in batches[b]], False) for b in shares[ranks.rank]]
+    if ranks.sharded:
+        lightest = [rows[i] for i in batches[min(range(len(sizes)), key=sizes.__getitem__)]]
+        mine += [(lightest, True)] * (max(map(len, shares)) - len(mine))
+    return Plan([rows[i] for i in batches[0]], mine, sum(sizes), whole)
+
+
+def sweep(rows: Rows, steps: Plan, ranks: Ranks, read: Callable[[list[Path]], torch.Tensor]) -> np.ndarray:
+    """``read`` (paths -> values of their action tokens) over the whole batch: float32 [tokens], equal on all ranks."""
+    made = torch.zeros(rows.tokens)
+    for chosen, filler in steps.mine:
+        values = read([rows.paths[i] for i in chosen])
+        if not filler:
+            made[rows.index(chosen)] = values.detach().float().cpu()
+    return ranks.add(made).numpy()

@@ -1,0 +1,119 @@
+"""The implicit process reward model (OPRL / iStar, methods.md 4.1, 4.2; PRIME's cross-entropy variant, 4.5).
+
+phi starts from the policy. A token's reward is beta (log pi_phi - log pi_reference), a step's the sum over its sampled tokens, a
+trajectory's score S the sum (or mean) over its steps. The loss is a function of the scores S alone, so its gradient is
+sum_i dL/dS_i dS_i/dphi: the scores come from a first pass, the coefficients dL/dS_i are exact, and the second pass is linear in
+the log-probabilities. Any split into micro-batches and ranks therefore gives the same, real gradient.
+"""
+
+import msgspec
+import numpy as np
+import torch
+
+from learner.config import LearnerConfig, OptimizerConfig, PrmConfig
+from learner.model import Policy
+from learner.optimizer import Stepper
+from learner.passes import Plan, Rows, sweep
+from learner.ranks import Ranks
+from learner.table import TurnTable
+
+
+class Preference(msgspec.Struct, frozen=True):
+    """A loss over trajectory scores. slope: dL/dS [trajectories]; used: comparisons in the loss (0: nothing to learn from)."""
+
+    loss: float
+    slope: np.ndarray
+    accuracy: float
+    used: int
+
+
+def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preference:
+    """Mean over all positive x negative pairs of a group of -log sigmoid(S+ - S-). A group with one class only has no pair.
+
+    scores float64, positive bool, group: all [trajectories].
+    """
+    pairs = [
+        (i, j)
+        for g in np.unique(group)
+        for i in np.flatnonzero((group == g) & positive)
+        for j in np.flatnonzero((group == g) & ~positive)
+    ]
+    slope = np.zeros(len(scores))
+    if not pairs:
+        return Preference(0.0, slope, 0.0, 0)
+    plus, minus = np.array(pairs).T
+    margin = scores[plus] - scores[minus]
+    pull = 1.0 / (1.0 + np.exp(margin)) / len(pairs)
+    np.add.at(slope, plus, -pull)
+    np.add.at(slope, minus, pull)
+    return Preference(float(np.logaddexp(0.0, -margin).mean()), slope, float((margin > 0).mean()), len(pairs))
+
+
+def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
+    """Mean over trajectories of the cross-entropy of sigmoid(S) against the outcome in {0, 1} (PRIME)."""
+    probability = 1.0 / (1.0 + np.exp(-scores))
+    loss = np.where(positive, np.logaddexp(0.0, -scores), np.logaddexp(0.0, scores)).mean()
+    slope = (probability - positive) / len(scores)
+    return Preference(float(loss), slope, float(((scores > 0) == positive).mean()), len(scores))
+
+
+class ImplicitPrm:
+    """Scores tokens and learns which trajectories succeeded."""
+
+    def __init__(
+        self, folder: str, learner: LearnerConfig, config: PrmConfig, ranks: Ranks, seed: int, temperature: float
+    ):
+        self.config, self.ranks = config, ranks
+        self.updates = 0
+        self.model = Policy(folder, learner, temperature, ranks, seed, config.lora)
+        optimizer = OptimizerConfig(config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip)
+        self.stepper = Stepper("prm", self.model.trained(), optimizer, ranks)
+
+    def rewards(self, rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
+        """beta (log pi_phi - log pi_reference) per token, 0 on forced tokens: float64 [tokens]."""
+        with self.model.inference():
+            current = sweep(rows, steps, self.ranks, lambda paths: self.model.logprobs(paths)[0])
+        return np.where(rows.sampled, self.config.beta * (current.astype(np.float64) - reference), 0.0)
+
+    def score_and_learn(
+        self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray, version: int
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """Token rewards for the scheme [tokens] and metrics; one optimizer step, before or after the scoring (methods.md 4.2).
+
+        A model that never stepped equals the policy: its rewards would be numerical noise, so they are exactly 0 then.
+        """
+        before = self.rewards(rows, steps, reference)
+        guarded = before if self.updates else np.zeros_like(before)
+        metrics = self._learn(table, rows, steps, before, version)
+        if self.config.order == "update_first" and self.updates:
+            return self.rewards(rows, steps, reference), metrics
+        return guarded, metrics
+
+    def preference(self, table: TurnTable, rewards: np.ndarray) -> tuple[Preference, np.ndarray]:
+        """The loss of a batch, and dL / d(log pi_phi) per token [tokens]."""
+        trajectories = table.trajectories()
+        scores = trajectories.total(table.per_turn(rewards))
+        scale = np.ones(len(scores))
+        if self.config.score == "mean":
+            scale = 1.0 / np.array([len(r) for r in trajectories.rows])
+        positive = trajectories.total(table.column(self.config.outcome)) > self.config.threshold
+        if self.config.loss == "dpo":
+            made = dpo(scores * scale, positive, trajectories.tree)
+        else:
+            made = cross_entropy(scores * scale, positive)
+        slope = (made.slope * scale * self.config.beta)[trajectories.of]
+        return made, table.per_token(slope) * table.mask()
+
+    def _learn(self, table: TurnTable, rows: Rows, steps: Plan, rewards: np.ndarray, version: int) -> dict[str, float]:
+        made, slope = self.preference(table, rewards)
+        metrics = {"prm/loss": made.loss, "prm/accuracy": made.accuracy, "prm/comparisons": float(made.used)}
+        if not made.used:
+            return metrics | {"prm/skipped": 1.0}
+        for some, filler in steps.mine:
+            current = self.model.logprobs([rows.paths[i] for i in some])[0]
+            pull = torch.as_tensor(slope[rows.index(some)], dtype=torch.float32, device=self.ranks.device)
+            ((0.0 if filler else 1.0) * pull * current).sum().backward()
+        norm = self.stepper.step(version)
+        self.updates += 1
+        steps_r = table.per_turn(rewards)
+        return metrics | {"prm/grad_norm": norm, "prm/step_score_std": float(steps_r.std())}

@@ -1,0 +1,34 @@
+"""GiGPO: episode advantage plus the advantage among steps that answered the same observation (methods.md 4.5).
+
+G_t = sum_k gamma^k r_{t+k} over the environment's rewards; steps of one question with an identical observation form a group,
+A_S = (G - mean) / F with F = 1 or the sample std; a single step gets 0. A = A_E + alpha A_S, A_E as GRPO over episode returns.
+"""
+
+import numpy as np
+
+from learner.schemes import grpo
+from learner.statistics import standardise, within
+from learner.table import TurnTable
+
+
+def advantages(
+    table: TurnTable,
+    column: str = "reward",
+    gamma: float = 0.95,
+    alpha: float = 1.0,
+    episode_std: bool = False,
+    step_std: bool = False,
+    eps: float = 1e-6,
+) -> np.ndarray:
+    """float64 [tokens]. Both std switches are off in the released code ("mean_norm"). A missing reward is 0."""
+    if table.anchor is None:
+        raise KeyError("gigpo needs the observations (anchor) of the turns, which this table does not have")
+    rewards = np.nan_to_num(table.column(column))
+    ahead = np.zeros(len(table))
+    for rows in table.trajectories().rows:
+        running = 0.0
+        for row in rows[::-1]:
+            running = ahead[row] = rewards[row] + gamma * running
+    _, groups = np.unique(np.stack([table.tree, table.anchor], 1), axis=0, return_inverse=True)
+    steps = within(groups.reshape(-1), ahead, lambda group: standardise(group, step_std, 1, eps))
+    return grpo.advantages(table, column, episode_std, 1, eps) + alpha * table.per_token(steps)

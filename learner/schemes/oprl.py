@@ -1,0 +1,103 @@
+"""OPRL: episode advantage plus advantage of implicit step rewards, A = A_E + alpha A_S (methods.md 4.3, 4.4).
+
+The step score r is the implicit reward model's beta x log-ratio summed over the action's tokens. base chooses both normalisations:
+"grpo" (x - mean) / std, "rloo" leave-one-out, "reinforce_pp" x - mean then whitened over the batch, "ppo" token GAE on the outcome
+for A_E and "grpo" for A_S. Trajectories are compared within their question, step scores over all steps of all its trajectories.
+variant: "step" (the method); "process" A_S alone; "merged" outcome + alpha r in one normalisation over the steps; "token" per-token
+return-to-go of the implicit reward; "environment" the environment's own step rewards instead of r.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from learner.schemes import gae
+from learner.statistics import leave_one_out, standardise, whiten, within
+from learner.table import TurnTable
+from learner.targets import Estimate
+
+Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
+Variant = Literal["step", "process", "merged", "token", "environment"]
+
+
+def needs(base: Base = "grpo", variant: Variant = "step", **_: object) -> set[str]:
+    """Token columns."""
+    return ({"value"} if base == "ppo" else set()) | ({"prm"} if variant != "environment" else set())
+
+
+def advantages(
+    table: TurnTable,
+    base: Base = "grpo",
+    variant: Variant = "step",
+    alpha: float = 1.0,
+    outcome: str = "outcome",
+    step_reward: str = "reward",
+    invalid_penalty: float = 0.1,
+    eps: float = 1e-6,
+) -> Estimate:
+    """Advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers its own row's outcome only."""
+    if base not in ("grpo", "rloo", "reinforce_pp", "ppo"):
+        raise ValueError(f"learner.scheme_options.base = {base!r}: expected grpo, rloo, reinforce_pp or ppo")
+    if variant not in ("step", "process", "merged", "token", "environment"):
+        raise ValueError(
+            f"learner.scheme_options.variant = {variant!r}: expected step, process, merged, token or environment"
+        )
+    episode = _episode(table, base, outcome, invalid_penalty, eps)
+    if variant == "environment":
+        steps = np.nan_to_num(table.column(step_reward))
+    else:
+        steps = table.per_turn(table.token_column("prm"))
+    if variant == "merged":
+        rows = _returns(table, outcome) - invalid_penalty * _invalid(table) + alpha * steps
+        return Estimate(_compared(table, rows, base, eps), episode.returns)
+    process = _token_level(table, base, eps) if variant == "token" else _compared(table, steps, base, eps)
+    start = 0.0 if variant == "process" else episode.advantages
+    return Estimate(start + alpha * process, episode.returns)
+
+
+def _compared(table: TurnTable, values: np.ndarray, base: Base, eps: float) -> np.ndarray:
+    """Values a turn [turns] compared over all turns of the question's trajectories [tokens]."""
+    if base == "reinforce_pp":
+        centred = within(table.tree, values, lambda group: group - group.mean())
+        return whiten(table.per_token(centred), table.mask())
+    change = leave_one_out if base == "rloo" else lambda group: standardise(group, True, 1, eps)
+    return table.per_token(within(table.tree, values, change))
+
+
+def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: float) -> Estimate:
+    """A_E: outcome of the row against the unpenalised outcomes of the question's trajectories."""
+    if base == "ppo":
+        return gae.advantages(table, outcome)
+    trajectories = table.trajectories()
+    returns = trajectories.total(table.column(outcome))
+    fined = penalty * _invalid(table)
+    if base == "rloo":
+        made = within(trajectories.tree, returns, leave_one_out)[trajectories.of] - fined
+        return Estimate(table.per_token(made))
+    centred = within(trajectories.tree, returns, lambda group: group - group.mean())[trajectories.of] - fined
+    if base == "reinforce_pp":
+        return Estimate(whiten(table.per_token(centred), table.mask()))
+    spread = within(trajectories.tree, returns, lambda g: np.full(len(g), g.std(ddof=1) + eps if len(g) > 1 else 1.0))
+    return Estimate(table.per_token(centred / spread[trajectories.of]))
+
+
+def _token_level(table: TurnTable, base: Base, eps: float) -> np.ndarray:
+    """Return-to-go of the implicit token rewards, compared over all tokens of the question [tokens]."""
+    rewards = table.token_column("prm") * table.mask()
+    ahead = np.zeros_like(rewards)
+    for span in table.token_spans():
+        ahead[span] = np.cumsum(rewards[span][::-1])[::-1]
+    tree = table.per_token(table.tree)
+    if base == "reinforce_pp":
+        return whiten(within(tree, ahead, lambda group: group - group.mean()), table.mask())
+    change = leave_one_out if base == "rloo" else lambda group: standardise(group, True, 1, eps)
+    return within(tree, ahead, change)
+
+
+def _returns(table: TurnTable, outcome: str) -> np.ndarray:
+    trajectories = table.trajectories()
+    return trajectories.total(table.column(outcome))[trajectories.of]
+
+
+def _invalid(table: TurnTable) -> np.ndarray:
+    return (table.scores["valid"] == 0).astype(np.float64) if "valid" in table.scores else np.zeros(len(table))

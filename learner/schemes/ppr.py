@@ -1,0 +1,74 @@
+"""PPR: principle process rewards made comparable with the outcome by ReNorm, PPO with a critic (methods.md 2.3, 2.4).
+
+r_hat in [0, 1] is the judge's score of a turn (all but the last are judged), r_o the outcome at the last token. normalisation:
+"constant" (ReNorm) r_hat + r_o - 1; "sample" (ReNorm) (r_hat - mu) + (r_o - pi) with means over the judged turns of the batch;
+"none" r_hat; "rescale" r_hat / judged turns of the trajectory; "reduced" no step rewards, r_o + sum r_hat at the end.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from learner.table import TurnTable
+from learner.targets import Estimate, Kind, estimate
+from learner.targets import needs as target_needs
+
+Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
+
+
+def needs(targets: Kind = "gae", kl_coef: float = 0.0, **_: object) -> set[str]:
+    """Token columns."""
+    return target_needs(targets, kl_coef)
+
+
+def advantages(
+    table: TurnTable,
+    normalisation: Normalisation = "constant",
+    invalid: Literal["zero", "skip"] = "zero",
+    process: str = "process",
+    outcome: str = "outcome",
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+    targets: Kind = "gae",
+    kl_coef: float = 0.0,
+) -> Estimate:
+    """Advantages and value targets."""
+    rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))
+    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef)
+
+
+def turn_rewards(
+    table: TurnTable,
+    normalisation: Normalisation = "constant",
+    invalid: Literal["zero", "skip"] = "zero",
+    process: str = "process",
+    outcome: str = "outcome",
+) -> np.ndarray:
+    """The reward at each turn's last token [turns].
+
+    invalid: what a judged turn without a valid score gets: "zero" is r_hat = 0, then normalised (the released code); "skip" is no
+    reward at all, and no part in mu and pi. A trajectory without an outcome has r_o = 0.
+    """
+    trajectories = table.trajectories()
+    last = trajectories.last()
+    r_o = trajectories.total(np.where(last, table.column(outcome), 0.0))[trajectories.of]
+    r_hat = table.column(process)
+    judged = ~last & (~np.isnan(r_hat) if invalid == "skip" else True)
+    r_hat = np.nan_to_num(r_hat)
+    if normalisation == "reduced":
+        return np.where(last, r_o + trajectories.total(r_hat * judged)[trajectories.of], 0.0)
+    return np.where(judged, _normalised(r_hat, r_o, judged, trajectories.of, normalisation), np.where(last, r_o, 0.0))
+
+
+def _normalised(r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, how: str) -> np.ndarray:
+    match how:
+        case "constant":
+            return r_hat + r_o - 1.0
+        case "sample":
+            return r_hat + r_o - (r_hat[judged].mean() + r_o[judged].mean()) if judged.any() else r_hat
+        case "none":
+            return r_hat
+        case "rescale":
+            return r_hat / np.maximum(1, np.bincount(of, weights=judged))[of]
+    raise ValueError(f"normalisation {how!r}: expected constant, sample, none, rescale or reduced")

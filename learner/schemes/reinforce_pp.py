@@ -1,0 +1,22 @@
+"""REINFORCE++: the return, minus the mean of its question, whitened over all tokens of the batch (methods.md 4.3).
+
+baseline = "none" is the original without a group (Hu et al. 2025): the return itself, whitened.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from learner.statistics import whiten, within
+from learner.table import TurnTable
+
+
+def advantages(table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group") -> np.ndarray:
+    """float64 [tokens]. A missing score adds nothing to the return."""
+    if baseline not in ("group", "none"):
+        raise ValueError(f"learner.scheme_options.baseline = {baseline!r}: expected 'group' or 'none'")
+    trajectories = table.trajectories()
+    made = trajectories.total(table.column(column))
+    if baseline == "group":
+        made = within(trajectories.tree, made, lambda group: group - group.mean())
+    return whiten(table.per_token(made[trajectories.of]), table.mask())

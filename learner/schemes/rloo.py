@@ -1,0 +1,13 @@
+"""RLOO: the return of a trajectory minus the mean return of the others of its question, A = n / (n - 1) (R - mean R)."""
+
+import numpy as np
+
+from learner.statistics import leave_one_out, within
+from learner.table import TurnTable
+
+
+def advantages(table: TurnTable, column: str = "reward") -> np.ndarray:
+    """float64 [tokens]. A missing score adds nothing to the return."""
+    trajectories = table.trajectories()
+    made = within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
+    return table.per_token(made[trajectories.of])

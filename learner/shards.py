@@ -1,0 +1,104 @@
+"""Parameters and optimizer moments as safetensors, one file a rank, readable by any other number of ranks.
+
+Each file holds rows of tensors and, in its header, every tensor's whole shape and first row. A rank reads only the rows it holds.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from learner.optimizer import Stepper
+from learner.ranks import Ranks
+
+
+def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
+    """Write this rank's rows of ``part`` (weights and moments) as FOLDER/part-RANK.safetensors; a replicated tensor is rank 0's."""
+    rows, where = {}, {}
+    for name, value in _entries(stepper):
+        if not isinstance(value, DTensor) and ranks.rank:
+            continue
+        local, first = _here(value)
+        if local.numel():
+            rows[name] = local.cpu().contiguous().clone()
+            where[name] = [list(value.shape), first]
+    if rows:
+        save_file(rows, folder / f"{part}-{ranks.rank:05d}.safetensors", metadata={"where": json.dumps(where)})
+
+
+class Found:
+    """The tensors of one part in a checkpoint. Raises ValueError for missing rows or another shape than expected."""
+
+    def __init__(self, folder: Path, part: str):
+        self._files: list[Any] = [
+            safe_open(p, framework="pt") for p in sorted(folder.glob(f"{part}-?????.safetensors"))
+        ]
+        self._pieces: dict[str, tuple[list[int], list[tuple[int, Any]]]] = {}
+        for file in self._files:
+            for name, (shape, first) in json.loads(file.metadata()["where"]).items():
+                self._pieces.setdefault(name, (shape, []))[1].append((first, file))
+
+    def names(self) -> set[str]:
+        """Entries, as KIND/PARAMETER."""
+        return set(self._pieces)
+
+    def rows(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The rows of ``name`` that this rank holds of ``like``, on the CPU."""
+        shape, parts = self._pieces[name]
+        if shape != list(like.shape):
+            raise ValueError(f"{name} has shape {shape}, the model's has {list(like.shape)}")
+        if not shape:
+            return parts[0][1].get_tensor(name)
+        local, start = _here(like)
+        stop, pieces, done = start + len(local), [], start
+        for first, file in sorted(parts, key=lambda piece: piece[0]):
+            piece = file.get_slice(name)
+            begin, end = max(start, first), min(stop, first + piece.get_shape()[0])
+            if begin < end:
+                pieces.append(piece[begin - first : end - first])
+                done = end
+        if done != max(stop, start) or sum(map(len, pieces)) != len(local):
+            raise ValueError(f"{name}: rows {start} to {stop} are not all there; is a shard file missing?")
+        return torch.cat(pieces) if pieces else local.cpu()
+
+
+@torch.no_grad()
+def load(found: Found, stepper: Stepper) -> None:
+    """Put weights and moments into a part's parameters and optimizer, all read before anything is changed. No collectives."""
+    read = []
+    for name, parameter in stepper.parameters.items():
+        state = {}
+        for entry in found.names():
+            kind, _, of = entry.partition("/")
+            if of == name and kind != "weight":
+                state[kind] = found.rows(entry, torch.zeros(()) if kind == "step" else parameter)
+        read.append((parameter, found.rows(f"weight/{name}", parameter), state))
+    for parameter, rows, state in read:
+        _here(parameter)[0].copy_(rows)
+        for kind, value in state.items():
+            if kind == "step":
+                stepper.adamw.state[parameter][kind] = value
+            else:
+                moment = torch.zeros_like(parameter.detach())
+                _here(moment)[0].copy_(value)
+                stepper.adamw.state[parameter][kind] = moment
+
+
+def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in stepper.parameters.items():
+        yield f"weight/{name}", parameter
+        for kind, value in stepper.adamw.state.get(parameter, {}).items():
+            yield f"{kind}/{name}", torch.as_tensor(value)
+
+
+def _here(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a tensor (a view) and the first of them: FSDP2 cuts dimension 0 as torch.chunk does."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0
+    mesh = tensor.device_mesh
+    return tensor.detach().to_local(), min(mesh.get_local_rank() * -(-tensor.shape[0] // mesh.size()), tensor.shape[0])

@@ -1,0 +1,100 @@
+"""From rewards and values per token to advantages and value targets: GAE, and V-trace and Retrace for off-policy data.
+
+All work along one trajectory's own tokens, [tokens]; what the environment inserts between two turns is a transition, not a
+step (equal to the papers' loop over all response tokens when gamma = lambda = 1). The value after the last token is 0.
+log_ratio is log proximal - log behaviour: V-trace and Retrace correct the targets; the ratio of a token's own action, rho_t
+in IMPALA's policy gradient, is left to the correction in the loss.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from learner.statistics import whiten as whiten_tokens
+from learner.table import TurnTable
+
+Kind = Literal["gae", "vtrace", "retrace"]
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """What a scheme makes of a table: advantages float64 [tokens]; returns float64 [tokens], the critic's targets, if it has one."""
+
+    advantages: np.ndarray
+    returns: np.ndarray | None = None
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t; returns A + V (Schulman et al. 2016)."""
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    advantages, running = np.zeros_like(deltas), 0.0
+    for t in range(len(deltas) - 1, -1, -1):
+        running = advantages[t] = deltas[t] + gamma * lam * running
+    return advantages, advantages + values
+
+
+def vtrace(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    log_ratio: np.ndarray,
+    gamma: float,
+    lam: float,
+    rho_max: float = 1.0,
+    c_max: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """v_t = V_t + rho_t delta_t + gamma lam c_t (v_{t+1} - V_{t+1}), rho and c the ratio cut at rho_max and c_max;
+    advantages r_t + gamma v_{t+1} - V_t (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
+    ratio = np.exp(log_ratio)
+    rho, c = np.minimum(ratio, rho_max), lam * np.minimum(ratio, c_max)
+    after = np.append(values[1:], 0.0)
+    targets, gap = np.zeros_like(values), 0.0
+    for t in range(len(values) - 1, -1, -1):
+        gap = rho[t] * (rewards[t] + gamma * after[t] - values[t]) + gamma * c[t] * gap
+        targets[t] = values[t] + gap
+    return rewards + gamma * np.append(targets[1:], 0.0) - values, targets
+
+
+def retrace(
+    rewards: np.ndarray, values: np.ndarray, log_ratio: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Q_t = r_t + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} - V_{t+1}), c = lam min(1, ratio) (Munos et al. 2016, the action values
+    of its recursion read from the state values); advantages Q - V, value targets V + min(1, ratio) (Q - V)."""
+    cut = np.minimum(np.exp(log_ratio), 1.0)
+    advantages, ahead = np.zeros_like(values), 0.0
+    for t in range(len(values) - 1, -1, -1):
+        next_value = values[t + 1] if t + 1 < len(values) else 0.0
+        advantages[t] = rewards[t] + gamma * (next_value + ahead) - values[t]
+        ahead = lam * cut[t] * advantages[t]
+    return advantages, values + cut * advantages
+
+
+def needs(targets: Kind, kl_coef: float) -> set[str]:
+    """The token columns ``estimate`` reads."""
+    return {"value"} | ({"kl"} if kl_coef else set()) | ({"log_ratio"} if targets != "gae" else set())
+
+
+def estimate(
+    table: TurnTable,
+    rewards: np.ndarray,
+    gamma: float,
+    lam: float,
+    whiten: bool,
+    targets: Kind,
+    kl_coef: float = 0.0,
+) -> Estimate:
+    """Advantages (whitened over the sampled tokens of the batch if asked) and value targets of every trajectory.
+
+    rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, in the reward of each sampled token.
+    """
+    if kl_coef:
+        rewards = rewards - kl_coef * table.token_column("kl") * table.mask()
+    values = table.token_column("value")
+    advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
+    for span in table.token_spans():
+        if targets == "gae":
+            made = gae(rewards[span], values[span], gamma, lam)
+        else:
+            off_policy = {"vtrace": vtrace, "retrace": retrace}[targets]
+            made = off_policy(rewards[span], values[span], table.token_column("log_ratio")[span], gamma, lam)
+        advantages[span], returns[span] = made
+    return Estimate(whiten_tokens(advantages, table.mask()) if whiten else advantages, returns)

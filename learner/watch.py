@@ -1,0 +1,132 @@
+"""The numerics watch: do engine and learner agree, how far off-policy is the data, and is the update still sane?
+
+Measured on the tokens of every update, whole and by groups of tokens (staleness, turn). A threshold that is passed gives a warning
+that says what to do. Pure: arrays in, numbers and sentences out.
+"""
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from learner.config import WatchConfig
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the policy pass saw, each [tokens that carried weight].
+
+    current, behaviour: log-probabilities; entropy; kl to the initial policy (k3, 0 if not measured); coefficient: of the correction;
+    clipped, masked: bool; staleness: updates between sampling and training; turn: of the token.
+    """
+
+    current: np.ndarray
+    behaviour: np.ndarray
+    entropy: np.ndarray
+    kl: np.ndarray
+    coefficient: np.ndarray
+    clipped: np.ndarray
+    masked: np.ndarray
+    staleness: np.ndarray
+    turn: np.ndarray
+
+
+def effective_share(ratio: np.ndarray) -> float:
+    """(sum w)^2 / (n sum w^2): the effective sample size of importance weights over their number, in (0, 1]."""
+    return float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())) if len(ratio) else 1.0
+
+
+def metrics(m: Measured) -> dict[str, float]:
+    """All measured values of an update."""
+    if not len(m.current):
+        return {}
+    gap = m.current - m.behaviour
+    ratio = np.exp(np.clip(gap, -20, 20))
+    made = {
+        "learner/ratio_mean": float(ratio.mean()),
+        "learner/ratio_max": float(ratio.max()),
+        "learner/logprob_gap_mean": float(np.abs(gap).mean()),
+        "learner/logprob_gap_max": float(np.abs(gap).max()),
+        "learner/clip_share": float(m.clipped.mean()),
+        "learner/mask_share": float(m.masked.mean()),
+        "learner/entropy": float(m.entropy.mean()),
+        "learner/kl": float(m.kl.mean()),
+        "watch/sample_share": effective_share(ratio),
+        "watch/coefficient_mean": float(m.coefficient.mean()),
+    }
+    made |= {f"watch/ratio_p{q:02d}": float(np.quantile(ratio, q / 100)) for q in (1, 10, 50, 90, 99)}
+    fresh = np.abs(gap[m.staleness == 0])
+    if len(fresh):
+        made |= {
+            "watch/engine_gap_mean": float(fresh.mean()),
+            "watch/engine_gap_p99": float(np.quantile(fresh, 0.99)),
+            "watch/engine_gap_max": float(fresh.max()),
+        }
+    for name, groups in (("staleness", np.minimum(m.staleness, 8)), ("turn", np.minimum(m.turn, 8))):
+        for group in np.unique(groups):
+            made |= _group(f"watch/{name}_{int(group)}", groups == group, gap, ratio, m)
+    return made
+
+
+def _group(name: str, chosen: np.ndarray, gap: np.ndarray, ratio: np.ndarray, m: Measured) -> dict[str, float]:
+    return {
+        f"{name}/tokens": float(chosen.sum()),
+        f"{name}/gap_mean": float(np.abs(gap[chosen]).mean()),
+        f"{name}/sample_share": effective_share(ratio[chosen]),
+        f"{name}/clip_share": float(m.clipped[chosen].mean()),
+        f"{name}/entropy": float(m.entropy[chosen].mean()),
+    }
+
+
+class Watch:
+    """Holds the thresholds and the recent gradient norms; ``warnings`` speaks when one is passed."""
+
+    def __init__(self, config: WatchConfig):
+        self.config = config
+        self._norms: deque[float] = deque(maxlen=20)
+
+    def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
+        """One sentence for each threshold passed, naming value, threshold and remedy."""
+        c, made = self.config, []
+
+        def above(key: str, threshold: str, what: str, remedy: str) -> None:
+            limit = getattr(c, threshold)
+            if limit and values.get(key, 0.0) > limit:
+                made.append(f"{what} is {values[key]:.3g} (watch.{threshold} = {limit:g}): {remedy}")
+
+        above(
+            "watch/engine_gap_p99", "engine_gap", "log-probability difference of engine and learner on fresh tokens (p99)",
+            "same weights should agree: compare dtype, temperature and attention of both; until then use correction = 'tis' or 'icepop'",
+        )  # fmt: skip
+        above(
+            "learner/clip_share", "clip_share", "share of clipped tokens",
+            "lower learner.lr, scheduler.max_staleness or learner.epochs",
+        )  # fmt: skip
+        above(
+            "learner/mask_share", "mask_share", "share of masked tokens",
+            "the data is too far off-policy: lower scheduler.max_staleness or widen the bounds of the correction",
+        )  # fmt: skip
+        above("learner/kl", "kl", "KL to the initial policy", "raise learner.kl_coef or lower learner.lr")
+        share = values.get("watch/sample_share", 1.0)
+        if c.sample_share and share < c.sample_share:
+            made.append(
+                f"effective sample size is {share:.2f} of the tokens (watch.sample_share = {c.sample_share:g}): lower"
+                " scheduler.max_staleness or learner.lr, or truncate harder"
+            )
+        if c.entropy and values.get("learner/entropy", np.inf) < c.entropy:
+            made.append(
+                f"entropy is {values['learner/entropy']:.3g} nats (watch.entropy = {c.entropy:g}): the policy has nearly stopped"
+                " exploring: raise learner.entropy_coef or learner.kl_coef, or lower learner.lr"
+            )
+        return made + self._norm(grad_norm)
+
+    def _norm(self, norm: float | None) -> list[str]:
+        if norm is None:
+            return []
+        usual = float(np.median(self._norms)) if len(self._norms) >= 5 else None
+        self._norms.append(norm)
+        if usual and self.config.grad_norm and norm > self.config.grad_norm * usual:
+            return [
+                f"gradient norm {norm:.3g} is {norm / usual:.0f} times its median (watch.grad_norm = {self.config.grad_norm:g}):"
+                " look at this update's trees with tools/dump; lower learner.grad_clip or learner.lr if it goes on"
+            ]
+        return []
