@@ -27,7 +27,7 @@ NAME = "coppice_tree"
 FOREST = torch.zeros(1, 1, 1, 1)
 """Stands for the attention mask of a forest: transformers takes four dimensions as given and builds none of its own."""
 
-SMALL_SUBTREE = 256
+SMALL_SUBTREE = 128
 """Tokens of subtrees that one masked flash call serves: below it the calls cost more than the masked pairs."""
 
 FLEX_BUCKET = 1024
@@ -46,7 +46,7 @@ class Block(msgspec.Struct, frozen=True):
     masked: bool
 
 
-def blocks(forest: Forest, small: int = SMALL_SUBTREE) -> list[Block]:
+def blocks(forest: Forest, small: int) -> list[Block]:
     """The cascade: together the blocks hold each (token, ancestor-or-self) pair exactly once."""
     end, made, k = forest.end, [], 0
     size = len(end)
@@ -55,7 +55,7 @@ def blocks(forest: Forest, small: int = SMALL_SUBTREE) -> list[Block]:
             last = int(end[k])
             while last < size and end[last] - k <= small:
                 last = int(end[last])
-            made.append(Block(k, last, last, True))
+            made.append(Block(k, last, last, not _chain(end, k, last)))
         else:
             last = k + 1
             while last < end[k] and end[last] == end[k]:
@@ -65,10 +65,15 @@ def blocks(forest: Forest, small: int = SMALL_SUBTREE) -> list[Block]:
     return made
 
 
+def _chain(end: np.ndarray, start: int, stop: int) -> bool:
+    """Whether [start, stop) is one path without branches: causal is enough."""
+    return bool((end[start:stop] == stop).all())
+
+
 class Layout:
     """A forest on a device, in the form its backend reads; masks are made once for all layers."""
 
-    def __init__(self, forest: Forest, backend: Backend, device: torch.device | str, small: int = SMALL_SUBTREE):
+    def __init__(self, forest: Forest, backend: Backend, device: torch.device | str):
         kind = torch.device(device).type
         self.backend = backend if backend != "auto" else ("flex" if kind == "cuda" else "cascade")
         if self.backend == "cascade" and kind != "cpu":
@@ -77,7 +82,7 @@ class Layout:
             raise ValueError("learner.attention = 'flex' trains on CUDA only; on a CPU use 'cascade' or 'dense'")
         self.forest = filled(forest, FLEX_BUCKET) if self.backend == "flex" else forest
         self.device = device
-        self.blocks = blocks(self.forest, small) if self.backend == "cascade" else []
+        self.blocks = blocks(self.forest, SMALL_SUBTREE) if self.backend == "cascade" else []
         self.deepest = int(self.forest.depth.max()) + 1 if len(self.forest.depth) else 0
         self._made: dict[Any, Any] = {}
 
@@ -126,7 +131,7 @@ class Cascade(torch.autograd.Function):
     """(query, key, value [1, heads, nodes, width], layout, scale) -> output of the same shape."""
 
     @staticmethod
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
     ) -> torch.Tensor:
         output = torch.zeros(query.shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -168,16 +173,22 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _flex_mask(forest: Forest, window: int | None, device: torch.device | str) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
+def ancestor_rule(forest: Forest, window: int | None, device: torch.device | str) -> Callable[..., torch.Tensor]:
+    """FlexAttention's mask_mod: whether a query may see a key."""
     end, depth = (torch.as_tensor(np.asarray(a), device=device) for a in (forest.end, forest.depth))
 
     def ancestor(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         allowed = (key <= query) & (query < end[key])
         return allowed if window is None else allowed & (depth[query] - depth[key] < window)
 
-    return create_block_mask(ancestor, None, None, len(forest.end), len(forest.end), device=str(device))
+    return ancestor
+
+
+def _flex_mask(forest: Forest, window: int | None, device: torch.device | str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    size = len(forest.end)
+    return create_block_mask(ancestor_rule(forest, window, device), None, None, size, size, device=str(device))
 
 
 def tree_attention(

@@ -20,8 +20,8 @@ Level = Literal["token", "turn", "sequence"]
 class Segments(msgspec.Struct, frozen=True):
     """Segments of one level among the tokens of a micro-batch.
 
-    ids: int64 [tokens], the segment of each token. outside: float32 [segments], log proximal - log behaviour summed over the segment's
-    tokens that are not here. tokens: float32 [segments], all its tokens.
+    ids: int64 [tokens], the segment of each token. outside: float32 [segments], log current (for ``decoupled`` log proximal)
+    - log behaviour summed over the segment's tokens that are not here. tokens: float32 [segments], all its tokens.
     """
 
     ids: torch.Tensor
@@ -204,12 +204,17 @@ LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
 class Corrected(msgspec.Struct, frozen=True):
-    """A correction with its options. level: where its ratio is taken; needs_proximal: whether it reads ``Logprobs.proximal``."""
+    """A correction with its options.
+
+    level: where its ratio is taken. needs_proximal: whether the log-probabilities at the start of the update are wanted. follows:
+    whether they must be taken anew before every optimizer step, for the tokens of a sequence that lie in other micro-batches.
+    """
 
     function: Correction
     options: dict[str, Any]
     level: Level
     needs_proximal: bool
+    follows: bool
 
     def __call__(self, logprobs: Logprobs, advantage: torch.Tensor) -> Surrogate:
         return self.function(logprobs, advantage, **self.options)
@@ -231,7 +236,8 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
         raise ValueError(f"learner.correction_options.level = {level!r}: expected one of {list(LEVELS)}")
     if name == "none":
         level = "token"  # no ratio is taken
-    return Corrected(CORRECTIONS[name], options, level, name == "decoupled" or level == "sequence")
+    whole = level == "sequence"
+    return Corrected(CORRECTIONS[name], options, level, name == "decoupled" or whole, whole and name != "decoupled")
 
 
 def k1(behaviour: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """Log-probabilities of given targets without ever holding the logits of the vocabulary for all of them.
 
-log p = logit[target] - logsumexp(logits), taken over one block of the vocabulary after another: the logits of a block stay in the
-cache, and a running peak and total (the online logsumexp) join the blocks. The gradient of each log-probability with respect to its
-hidden state, W[target] - softmax @ W, is formed in the same pass, so a frozen head (LoRA) recomputes nothing in backward. A trained
-head needs the probabilities once more, for softmax^T @ hidden; recomputing them is a fourth matrix product where the full logits
-take three, so some blocks are kept from the forward (``KEPT_SHARE``, ``KEPT_BYTES``).
+log p = logit[target] - logsumexp(logits), taken over one block of the vocabulary after another: the logits of a block
+stay in the cache, and a running peak and total (the online logsumexp) join the blocks. The gradient of each
+log-probability with respect to its hidden state, W[target] - softmax @ W, is formed in the same pass, so a frozen head
+(LoRA) recomputes nothing in backward. A trained head needs the probabilities once more, for softmax^T @ hidden;
+recomputing them is a fourth matrix product where the full logits take three, so some blocks are kept from the forward
+(``KEPT_SHARE``, ``KEPT_BYTES``).
 
-Scores are in units of log 2, because exp2 takes half the time of exp on the CPU; everything but the products is float32.
+Scores are in units of log 2, because exp2 takes half the time of exp on the CPU; everything but the products is
+float32.
 """
 
 import math
@@ -19,15 +21,18 @@ from torch.autograd.function import once_differentiable
 ROWS = 4096
 """Rows taken together, at most."""
 CPU_SCORES = 1 << 22
-"""Logits held at a time: 16 MB in float32, which with the same of odds fits a last-level cache."""
+"""Logits held at a time, 16 MB in float32: they stay in a last-level cache. Smaller blocks gain nothing where the cores
+are free and lose where they are shared, for at every operation each core waits for the other."""
 DEVICE_SCORES = 1 << 25
 """The same on an accelerator: 128 MB, for few and large kernels."""
 WIDEST = 1 << 14
 """Tokens a block, at most: bounds the converted copy of its weights."""
-KEPT_SHARE = 0.5
-"""Of the blocks of a trained head, how many are kept for backward at most."""
+KEPT_SHARE = 0.75
+"""The share of the blocks of a trained head that is kept for backward, at most."""
 KEPT_BYTES = 1 << 30
 """And how many bytes, whatever the rows."""
+WIDE_ON = ("cpu",)
+"""Devices whose products are float32 whatever the inputs are: narrower ones are slower there."""
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
 
@@ -35,12 +40,12 @@ LOWEST = -1e30
 class _Head:
     """One call's hidden states and weight in the dtype of the products, block by block.
 
-    The products are float32 on the CPU, where narrower ones are slow, and in the dtype of ``hidden`` elsewhere.
+    The products are in the dtype of ``hidden``, or float32 (``WIDE_ON``); sums over the vocabulary are float32.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
         self.weight, self.given = weight, hidden.dtype
-        self.dtype = torch.float32 if hidden.device.type == "cpu" else hidden.dtype
+        self.dtype = torch.float32 if hidden.device.type in WIDE_ON else hidden.dtype
         self.wide = self.dtype == torch.float32
         self.scale = LOG2E / temperature
         self.hidden = hidden.to(self.dtype)
@@ -83,7 +88,7 @@ class _Head:
 class _Running:
     """What one pass over the blocks has found of some rows: each field float32 [rows], ``pull`` [rows, width].
 
-    ``total`` is the sum of the odds 2^(score - peak), ``mean`` that of odds (score - peak), ``pull`` that of odds weight.
+    ``total`` is the sum of the odds 2^(score - peak), ``mean`` that of odds (score - peak), ``pull`` of odds weight.
     """
 
     def __init__(self, hidden: torch.Tensor, pulled: bool):
@@ -136,7 +141,9 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         slope, *rest = ctx.saved_tensors
         upstream = gradients[0]
         to_hidden = None if slope is None else (upstream[:, None] * slope).to(slope.dtype)
@@ -154,20 +161,20 @@ def _room(head: _Head) -> int:
 def _pass(
     head: _Head, part: slice, targets: torch.Tensor, pulled: bool, kept: list[torch.Tensor], room: int
 ) -> tuple[_Running, torch.Tensor]:
-    """Go over the vocabulary: what was found, and the scores of ``targets``; append odds and peak to ``kept`` while there is room."""
+    """Go over the vocabulary: what was found, and the scores of ``targets``. Fills ``kept`` with odds and peaks."""
     found = _Running(head.hidden[part], pulled)
     chosen = torch.empty_like(found.peak)
+    spare = torch.empty_like(head.buffer)
     blocks = head.blocks()
     ordered, order = targets.sort()
     starts = torch.tensor([b.start for b in blocks] + [len(head.weight)], device=targets.device)
     bounds = torch.searchsorted(ordered, starts).tolist()
-    spare = torch.empty_like(head.buffer)
     for index, block in enumerate(blocks):
         weight = head.read(block)
+        keep = len(kept) < 2 * room
         scores = head.scores(part, weight)
         here = order[bounds[index] : bounds[index + 1]]
         chosen[here] = scores[here, targets[here] - block.start]
-        keep = len(kept) < 2 * room
         odds = torch.empty_like(scores) if keep and head.wide else spare[: scores.numel()].view_as(scores)
         found.meet(scores, odds)
         odds = odds.to(head.dtype)
@@ -189,9 +196,9 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """Sum over the rows of upstream (one_hot(target) - softmax) hidden, [vocabulary, width]."""
     head = _Head(hidden, weight, temperature)
-    made = torch.empty_like(weight, dtype=torch.float32)
     if not len(hidden):
         return torch.zeros_like(weight)
+    made = torch.empty_like(weight, dtype=torch.float32)
     factor = upstream / temperature
     remembered = iter(kept)
     for part in head.parts():

@@ -98,7 +98,8 @@ def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _here(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's rows of a tensor (a view) and the first of them: FSDP2 cuts dimension 0 as torch.chunk does."""
+    tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor.detach(), 0
+        return tensor, 0
     mesh = tensor.device_mesh
-    return tensor.detach().to_local(), min(mesh.get_local_rank() * -(-tensor.shape[0] // mesh.size()), tensor.shape[0])
+    return tensor.to_local(), min(mesh.get_local_rank() * -(-tensor.shape[0] // mesh.size()), tensor.shape[0])

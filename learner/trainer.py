@@ -39,7 +39,8 @@ class Known(msgspec.Struct, frozen=True):
     """What is known of the tokens of a batch before the policy steps, each [tokens], float32 unless said otherwise.
 
     segment: int64, the turn or trajectory a correction takes its ratio over. proximal and reference are the behaviour's
-    log-probabilities where nothing reads them.
+    log-probabilities where nothing reads them. standing: the policy's before this optimizer step, for the tokens of a segment that
+    lie in another micro-batch.
     """
 
     rows: Rows
@@ -48,6 +49,7 @@ class Known(msgspec.Struct, frozen=True):
     proximal: np.ndarray
     reference: np.ndarray
     segment: np.ndarray
+    standing: np.ndarray
 
 
 class Trainer:
@@ -122,7 +124,7 @@ class Trainer:
         weights = token_weights(table, rows.sampled, questions, c.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
         metrics = _table_metrics(table, rows, known.advantages, self.version) | prm_metrics
-        return metrics | self._steps(table, known, estimate)
+        return metrics | self._steps(table, known, estimate, everything)
 
     def _token_columns(
         self, table: TurnTable, rows: Rows, steps: Plan
@@ -130,8 +132,7 @@ class Trainer:
         """What the models of the learner say of each token, as far as scheme, correction or KL term read it."""
         needs, made, metrics = self.scheme.needs, {}, {}
         if "log_ratio" in needs or self.correct.needs_proximal:
-            with self.policy.inference():
-                made["proximal"] = sweep(rows, steps, self.ranks, lambda paths: self.policy.logprobs(paths)[0])
+            made["proximal"] = self._proximal(rows, steps)
             made["log_ratio"] = np.where(rows.sampled, made["proximal"] - rows.behaviour, 0.0)
         if self.needs_reference or self.config.kl_coef > 0:
             with self.policy.inference():
@@ -145,29 +146,40 @@ class Trainer:
             made["prm"], metrics = self.prm.score_and_learn(table, rows, steps, against, self.version)
         return {name: values.astype(np.float64) for name, values in made.items()}, metrics
 
+    def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
+        """Log-probabilities of all tokens under the policy as it stands, float32 [tokens]."""
+        with self.policy.inference():
+            return sweep(rows, steps, self.ranks, lambda paths: self.policy.logprobs(paths)[0])
+
     def _known(
         self, table: TurnTable, rows: Rows, estimate: Estimate, weights: np.ndarray, columns: dict[str, np.ndarray]
     ) -> Known:
         turn = table.row()
         by_level = {"token": turn, "turn": turn, "sequence": table.trajectories().of[turn]}
+        proximal = columns.get("proximal", rows.behaviour).astype(np.float32)
         return Known(
             rows,
             estimate.advantages.astype(np.float32),
             weights.astype(np.float32),
-            columns.get("proximal", rows.behaviour).astype(np.float32),
+            proximal,
             columns.get("reference", rows.behaviour).astype(np.float32),
             by_level[self.correct.level],
+            proximal,
         )
 
-    def _steps(self, table: TurnTable, known: Known, estimate: Estimate) -> dict[str, float]:
+    def _steps(self, table: TurnTable, known: Known, estimate: Estimate, everything: Plan) -> dict[str, float]:
         """epochs x minibatches optimizer steps of the policy, and of the critic if there is one."""
         c, rows = self.config, known.rows
         measured = torch.zeros(5, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
+        stepped = False
         for epoch in range(c.epochs):
             for turns, scale in self._minibatches(table, epoch):
                 steps = self._plan_policy(known, turns)
                 if steps is not None:
+                    if stepped and self.correct.follows:
+                        known = msgspec.structs.replace(known, standing=self._proximal(rows, everything))
+                    stepped = True
                     metrics = self._policy_step(known, steps, scale, measured if epoch == 0 else None)
                 if self.critic is not None:
                     assert estimate.returns is not None, "a scheme that needs a critic has targets for it"
@@ -248,7 +260,7 @@ class Trainer:
         proximal, behaviour = (torch.as_tensor(a[index], device=device) for a in (known.proximal, rows.behaviour))
         if level == "token":
             return Logprobs(current, proximal, behaviour)
-        log = np.where(rows.sampled, known.proximal - rows.behaviour, 0.0)
+        log = np.where(rows.sampled, known.standing - rows.behaviour, 0.0)
         outside = np.bincount(known.segment, weights=log)
         ids = known.segment[index]
         np.subtract.at(outside, ids, log[index])

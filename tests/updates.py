@@ -36,6 +36,30 @@ def batch(seed: int, version: int) -> Batch:
     return Batch(version, 3, made, nodes)
 
 
+def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2) -> Batch:
+    """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo values; uneven lengths."""
+    rng = np.random.default_rng(seed)
+    made, nodes = [], []
+    for tree in range(seed * 10, seed * 10 + trees):
+        own, trained = [TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))], []
+        for trajectory in range(k):
+            parent, length = 0, int(rng.integers(1, turns + 1))
+            for turn in range(1, length + 1):
+                n, last = int(rng.integers(2, 6)), turn == length
+                tokens, logprobs = rng.integers(0, 256, n).astype(np.int32), rng.normal(-5.5, 0.3, n).astype(np.float32)
+                node = TreeNode(len(own), parent, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool))
+                scores = {"reward": float(rng.integers(-2, 3)), "mc_value": float(rng.random()), "valid": 1.0}
+                scores |= {"outcome": float((trajectory + tree) % 2)} if last else {"process": float(rng.random())}
+                own.append(node)
+                trained.append(Turn(node.id, trajectory, turn, scores))
+                if not last:
+                    own.append(TreeNode(len(own), node.id, "observation", np.array([7, tree % 7], np.int32)))
+                    parent = len(own) - 1
+        made.append(TrainGroup(tree, tree, own, trained))
+        nodes += [(tree, node) for node in own]
+    return Batch(version, trees, made, nodes)
+
+
 def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:
     """A learner that moves visibly in one step; ``rank`` 0 trains every weight."""
     given = {"lr": 1e-2, "kl_coef": 0.01, "dtype": "float32", "lora": LoraConfig(rank, 8.0), **settings}
@@ -49,5 +73,11 @@ def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Traine
 
 
 def state(made: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of what trains."""
-    return {name: p.detach().clone() for name, p in made.policy.trained().items()}
+    """A copy of what trains in the policy."""
+    return {name: p.clone() for name, p in made.policy.gathered().items()}
+
+
+def everything(made: Trainer) -> dict[str, torch.Tensor]:
+    """A copy of what trains in policy, critic and reward model. A collective when sharded."""
+    parts = made.parts().items()
+    return {f"{part}/{name}": p.clone() for part, (model, _) in parts for name, p in model.gathered().items()}

@@ -1,4 +1,4 @@
-"""Real processes over gloo: any number of ranks gives the same update, and a dead rank does not hang the others."""
+"""Real processes over gloo: any number of ranks, replicated or sharded, gives the same update; a dead rank does not hang the others."""
 
 import json
 import os
@@ -11,97 +11,117 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from learner import checkpoint
 from learner.main import pack_batch, unpack_batch
-from tests.updates import batch, process, state, trainer
+from tests.learner.rank_process import Scenario
+from tests.updates import batch, episodes, everything, process, trainer
 
 ROOT = Path(__file__).parent.parent.parent
 UPDATES = 2
-RANKS = 4
 
-# The modules are imported once, then every rank is a fork of that process: importing costs more than all the updates.
-_SCRIPT = """
-import json, os, sys, traceback
-from pathlib import Path
-import msgspec
-from safetensors.torch import save_file
-from learner.config import LearnerProcess
-from learner.main import unpack_batch
-from learner.ranks import Ranks
-from learner.trainer import Trainer
+ALL_MODELS = {
+    "scheme": "oprl", "scheme_options": {"base": "ppo"}, "kl_coef": 0.01, "entropy_coef": 0.01,
+    "correction": "tis", "correction_options": {"level": "sequence"}, "minibatches": 2, "epochs": 2,
+    "critic": {"lr": 1e-2}, "prm": {"lr": 1e-2},
+}  # fmt: skip
+"""Policy, critic and reward model, reference and proximal passes, two epochs of two minibatches."""
 
-folder, count, updates = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-
-
-def work(name, rank, dies):
-    ranks = Ranks(30)
-    made = Trainer(msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=LearnerProcess), ranks)
-    for _ in range(updates):
-        payload = ranks.broadcast((folder / "batch").read_bytes() if rank == 0 else None)
-        if rank == dies:
-            os._exit(9)
-        made.update(unpack_batch(payload))
-    save_file({n: p.detach().clone() for n, p in made.policy.trained().items()}, folder / f"{name}-{rank}.safetensors")
-    ranks.close()
-
-
-def run(name, port, dies=-1):
-    children = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": port}
-            try:
-                work(name, rank, dies)
-            except RuntimeError:
-                traceback.print_exc()
-                os._exit(3)
-            os._exit(0)
-        children.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-
-
-ports = sys.argv[4:]
-codes = {"lora": run("lora", ports[0]), "full": run("full", ports[1]), "dead": run("dead", ports[2], dies=2)}
-(folder / "codes.json").write_text(json.dumps(codes))
-"""
+SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
+    "lora": (4, 4, {}),
+    "full": (4, 0, {}),
+    "all": (4, 4, ALL_MODELS),
+    "sharded_lora": (4, 4, {"sharding": "fsdp"}),
+    "sharded_full": (4, 0, {"sharding": "fsdp", "gradient_checkpointing": True}),
+    "sharded_all": (2, 4, ALL_MODELS | {"sharding": "fsdp"}),
+}
+"""Ranks, LoRA rank (0: every weight), settings."""
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
-    """A folder with the outcome of every scenario: codes.json and the trained weights of each rank."""
+    """A folder with the outcome of every scenario: codes.json, checkpoints, and the trained weights of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    for name, rank in (("lora", 4), ("full", 0), ("dead", 4)):
-        (folder / f"{name}.json").write_bytes(msgspec.json.encode(process(llama, folder, rank, micro_tokens=16)))
-    (folder / "batch").write_bytes(pack_batch(batch(5, 0)))
-    (folder / "ranks.py").write_text(_SCRIPT)
-    probes = [socket.socket() for _ in range(3)]
+    (folder / "slate").write_bytes(pack_batch(batch(5, 0)))
+    (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
+    probes = [socket.socket() for _ in range(len(SCENARIOS) + 3)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
-    ports = [str(probe.getsockname()[1]) for probe in probes]
+    ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
         probe.close()
+    made = {
+        name: Scenario(process(llama, folder, rank, micro_tokens=16, **settings), _batch(name), count, UPDATES, ports.pop())
+        for name, (count, rank, settings) in SCENARIOS.items()
+    }  # fmt: skip
+    made["dead"] = msgspec.structs.replace(made["lora"], dies=2, port=ports.pop())
+    made["dead_sharded"] = msgspec.structs.replace(made["sharded_lora"], dies=2, port=ports.pop())
+    resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
+    made["fewer"] = msgspec.structs.replace(made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop())
+    (folder / "scenarios.json").write_bytes(msgspec.json.encode(made))
     place = os.environ | {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(folder / "ranks.py"), str(folder), str(RANKS), str(UPDATES), *ports]
-    subprocess.run(command, env=place, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tests.learner.rank_process", str(folder)], env=place, check=True, timeout=400, cwd=ROOT)  # fmt: skip
     return folder
 
 
-@pytest.mark.parametrize(("name", "rank"), [("lora", 4), ("full", 0)])
-def test_one_rank_and_four_ranks_give_the_same_update(
-    ran: Path, tmp_path: Path, llama: Path, name: str, rank: int
-) -> None:
-    assert json.loads((ran / "codes.json").read_text())[name] == [0] * RANKS
-    made = trainer(llama, tmp_path, rank, micro_tokens=16)
-    for _ in range(UPDATES):
-        made.update(unpack_batch((ran / "batch").read_bytes()))
-    alone = state(made)
+def _batch(name: str) -> str:
+    return "episodes" if name.endswith("all") else "slate"
+
+
+def alone(folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATES) -> dict[str, torch.Tensor]:
+    """The same updates by one rank."""
+    _, rank, settings = SCENARIOS[name]
+    made = trainer(llama, run, rank, micro_tokens=16, **{k: v for k, v in settings.items() if k != "sharding"})
+    for _ in range(updates):
+        made.update(msgspec.structs.replace(unpack_batch((folder / _batch(name)).read_bytes()), version=made.version))
+    return everything(made)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_one_rank_and_several_ranks_give_the_same_update(ran: Path, tmp_path: Path, llama: Path, name: str) -> None:
+    count = SCENARIOS[name][0]
+    assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
+    expected = alone(ran, llama, tmp_path, name)
     first = load_file(ran / f"{name}-0.safetensors")
-    for other in range(RANKS):
-        for key, value in load_file(ran / f"{name}-{other}.safetensors").items():
-            assert torch.equal(value, first[key]), f"rank {other} differs from rank 0 in {key}"
-            torch.testing.assert_close(value, alone[key], atol=2e-5, rtol=1e-4)
+    assert first.keys() == expected.keys()
+    for rank in range(count):
+        for key, value in load_file(ran / f"{name}-{rank}.safetensors").items():
+            assert torch.equal(value, first[key]), f"rank {rank} differs from rank 0 in {key}"
+            torch.testing.assert_close(value, expected[key], atol=1e-4, rtol=1e-3)
 
 
-def test_a_rank_that_dies_in_an_update_ends_the_others_with_an_error(ran: Path) -> None:
-    assert json.loads((ran / "codes.json").read_text())["dead"] == [3, 3, 9, 3]
+def test_a_sharded_checkpoint_is_read_by_one_rank_and_by_three(ran: Path, tmp_path: Path, llama: Path) -> None:
+    folder = ran / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}"
+    assert len(list(folder.glob("policy-*.safetensors"))) == 4
+    made = trainer(llama, tmp_path, 0, micro_tokens=16)
+    assert checkpoint.restore(made, folder).trained == [1, 2]
+    for key, value in load_file(ran / "sharded_full-0.safetensors").items():
+        assert torch.equal(everything(made)[key], value), key
+    assert json.loads((ran / "codes.json").read_text())["fewer"] == [0] * 3
+    expected = alone(ran, llama, tmp_path, "sharded_full", UPDATES + 1)
+    for key, value in load_file(ran / "fewer-0.safetensors").items():
+        torch.testing.assert_close(value, expected[key], atol=1e-4, rtol=1e-3)
+
+
+def test_a_checkpoint_that_lost_a_shard_is_refused(ran: Path, tmp_path: Path, llama: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "v000002"
+    shutil.copytree(ran / "sharded_full" / "checkpoints" / "v000002", folder)
+    (folder / "policy-00001.safetensors").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="shard file missing"):
+        checkpoint.restore(trainer(llama, tmp_path, 0), folder)
+
+
+@pytest.mark.parametrize("name", ["dead", "dead_sharded"])
+def test_a_rank_that_dies_in_an_update_ends_the_others_with_an_error(ran: Path, name: str) -> None:
+    assert json.loads((ran / "codes.json").read_text())[name] == [3, 3, 9, 3]
+
+
+def test_weights_trained_by_sharded_ranks_load_in_transformers(ran: Path, tmp_path: Path, llama: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    trained = {k.removeprefix("policy/"): v for k, v in load_file(ran / "sharded_full-0.safetensors").items()}
+    missing, unexpected = model.load_state_dict(trained, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}

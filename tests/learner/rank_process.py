@@ -1,0 +1,75 @@
+"""Scenarios of several ranks: python rank_process.py FOLDER. FOLDER/scenarios.json names them; results go beside it.
+
+The modules are imported once, then every rank is a fork of that process: importing costs more than all the updates.
+"""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import save_file
+
+from learner import checkpoint
+from learner.config import LearnerProcess
+from learner.main import unpack_batch
+from learner.ranks import Ranks
+from learner.trainer import Trainer
+from tests.updates import everything
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """Ranks that train on a batch some times. dies: a rank that exits in the first update; resume: a checkpoint's folder."""
+
+    process: LearnerProcess
+    batch: str
+    count: int
+    updates: int
+    port: int
+    dies: int = -1
+    resume: str = ""
+
+
+def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
+    """One rank: updates, a checkpoint, then the weights of everything that trains."""
+    ranks = Ranks(30, scenario.process.learner.sharding)
+    made = Trainer(scenario.process, ranks)
+    if scenario.resume:
+        checkpoint.restore(made, Path(scenario.resume))
+    for _ in range(scenario.updates):
+        payload = ranks.broadcast((folder / scenario.batch).read_bytes() if rank == 0 else None)
+        if rank == scenario.dies:
+            os._exit(9)
+        made.update(msgspec.structs.replace(unpack_batch(payload), version=made.version))
+    if ranks.sharded or rank == 0:
+        checkpoint.save(made, folder / name, {1, 2}, 3)
+    save_file(everything(made), folder / f"{name}-{rank}.safetensors")
+    ranks.barrier()
+    ranks.close()
+
+
+def run(folder: Path, name: str, scenario: Scenario) -> list[int]:
+    """Exit codes of the ranks."""
+    children = []
+    for rank in range(scenario.count):
+        pid = os.fork()
+        if pid == 0:
+            size = str(scenario.count)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            os.environ["MASTER_PORT"] = str(scenario.port)
+            try:
+                work(folder, name, scenario, rank)
+            except RuntimeError:
+                traceback.print_exc()
+                os._exit(3)
+            os._exit(0)
+        children.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    scenarios = msgspec.json.decode((place / "scenarios.json").read_bytes(), type=dict[str, Scenario])
+    codes = {name: run(place, name, scenario) for name, scenario in scenarios.items()}
+    (place / "codes.json").write_bytes(msgspec.json.encode(codes))

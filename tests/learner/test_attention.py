@@ -1,0 +1,245 @@
+"""Tree attention: its backends agree with the dense mask, and whole models with path-by-path training."""
+
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+from learner import attention
+from learner.attention import Layout, ancestor_rule, blocks, tree_attention
+from learner.config import LearnerConfig, LoraConfig
+from learner.model import Policy, TreeModel
+from learner.ranks import Ranks
+from learner.trees import Forest, Path, filled, pack
+from tests import tiny
+from tests.learner.forests import forest, random_paths
+
+LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-4
+"""float32; the gradient's is relative to its norm."""
+
+
+def packed(paths: list[list[int]]) -> Forest:
+    return pack([Path(p, 1) for p in paths])
+
+
+def ancestors(made: Forest) -> np.ndarray:
+    index = np.arange(len(made.end))
+    return (index[None, :] <= index[:, None]) & (index[:, None] < made.end[None, :])
+
+
+@given(random_paths, st.integers(0, 20))
+@settings(deadline=None, max_examples=80)
+def test_the_cascades_blocks_hold_each_ancestor_pair_exactly_once(paths: list[list[int]], small: int) -> None:
+    made = packed(paths)
+    seen = np.zeros((len(made.end),) * 2, int)
+    for block in blocks(made, small):
+        queries, keys = np.arange(block.start, block.end)[:, None], np.arange(block.start, block.keys_end)[None, :]
+        inside = ancestors(made)[block.start : block.end, block.start : block.keys_end]
+        seen[block.start : block.end, block.start : block.keys_end] += inside if block.masked else keys <= queries
+    assert (seen == ancestors(made)).all()
+
+
+class Layer:
+    """Stands for the module transformers passes; nothing of it is read when a layout is given."""
+
+
+def attend(made: Forest, backend: Any, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and the three gradients of four query heads on two key heads."""
+    torch.manual_seed(0)
+    n = len(made.end)
+    query, key, value = (torch.randn(1, h, n, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2))
+    layout = Layout(made, backend, "cpu")
+    out, _ = tree_attention(Layer(), query, key, value, None, sliding_window=window, layout=layout)  # pyright: ignore
+    (out * torch.randn_like(out)).sum().backward()
+    assert query.grad is not None
+    assert key.grad is not None
+    assert value.grad is not None
+    return [out.detach(), query.grad, key.grad, value.grad]
+
+
+@given(paths=random_paths, small=st.integers(0, 12), window=st.sampled_from([None, 3, 100]))
+@settings(deadline=None, max_examples=40)
+def test_the_cascade_equals_the_dense_mask_in_values_and_gradients(
+    paths: list[list[int]], small: int, window: int | None
+) -> None:
+    made = packed(paths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SMALL_SUBTREE", small)
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+            ours, dense = attend(made, "cascade", window, dtype), attend(made, "dense", window, dtype)
+            for a, b in zip(ours, dense, strict=True):
+                torch.testing.assert_close(a, b, atol=bound, rtol=bound)
+
+
+@given(paths=random_paths, window=st.sampled_from([None, 2, 5]))
+@settings(deadline=None, max_examples=30)
+def test_flexattentions_rule_is_ancestry_and_fillers_see_and_are_seen_by_nothing_else(
+    paths: list[list[int]], window: int | None
+) -> None:
+    made = packed(paths)
+    grown = filled(made, 16)
+    size = len(grown.end)
+    rule = create_mask(ancestor_rule(grown, window, "cpu"), None, None, size, size, device="cpu")[0, 0].numpy()
+    expected = ancestors(grown)
+    if window is not None:
+        expected &= grown.depth[:, None] - grown.depth[None, :] < window
+    assert (rule == expected).all()
+    n = len(made.end)
+    assert (rule[n:, :n] == False).all()  # noqa: E712
+    assert (rule[:n, n:] == False).all()  # noqa: E712
+
+
+def test_flexattentions_forward_equals_the_dense_mask() -> None:
+    made = pack(forest(1))
+    n = len(made.end)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, n, 16) for h in (4, 2, 2))
+    with torch.no_grad():
+        mask = attention._flex_mask(made, None, "cpu")
+        ours = flex_attention(query, key, value, block_mask=mask, enable_gqa=True).transpose(1, 2)  # pyright: ignore
+        layout = Layout(made, "dense", "cpu")
+        dense, _ = tree_attention(Layer(), query, key, value, None, layout=layout)  # pyright: ignore
+    torch.testing.assert_close(ours, dense, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("flex", "cpu"), ("cascade", "meta")])
+def test_a_backend_is_refused_where_it_cannot_train(backend: Any, device: str) -> None:
+    with pytest.raises(ValueError, match=r"learner\.attention"):
+        Layout(pack(forest(1)), backend, device)
+
+
+class Alone(torch.nn.Module):
+    """A layer that forgets its caller's arguments."""
+
+
+def test_a_model_that_does_not_pass_the_layout_on_is_refused() -> None:
+    some = torch.randn(1, 2, 3, 8)
+    with pytest.raises(RuntimeError, match="cannot train on trees"):
+        tree_attention(Alone(), some, some, some, attention.FOREST)
+
+
+# ------------------------------------------------------------------------------------------ whole models
+
+
+class _Norm(torch.nn.Module):
+    """RMSNorm in the precision of its input: transformers casts to float32, which would hide float64 equality."""
+
+    def __init__(self, old: Any):
+        super().__init__()
+        self.weight, self.eps = old.weight, getattr(old, "variance_epsilon", None) or old.eps
+        self.shift = 1.0 if "Gemma" in type(old).__name__ else 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight + self.shift) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def full_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, _: float) -> tuple[Any, Any]:
+    """Log-probabilities without the chunked float32 head, which has its own tests."""
+    made = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return made, made.clone()
+
+
+def exact(model: TreeModel) -> None:
+    """Turn a model into float64, norms included."""
+    model.tower.double()
+    model.compute = torch.float64
+    for module in list(model.tower.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, _Norm(child))
+
+
+def compare(model: TreeModel, paths: list[Path], logprob_bound: float, gradient_bound: float) -> None:
+    """The forest against every path read alone: outputs, and the gradient of every trained parameter."""
+    torch.manual_seed(1)
+    for (
+        parameter
+    ) in model.trained().values():  # fresh adapters and value heads are zero: give them something to differ by
+        if not parameter.any():
+            parameter.data.normal_(0, 0.1)
+    row = model.row(paths)
+    assert row.nodes < sum(len(p.tokens) for p in paths)
+    together = model.read(row)[0]
+    scale = torch.linspace(-1, 2, len(together), dtype=together.dtype)
+    (together * scale).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.trained().items() if p.grad is not None}
+    model.tower.zero_grad()
+    pieces = [_alone(model, path) for path in paths]
+    (torch.cat(pieces) * scale).sum().backward()
+    assert (together - torch.cat(pieces)).abs().max() < logprob_bound
+    assert gradients
+    for name, parameter in model.trained().items():
+        if parameter.grad is not None:
+            assert (gradients[name] - parameter.grad).norm() < gradient_bound * (parameter.grad.norm() + 1e-8), name
+
+
+def _alone(model: TreeModel, path: Path) -> torch.Tensor:
+    from learner.model import Row
+
+    n = len(path.tokens)
+    target = torch.tensor(path.tokens[path.start :])
+    return model.read(Row(torch.tensor(path.tokens), torch.arange(n), torch.arange(path.start - 1, n - 1), target, None, n))[0]  # fmt: skip
+
+
+KINDS = ["llama", "qwen2", "qwen3", "gemma3"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FilePath]:
+    return {kind: tiny.save(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole", "lora"])
+@pytest.mark.parametrize("backend", ["dense", "cascade"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_training_equals_path_by_path_training(
+    folders: dict[str, FilePath], kind: str, backend: Any, rank: int, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)  # blocks of both kinds in small trees
+    lora = LoraConfig(rank, 8.0)
+    config = LearnerConfig(dtype="float32", lora=lora, attention=backend, gradient_checkpointing=checkpointing)
+    model = Policy(str(folders[kind]), config, 1.0, Ranks(60))
+    compare(model, forest(3, steps=3), LOGPROB_BOUND, GRADIENT_BOUND)
+
+
+@pytest.mark.parametrize("backend", ["dense", "cascade"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_training_equals_path_by_path_training_to_float64_rounding(
+    folders: dict[str, FilePath], kind: str, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)
+    config = LearnerConfig(dtype="float32", lora=LoraConfig(0), attention=backend)
+    monkeypatch.setattr("learner.model.token_logprobs", full_head)
+    model = Policy(str(folders[kind]), config, 1.0, Ranks(60))
+    exact(model)
+    for seed in (3, 4):
+        compare(model, forest(seed, steps=3), 1e-12, 1e-11)
+        model.tower.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_critic_on_the_forest_equals_the_critic_path_by_path(
+    folders: dict[str, FilePath], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)
+    config = LearnerConfig(dtype="float32", gradient_checkpointing=True)
+    model = TreeModel(str(folders[kind]), config, LoraConfig(4, 8.0), 1.0, Ranks(60), values=True)
+    compare(model, forest(5), LOGPROB_BOUND, GRADIENT_BOUND)
+
+
+@given(seed=st.integers(0, 10_000), small=st.integers(0, 30), steps=st.integers(1, 4))
+@settings(deadline=None, max_examples=12)
+def test_any_random_tree_trains_as_its_paths_do(
+    folders: dict[str, FilePath], seed: int, small: int, steps: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SMALL_SUBTREE", small)
+        config = LearnerConfig(dtype="float32", lora=LoraConfig(4, 8.0))
+        model = Policy(str(folders["qwen3"]), config, 1.0, Ranks(60))
+        compare(model, forest(seed, trees=3, steps=steps), LOGPROB_BOUND, GRADIENT_BOUND)

@@ -1,0 +1,46 @@
+"""Batches of token paths in the shapes the four methods train on, for the learner's benchmarks. Tokens are random; only lengths and
+shared prefixes matter."""
+
+import numpy as np
+
+from learner.trees import Path
+
+VOCABULARY = 49152
+
+
+def _words(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(0, VOCABULARY, count).tolist()
+
+
+def slate(rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80, retrieved: int = 400) -> list[Path]:  # fmt: skip
+    """One question: at every step k actions from one prefix, one of them continued."""
+    made, prefix = [], _words(rng, question)
+    for _ in range(steps):
+        actions = [_words(rng, action) for _ in range(k)]
+        made += [Path(prefix + a, len(prefix)) for a in actions]
+        prefix = prefix + actions[0] + _words(rng, retrieved)
+    return made
+
+
+def grpo(rng: np.random.Generator, prompt: int = 1000, k: int = 8, action: int = 200) -> list[Path]:
+    """k answers to one prompt."""
+    prefix = _words(rng, prompt)
+    return [Path(prefix + _words(rng, action), prompt) for _ in range(k)]
+
+
+def mc_pr(rng: np.random.Generator, prompt: int = 200, states: int = 5, n: int = 16, turn: int = 48) -> list[Path]:
+    """n continuations of one turn from each state of a trajectory."""
+    made, prefix = [], _words(rng, prompt)
+    for _ in range(states):
+        made += [Path(prefix + _words(rng, turn), len(prefix)) for _ in range(n)]
+        prefix = prefix + _words(rng, 2 * turn)
+    return made
+
+
+def episodes(rng: np.random.Generator, prompt: int = 200, count: int = 6, turns: int = 4, turn: int = 60) -> list[Path]:
+    """Whole game episodes that share the prompt only; each is trained once, at its last turn's end."""
+    prefix = _words(rng, prompt)
+    return [Path(prefix + _words(rng, turns * turn), prompt) for _ in range(count)]
+
+
+SHAPES = {"slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes}
