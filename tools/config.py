@@ -196,11 +196,11 @@ def _check_effects(config: Config) -> None:
         )
     if s.strategy == "full" and s.selection != default.selection:
         raise ConfigError("config: scheduler.selection has no effect with scheduler.strategy = 'full': remove it")
+    _check_learner(w)
     if w.scheme != "slate" and s.strategy == "slate":
         raise ConfigError(
             f"config: learner.scheme = {w.scheme!r} compares whole trajectories: it needs scheduler.strategy = 'full'"
         )
-    _check_learner(w)
     if config.data.train != "default" and config.warm_start.steps and config.data.corpus != "default":
         raise ConfigError(
             f"config: warm_start.steps = {config.warm_start.steps}: the built-in warm start knows the default data only;"

@@ -1,5 +1,5 @@
 """Batches of token paths in the shapes the four methods train on, for the learner's benchmarks. Tokens are random; only lengths and
-shared prefixes matter."""
+shared prefixes matter. Half the lengths of a real batch, so that the padded reference ends in seconds."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ def _words(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(0, VOCABULARY, count).tolist()
 
 
-def slate(rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80, retrieved: int = 400) -> list[Path]:  # fmt: skip
+def slate(rng: np.random.Generator, question: int = 100, steps: int = 4, k: int = 5, action: int = 40, retrieved: int = 200) -> list[Path]:  # fmt: skip
     """One question: at every step k actions from one prefix, one of them continued."""
     made, prefix = [], _words(rng, question)
     for _ in range(steps):
@@ -22,13 +22,13 @@ def slate(rng: np.random.Generator, question: int = 200, steps: int = 4, k: int 
     return made
 
 
-def grpo(rng: np.random.Generator, prompt: int = 1000, k: int = 8, action: int = 200) -> list[Path]:
+def grpo(rng: np.random.Generator, prompt: int = 500, k: int = 8, action: int = 100) -> list[Path]:
     """k answers to one prompt."""
     prefix = _words(rng, prompt)
     return [Path(prefix + _words(rng, action), prompt) for _ in range(k)]
 
 
-def mc_pr(rng: np.random.Generator, prompt: int = 200, states: int = 5, n: int = 16, turn: int = 48) -> list[Path]:
+def mc_pr(rng: np.random.Generator, prompt: int = 100, states: int = 4, n: int = 12, turn: int = 32) -> list[Path]:
     """n continuations of one turn from each state of a trajectory."""
     made, prefix = [], _words(rng, prompt)
     for _ in range(states):
@@ -37,7 +37,7 @@ def mc_pr(rng: np.random.Generator, prompt: int = 200, states: int = 5, n: int =
     return made
 
 
-def episodes(rng: np.random.Generator, prompt: int = 200, count: int = 6, turns: int = 4, turn: int = 60) -> list[Path]:
+def episodes(rng: np.random.Generator, prompt: int = 100, count: int = 6, turns: int = 4, turn: int = 30) -> list[Path]:
     """Whole game episodes that share the prompt only; each is trained once, at its last turn's end."""
     prefix = _words(rng, prompt)
     return [Path(prefix + _words(rng, turns * turn), prompt) for _ in range(count)]

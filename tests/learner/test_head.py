@@ -1,0 +1,128 @@
+"""The blockwise head equals a full log-softmax: values, entropies and gradients."""
+
+import pytest
+import torch
+
+from learner import head
+from learner.head import token_logprobs
+
+BOUND = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "ROWS", 32)
+    monkeypatch.setattr(head, "CPU_SCORES", 32 * 128)
+
+
+def given(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """hidden [rows, 24], weight [vocabulary, 24], targets [rows], upstream [rows]; logits of about two nats."""
+    torch.manual_seed(rows + vocabulary)
+    hidden = torch.randn(rows, 24).to(dtype)
+    weight = (0.4 * torch.randn(vocabulary, 24)).to(dtype)
+    return [hidden, weight, torch.randint(0, vocabulary, (rows,)), torch.randn(rows)]
+
+
+def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> list[torch.Tensor]:
+    """Log-probabilities and entropies from all logits, in the wider dtype of double."""
+    logs = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
+    return [logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)]
+
+
+def compare(inputs: list[torch.Tensor], temperature: float, trained: bool, bound: float = BOUND) -> None:
+    hidden, weight, targets, upstream = inputs
+    sides = []
+    for compute in (token_logprobs, full):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
+        logprobs, entropy = compute(*leaves, targets, temperature)
+        (logprobs * upstream).sum().backward()
+        sides.append([logprobs.detach(), entropy.detach(), leaves[0].grad, *([leaves[1].grad] if trained else [])])
+    for got, expected in zip(*sides, strict=True):
+        scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+        torch.testing.assert_close(got.double(), expected.double(), atol=bound * scale, rtol=0)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)])
+def test_values_and_gradients_equal_the_full_version(
+    rows: int, vocabulary: int, temperature: float, trained: bool
+) -> None:
+    compare(given(rows, vocabulary), temperature, trained)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("budget", [0, 40_000, 1 << 30])
+def test_what_is_kept_for_backward_does_not_change_the_gradients(
+    monkeypatch: pytest.MonkeyPatch, share: float, budget: int
+) -> None:
+    monkeypatch.setattr(head, "KEPT_SHARE", share)
+    monkeypatch.setattr(head, "KEPT_BYTES", budget)
+    compare(given(75, 700), 0.9, True)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_narrow_inputs_are_reduced_in_float32(trained: bool) -> None:
+    inputs = given(75, 300, torch.bfloat16)
+    made, entropy = token_logprobs(inputs[0], inputs[1], inputs[2], 0.8)
+    expected = full(inputs[0], inputs[1], inputs[2], 0.8)
+    assert made.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(made.double(), expected[0], atol=BOUND, rtol=0)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=BOUND, rtol=0)
+    compare(inputs, 0.8, trained, bound=2**-7)  # the gradients are handed back in bfloat16
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_path_of_narrow_products_agrees(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
+    """What accelerators do with bfloat16, here on the CPU."""
+    monkeypatch.setattr(head, "WIDE_ON", ())
+    compare(given(75, 300), 0.8, trained)
+    compare(given(75, 300, torch.bfloat16), 0.8, trained, bound=0.03)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_float32_master_weight_under_narrow_hidden_states_keeps_its_gradient_wide(trained: bool) -> None:
+    hidden, _, targets, upstream = given(40, 200, torch.bfloat16)
+    weight = given(40, 200)[1].to(torch.bfloat16).float().requires_grad_(trained)
+    made, _ = token_logprobs(hidden.requires_grad_(), weight, targets)
+    (made * upstream).sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    if trained:
+        wide = weight.detach().clone().requires_grad_()
+        (full(hidden.detach(), wide, targets, 1.0)[0] * upstream).sum().backward()
+        assert weight.grad is not None and wide.grad is not None
+        torch.testing.assert_close(weight.grad, wide.grad, atol=1e-4, rtol=0)
+
+
+def test_only_the_weight_may_need_a_gradient() -> None:
+    hidden, weight, targets, upstream = given(75, 300)
+    made, _ = token_logprobs(hidden, weight.requires_grad_(), targets)
+    (made * upstream).sum().backward()
+    got, weight.grad = weight.grad, None
+    (full(hidden, weight, targets, 1.0)[0] * upstream).sum().backward()
+    assert got is not None and weight.grad is not None
+    torch.testing.assert_close(got, weight.grad, atol=1e-4, rtol=0)
+
+
+def test_scores_far_apart_between_blocks_stay_exact() -> None:
+    hidden, weight, targets, upstream = given(40, 700)
+    compare([hidden, weight * torch.linspace(0.1, 60, 700)[:, None], targets, upstream], 1.0, True)
+    compare([hidden, weight * torch.linspace(60, 0.1, 700)[:, None], targets, upstream], 1.0, True)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_rows_give_empty_values_and_zero_gradients(trained: bool) -> None:
+    compare(given(0, 300), 1.0, trained)
+
+
+def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, _ = given(75, 300)
+    expected = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets)
+    monkeypatch.setattr(head._Head, "add", lambda *_: pytest.fail("a slope was computed"))
+    with torch.no_grad():
+        made = token_logprobs(hidden, weight, targets)
+    plain = token_logprobs(hidden.detach(), weight.detach(), targets)
+    for got in (made, plain):
+        assert not got[0].requires_grad
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other.detach(), atol=BOUND, rtol=0)

@@ -1,0 +1,97 @@
+"""The blockwise head against all logits at once: time and peak memory of forward and backward on the CPU, in float32.
+
+Rounds alternate the two sides, with a frozen head (LoRA) and with a trained one; a ratio is the median over rounds of
+the ratio in one round, so that other load meets both. Memory is the peak of the resident set above what it was before,
+so it counts the gradients and what the products' library takes; the kernel's mark is reset before each measurement
+(Linux). The goals are at most the time and at most half of the memory; the row's ratio is the worst of all four over
+its goal.
+"""
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.head import token_logprobs
+
+ROWS, WIDTH, VOCABULARY = 1024, 576, 151_936
+LEAST_ROUNDS, MOST_ROUNDS, SPENT_S = 2, 5, 30.0
+TIME_GOAL, MEMORY_GOAL = 1.0, 0.5
+
+Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.T).log_softmax(-1, dtype=torch.float32).gather(1, targets[:, None])[:, 0]
+
+
+def _blockwise(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return token_logprobs(hidden, weight, targets)[0]
+
+
+def _resident(mark: str) -> int:
+    """Bytes: "VmRSS" now, "VmHWM" at the peak since the mark was reset."""
+    line = next(li for li in Path("/proc/self/status").read_text().splitlines() if li.startswith(mark))
+    return int(line.split()[1]) * 1024
+
+
+def _measure(head: Head, inputs: list[torch.Tensor], trained: bool) -> tuple[float, int]:
+    """Seconds and peak extra bytes of one forward and backward."""
+    hidden, weight, targets, upstream = inputs
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_(trained)
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator still holds would hide what is taken
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    start = time.perf_counter()
+    (head(hidden, weight, targets) * upstream).sum().backward()
+    return time.perf_counter() - start, _resident("VmHWM") - before
+
+
+def _inputs(rows: int, width: int, vocabulary: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weight = torch.randn(vocabulary, width).mul_(0.05)
+    return [torch.randn(rows, width), weight, torch.randint(0, vocabulary, (rows,)), torch.randn(rows)]
+
+
+def _compare(rows: int, width: int, vocabulary: int) -> dict[str, Any]:
+    """Every measured value: medians over rounds, named "frozen_..." and "trained_..."."""
+    kinds = {"frozen": False, "trained": True}
+    small, inputs = _inputs(8, width, 1024), _inputs(rows, width, vocabulary)
+    for side in (_full, _blockwise):
+        _measure(side, small, True)  # threads and libraries start
+    rounds: list[dict[str, float]] = []
+    start = time.perf_counter()
+    while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() - start < SPENT_S):
+        row: dict[str, float] = {}
+        for kind, trained in kinds.items():
+            full_s, full_bytes = _measure(_full, inputs, trained)
+            made_s, made_bytes = _measure(_blockwise, inputs, trained)
+            row |= {f"{kind}_full_s": full_s, f"{kind}_s": made_s, f"{kind}_time_ratio": made_s / full_s}
+            row |= {f"{kind}_full_mb": full_bytes / 1e6, f"{kind}_mb": made_bytes / 1e6}
+            row |= {f"{kind}_memory_ratio": made_bytes / full_bytes}
+        rounds.append(row)
+    return {key: statistics.median(r[key] for r in rounds) for key in rounds[0]} | {"rounds": len(rounds)}
+
+
+def run(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+    """About 45 s on two free cores."""
+    found = _compare(rows, width, vocabulary)
+    time_ratio = max(found["frozen_time_ratio"], found["trained_time_ratio"])
+    memory_ratio = max(found["frozen_memory_ratio"], found["trained_memory_ratio"])
+    ratio = max(time_ratio / TIME_GOAL, memory_ratio / MEMORY_GOAL)
+    row = {"name": "blockwise head / full logits (time; memory / 0.5)", "ratio": ratio, "goal": 1.0, "better": "lower"}
+    row |= {"time_ratio": time_ratio, "memory_ratio": memory_ratio}
+    return row | found | {"rows": rows, "width": width, "vocabulary": vocabulary}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="The blockwise head against full logits.")
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    print(run(**vars(parser.parse_args())))
