@@ -62,7 +62,7 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.watch]: where the numerics watch warns. 0 switches a warning off.
 
-    engine_gap: 99th percentile of |learner - engine log-probability| on tokens of the policy version being trained. sample_share: the
+    engine_gap: 99th percentile of |learner - engine log-probability| on turns that the version being trained sampled whole. sample_share: the
     effective sample size over the number of tokens. clip_share, mask_share: of the tokens. entropy: nats. kl: to the initial policy.
     grad_norm: times the running median.
     """

@@ -58,23 +58,3 @@ def announce(run: Path, published: Published) -> None:
     draft = run / "learner.json.draft"
     draft.write_bytes(msgspec.json.encode(published))
     draft.rename(run / "learner.json")
-
-
-def export(policy: Policy, source: Path, folder: Path) -> None:
-    """The whole policy as a Hugging Face folder: adapters merged, tokenizer and templates copied from ``source``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if policy.lora:
-        policy.model.merge_adapter()
-        state = {
-            name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
-            for name, tensor in policy.model.state_dict().items()
-            if ".lora_" not in name
-        }
-        policy.causal.config.save_pretrained(folder)
-        tied = policy.causal.config.tie_word_embeddings
-        save_file({n: t.clone() for n, t in state.items() if not (tied and n == "lm_head.weight")}, folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
-        policy.model.unmerge_adapter()
-    else:
-        policy.model.save_pretrained(folder)
-    for path in [*source.glob("*token*"), *source.glob("*.jinja"), *source.glob("generation_config.json")]:
-        shutil.copy(path, folder / path.name)

@@ -58,7 +58,8 @@ def retrace(
     rewards: np.ndarray, values: np.ndarray, log_ratio: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Q_t = r_t + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} - V_{t+1}), c = lam min(1, ratio) (Munos et al. 2016, the action values
-    of its recursion read from the state values); advantages Q - V, value targets V + min(1, ratio) (Q - V)."""
+    of its recursion read from the state values); advantages Q - V, value targets V + min(1, ratio) (Q - V). Without a critic of
+    actions these value targets are V-trace's with rho_max = c_max = 1."""
     cut = np.minimum(np.exp(log_ratio), 1.0)
     advantages, ahead = np.zeros_like(values), 0.0
     for t in range(len(values) - 1, -1, -1):

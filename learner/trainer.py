@@ -277,8 +277,10 @@ class Trainer:
         there = (seen[0] != 0) & known.rows.sampled
         current, entropy, kl, coefficient, cut = seen[:, there]
         stale = (self.version - known.rows.versions)[there]
+        oldest = np.array([known.rows.versions[span].min() for span in known.rows.spans])
+        fresh = table.per_token(oldest == self.version)[there]
         behaviour, turn = known.rows.behaviour[there], table.per_token(table.turn)[there]
-        return watch.Measured(current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn)
+        return watch.Measured(current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn, fresh)
 
 
 def _note(

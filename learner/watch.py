@@ -16,7 +16,9 @@ class Measured(msgspec.Struct, frozen=True):
     """What the policy pass saw, each [tokens that carried weight].
 
     current, behaviour: log-probabilities; entropy; kl to the initial policy (k3, 0 if not measured); coefficient: of the correction;
-    clipped, masked: bool; staleness: updates between sampling and training; turn: of the token.
+    clipped, masked: bool; staleness: updates between sampling and training; turn: of the token. fresh: bool, whether the whole turn
+    was sampled by the version being trained: only there must engine and learner agree, since a turn that spans a weight update
+    attends to keys and values of the older weights.
     """
 
     current: np.ndarray
@@ -28,6 +30,7 @@ class Measured(msgspec.Struct, frozen=True):
     masked: np.ndarray
     staleness: np.ndarray
     turn: np.ndarray
+    fresh: np.ndarray
 
 
 def effective_share(ratio: np.ndarray) -> float:
@@ -54,7 +57,7 @@ def metrics(m: Measured) -> dict[str, float]:
         "watch/coefficient_mean": float(m.coefficient.mean()),
     }
     made |= {f"watch/ratio_p{q:02d}": float(np.quantile(ratio, q / 100)) for q in (1, 10, 50, 90, 99)}
-    fresh = np.abs(gap[m.staleness == 0])
+    fresh = np.abs(gap[m.fresh])
     if len(fresh):
         made |= {
             "watch/engine_gap_mean": float(fresh.mean()),
@@ -94,7 +97,7 @@ class Watch:
                 made.append(f"{what} is {values[key]:.3g} (watch.{threshold} = {limit:g}): {remedy}")
 
         above(
-            "watch/engine_gap_p99", "engine_gap", "log-probability difference of engine and learner on fresh tokens (p99)",
+            "watch/engine_gap_p99", "engine_gap", "log-probability difference of engine and learner on fresh turns (p99)",
             "same weights should agree: compare dtype, temperature and attention of both; until then use correction = 'tis' or 'icepop'",
         )  # fmt: skip
         above(

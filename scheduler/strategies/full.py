@@ -32,4 +32,10 @@ async def episode(tree: Tree, ctx: Context, trajectory: int) -> list[Node]:
         node.chosen = True
         ctx.save([node])
     await ctx.log_outcome(tree.tip(trajectory))
-    return [n for n in tree.path(tree.tip(trajectory)) if n.kind == "action" and not n.forced]
+    actions = [n for n in tree.path(tree.tip(trajectory)) if n.kind == "action" and not n.forced]
+    if (
+        "outcome" not in actions[-1].scores
+    ):  # the policy did not answer within its budget; a forced answer is only logged
+        actions[-1].scores["outcome"] = 0.0
+        ctx.save([actions[-1]])
+    return actions

@@ -195,6 +195,30 @@ def test_a_dead_learner_ends_the_run_with_its_log_and_the_way_to_go_on(config: P
     assert not left_over(run)
 
 
+def test_whole_trajectories_train_policy_critic_and_reward_model_on_sharded_ranks(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [
+        "scheduler.strategy=full",
+        "learner.scheme=oprl",
+        "learner.scheme_options.base=ppo",
+        "learner.correction=decoupled",
+        "learner.minibatches=2",
+        "learner.sharding=fsdp",
+        "learner.prm.loss=cross_entropy",
+        "learner.prm.threshold=-1.0",
+    ]
+    process = launch(config, run, *(part for setting in settings for part in ("--set", setting)))
+    out = finish(process)
+    assert process.returncode == 0, out
+    check_whole(run)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [record for record in records if "learner/grad_norm" in record]
+    assert len(trained) == UPDATES
+    assert all({"critic/loss", "prm/loss", "watch/engine_gap_p99", "learner/trunk_repeat"} <= set(r) for r in trained)
+    assert max(record["watch/engine_gap_p99"] for record in trained) < 1e-3
+    assert len(list((run / "checkpoints" / f"v{UPDATES:06d}").glob("*-0000?.safetensors"))) == 6  # 3 models on 2 ranks
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -21,7 +21,7 @@ from tests.updates import batch, episodes, everything, process, trainer
 ROOT = Path(__file__).parent.parent.parent
 UPDATES = 2
 
-ALL_MODELS = {
+ALL_MODELS: dict[str, object] = {
     "scheme": "oprl", "scheme_options": {"base": "ppo"}, "kl_coef": 0.01, "entropy_coef": 0.01,
     "correction": "tis", "correction_options": {"level": "sequence"}, "minibatches": 2, "epochs": 2,
     "critic": {"lr": 1e-2}, "prm": {"lr": 1e-2},

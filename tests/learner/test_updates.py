@@ -6,16 +6,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines import weights
 from learner import checkpoint, shards
 from learner.batches import Inbox
 from learner.main import pack_batch, unpack_batch
-from learner.publish import export, publish
+from learner.publish import publish
 from learner.selfcheck import PackingError
 from learner.trainer import Batch
 from tests.updates import batch, groups, state, trainer
+from tools.export_policy import export
 from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed
 
@@ -87,7 +88,12 @@ def test_published_adapters_merged_by_the_actor_equal_the_learners_policy(tmp_pa
     kind, path = weights.verified_file(Path(published.path), published.digest)
     actor = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     weights.apply(actor, llama, kind, path)
-    export(made.policy, llama, tmp_path / "export")
+    (tmp_path / "processes").mkdir()
+    (tmp_path / "processes" / "learner.json").write_bytes(msgspec.json.encode(made.process))
+    assert export(tmp_path, tmp_path / "export") == 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
+    with pytest.raises(ValueError, match="it keeps"):
+        export(tmp_path, tmp_path / "export", version=9)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     ids = torch.arange(20)[None]
     with torch.no_grad():

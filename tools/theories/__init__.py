@@ -1,4 +1,4 @@
-"""The command tools/theory: what four papers on process rewards claim, measured from the definitions, as one table.
+"""The command tools/theory: what four papers on process rewards claim, and the bias of corrections, measured from the definitions.
 
 A paper is a module here with ``rows(seed) -> list[Row]`` and ``figures(folder)``. A row says what was found to be
 true, also where the paper prints something else; docs/theory.md has both.
@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 
-PAPERS = ("slate", "ppr", "vpr", "oprl")
+PAPERS = ("slate", "ppr", "vpr", "oprl", "staleness")
 BATCHES = 40  # enough for the spread of the batch means to be known to a ninth of itself
 STANDARD_ERRORS = 4.5  # a right value is farther off than this less than once in ten thousand times, with 40 batches
 STEP = 1e-5  # of the central differences: truncation and rounding error are then both near 1e-11
@@ -90,12 +90,12 @@ def save(figure: Figure, path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the named papers' claims (all by default); returns 1 when a row disagrees, 2 for an unknown name."""
-    parser = argparse.ArgumentParser(prog="tools/theory", description="Claims of four papers, measured.")
+    parser = argparse.ArgumentParser(
+        prog="tools/theory", description="Claims of four papers and the bias of corrections, measured."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAPERS)}; default all")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw; default 0")
-    parser.add_argument(
-        "--figures", type=Path, metavar="DIR", help="also write the plots, theory-*.svg, to this folder"
-    )
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="also write the plots (SVG) to this folder")
     given = parser.parse_args(arguments)
     unknown = set(given.names) - set(PAPERS)
     if unknown:

@@ -1,0 +1,104 @@
+"""The implicit reward model on a task with planted step values: it learns from outcomes alone which steps were good."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from learner.passes import Plan, Rows, plan, rows_of, sweep
+from learner.table import build
+from learner.trainer import Batch
+from tests.updates import trainer
+from wire.messages import TrainGroup, TreeNode, Turn
+
+GOOD, BAD = range(10, 14), range(20, 24)
+STEPS, PER_QUESTION = 3, 4
+
+
+def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
+    """Trajectories of three steps; a step's value is +1 or -1 by the kind of its tokens, the outcome whether they sum above 0.
+
+    Also the planted values, one a turn.
+    """
+    rng = np.random.default_rng(seed)
+    groups, nodes, values = [], [], []
+    for tree in range(questions):
+        own, turns = [TreeNode(0, -1, "prompt", rng.integers(30, 90, 4).astype(np.int32))], []
+        for trajectory in range(PER_QUESTION):
+            worth, parent = rng.choice([-1.0, 1.0], STEPS), 0
+            for step in range(STEPS):
+                tokens = rng.choice(GOOD if worth[step] > 0 else BAD, 2).astype(np.int32)
+                own.append(
+                    TreeNode(len(own), parent, "action", tokens, np.full(2, -5.5, np.float32), np.zeros(2, np.int32))
+                )
+                scores = {"outcome": float(worth.sum() > 0)} if step == STEPS - 1 else {}
+                turns.append(Turn(own[-1].id, trajectory, step + 1, scores))
+                parent = own[-1].id
+                values.append(worth[step])
+        groups.append(TrainGroup(tree, tree, own, turns))
+        nodes += [(tree, node) for node in own]
+    return Batch(0, questions, groups, nodes), np.array(values)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
+@pytest.mark.parametrize("score", ["sum", "mean"])
+def test_accuracy_rises_and_step_scores_follow_the_planted_values(
+    tmp_path: Path, llama: Path, loss: str, score: str
+) -> None:
+    made = trainer(
+        llama, tmp_path, scheme="oprl", kl_coef=0.0, prm={"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5}
+    )
+    prm = made.prm
+    assert prm is not None
+
+    def measured(batch: Batch, learn: bool) -> tuple[float, np.ndarray]:
+        table, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
+        rows = rows_of(turns)
+        steps = plan(rows.paths, range(len(rows.paths)), 4096, made.ranks)
+        # A fresh model against its own log-probabilities, as when the policy that samples is the one phi starts from.
+        rewards = prm.rewards(rows, steps, reference(rows, steps))
+        if learn:
+            prm._learn(table, rows, steps, rewards, 0)
+        return prm.preference(table, rewards)[0].accuracy, table.per_turn(rewards)
+
+    def reference(rows: Rows, steps: Plan) -> np.ndarray:
+        with made.policy.inference():
+            return sweep(rows, steps, made.ranks, lambda paths: made.policy.logprobs(paths)[0])
+
+    held_out, values = planted(99)
+    before, _ = measured(held_out, learn=False)
+    for seed in range(12):
+        measured(planted(seed)[0], learn=True)
+    after, scores = measured(held_out, learn=False)
+    assert after >= 0.8
+    assert after >= before + 0.2
+    assert np.corrcoef(scores, values)[0, 1] > 0.7
+
+
+def test_a_model_that_never_stepped_gives_exactly_no_step_advantage(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path, scheme="oprl", scheme_options={"variant": "process"}, kl_coef=0.0, prm={"lr": 1e-3})
+    batch, _ = planted(0)
+    first = made.update(batch)
+    assert first["learner/skipped"] == 1
+    assert first["prm/comparisons"] > 0
+    second = made.update(Batch(1, batch.questions, batch.groups, batch.nodes))
+    assert second["learner/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("order", "skipped"), [("score_first", True), ("update_first", False)])
+def test_the_order_of_scoring_and_updating_is_switchable(
+    tmp_path: Path, llama: Path, order: str, skipped: bool
+) -> None:
+    options = {"variant": "process"}
+    made = trainer(
+        llama, tmp_path, scheme="oprl", scheme_options=options, kl_coef=0.0, prm={"order": order, "lr": 1e-3}
+    )
+    assert ("learner/skipped" in made.update(planted(0)[0])) == skipped
+
+
+def test_a_batch_with_one_class_only_leaves_the_reward_model_alone(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path, scheme="oprl", kl_coef=0.0, prm={"threshold": 5.0})
+    assert made.prm is not None
+    metrics = made.update(planted(0)[0])
+    assert metrics["prm/skipped"] == 1
+    assert made.prm.updates == 0

@@ -1,0 +1,151 @@
+"""The corrections under stale data: exact gradients and moments of a small task; a test's name is what was found."""
+
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from learner.corrections import CORRECTIONS, LEVELS, Logprobs, load
+from tools.theories import differences, staleness
+from tools.theories.staleness import EXACT, Stale, Task, average, chances, log_probs, measure, off_policy, stale
+
+EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
+
+
+@pytest.fixture
+def tasks() -> list[Task]:
+    rng = np.random.default_rng(3)
+    return [staleness.random_task(rng) for _ in range(3)]
+
+
+@pytest.fixture
+def old(tasks: list[Task]) -> Stale:
+    return stale(tasks, 8)
+
+
+def test_the_exact_gradient_is_that_of_the_mean_return(old: Stale) -> None:
+    for task, logits in old:
+        numeric = differences(lambda at, task=task: float(chances(at) @ task.returns), logits)
+        assert staleness.exact_gradient(task, logits) == pytest.approx(numeric, abs=1e-9)
+
+
+def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stale) -> None:
+    task, logits = old[0]
+    correction, (states, actions) = load("icepop", {}), staleness.paths()
+    leaf = torch.from_numpy(logits).requires_grad_()
+    with torch.enable_grad():
+        current = torch.log_softmax(leaf, dim=-1)[torch.from_numpy(states), torch.from_numpy(actions)].flatten()
+        behaviour = torch.from_numpy(log_probs(task.behaviour).ravel())
+        chance = torch.from_numpy(chances(task.behaviour)).repeat_interleave(staleness.TOKENS)
+        advantages = torch.from_numpy(task.returns).repeat_interleave(staleness.TOKENS)
+        found = correction(Logprobs(current, current.detach(), behaviour), advantages)
+        (gradient,) = torch.autograd.grad((chance * found.term).sum(), leaf)
+    each = np.repeat(task.returns[:, None], staleness.TOKENS, axis=1)
+    weights = staleness.token_weights(correction, log_probs(logits), log_probs(task.behaviour), each)
+    mean = np.tensordot(chances(task.behaviour), staleness.estimates(logits, weights), axes=1)
+    assert mean == pytest.approx(gradient.numpy(), abs=EXACT)
+
+
+@pytest.mark.parametrize(("name", "level"), EVERY)
+def test_every_correction_at_every_level_is_unbiased_without_staleness(
+    name: str, level: str, tasks: list[Task]
+) -> None:
+    fresh = stale(tasks, 0)
+    found, plain = average(fresh, load(name, {"level": level})), average(fresh, load("none", {}))
+    assert found.bias < EXACT
+    assert found.deviation == pytest.approx(plain.deviation)
+
+
+@pytest.mark.parametrize("steps", staleness.STALENESS)
+def test_the_untruncated_sequence_ratio_is_unbiased_at_every_staleness(steps: int, tasks: list[Task]) -> None:
+    found = average(stale(tasks, steps), staleness.UNBIASED)
+    assert found.bias < EXACT
+    assert found.cosine == pytest.approx(1)
+
+
+def test_the_untruncated_sequence_ratio_is_unbiased_with_any_constant_baseline(old: Stale) -> None:
+    for task, logits in old:
+        shifted = np.repeat(task.returns[:, None] - 0.3, staleness.TOKENS, axis=1)
+        assert measure(task, logits, staleness.UNBIASED, shifted).bias < EXACT
+
+
+def test_the_bias_of_none_grows_with_staleness(tasks: list[Task]) -> None:
+    bias = [average(stale(tasks, steps), load("none", {})).bias for steps in staleness.STALENESS]
+    assert bias == sorted(bias)
+    assert bias[-1] > 0.3
+
+
+def test_truncating_the_sequence_ratio_lowers_the_variance_and_adds_bias(old: Stale) -> None:
+    found = [average(old, load("tis", {"level": "sequence", "upper": upper})) for upper in staleness.BOUNDS]
+    assert (np.diff([one.bias for one in found]) < 0).all()
+    assert (np.diff([one.deviation for one in found]) > 0).all()
+
+
+def test_a_longer_ratio_has_less_bias_and_more_variance(old: Stale) -> None:
+    found = [average(old, load("tis", {"level": level, "upper": staleness.UNTRUNCATED})) for level in LEVELS]
+    assert (np.diff([one.bias for one in found]) < 0).all()
+    assert (np.diff([one.deviation for one in found]) > 0).all()
+
+
+def test_clipping_around_the_behaviour_policy_turns_the_gradient_round_and_decoupling_does_not(
+    tasks: list[Task],
+) -> None:
+    oldest = stale(tasks, 16)
+    assert average(oldest, load("ppo_clip", {})).cosine < 0
+    assert average(oldest, load("decoupled", {})).cosine > 0.3
+
+
+def test_decoupled_is_truncation_at_its_bound_when_an_update_begins(old: Stale) -> None:
+    found, same = average(old, load("decoupled", {"upper": 1.5})), average(old, load("aipo", {"upper": 1.5}))
+    assert (found.bias, found.deviation) == pytest.approx((same.bias, same.deviation))
+
+
+def test_vtrace_without_bounds_gives_the_values_of_the_current_policy_from_any_critic(old: Stale) -> None:
+    for task, logits in old:
+        critic = staleness.given_prefix(task.behaviour, np.random.default_rng(0).normal(size=log_probs(logits).shape))
+        _, targets = off_policy(task, logits, "vtrace", critic)
+        assert staleness.given_prefix(task.behaviour, targets) == pytest.approx(staleness.values(task, logits))
+
+
+def test_vtrace_with_rho_bounded_moves_even_an_exact_critic_and_with_c_bounded_does_not(old: Stale) -> None:
+    assert staleness.target_bias(old, "vtrace", True, rho_max=1.0) > 0.01
+    assert (
+        staleness.target_bias(old, "vtrace", True, c_max=1.0)
+        < EXACT
+        < staleness.target_bias(old, "vtrace", False, c_max=1.0)
+    )
+
+
+def test_retrace_from_state_values_is_vtrace_with_both_bounds_one(old: Stale) -> None:
+    for task, logits in old:
+        made, same = off_policy(task, logits, "retrace"), off_policy(task, logits, "vtrace", rho_max=1.0, c_max=1.0)
+        assert made[0] == pytest.approx(same[0])
+        assert made[1] == pytest.approx(same[1])
+
+
+def test_vtrace_advantages_take_away_part_of_the_token_ratios_bias(old: Stale) -> None:
+    plain = average(old, load("tis", {"upper": staleness.UNTRUNCATED}))
+    assert staleness.with_vtrace_advantages(old).bias < plain.bias
+
+
+def test_the_token_ratio_does_not_depend_on_a_constant_baseline_and_none_does(old: Stale) -> None:
+    token, plain = load("tis", {"upper": staleness.UNTRUNCATED}), load("none", {})
+    assert staleness.with_current_baseline(old, token).bias == pytest.approx(average(old, token).bias)
+    assert staleness.with_current_baseline(old, plain).bias > average(old, plain).bias
+
+
+def test_every_row_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness, "TASKS", 5)
+    assert [row.claim for row in staleness.rows() if not row.agrees] == []
+
+
+def test_the_plots_are_well_formed_and_the_same_in_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness, "TASKS", 1)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        staleness.figures(tmp_path / name)
+    for plot in ("corrections-bias.svg", "corrections-tradeoff.svg"):
+        xml.etree.ElementTree.parse(tmp_path / "a" / plot)
+        assert (tmp_path / "a" / plot).read_bytes() == (tmp_path / "b" / plot).read_bytes()
