@@ -14,6 +14,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from learner.options import checked
+
 Level = Literal["token", "turn", "sequence"]
 
 
@@ -224,20 +226,15 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     """The correction ``name``; raises ValueError naming the known corrections, options or levels."""
     if name not in CORRECTIONS:
         raise ValueError(f"learner.correction = {name!r}: expected one of {sorted(CORRECTIONS)}")
-    parameters = inspect.signature(CORRECTIONS[name]).parameters
-    takes = [p for p in parameters if p not in ("logprobs", "advantage")]
-    unknown = set(options) - set(takes)
-    if unknown:
-        raise ValueError(
-            f"learner.correction_options: {sorted(unknown)} unknown to correction {name!r}, which takes {takes}"
-        )
-    level = options.get("level", parameters["level"].default)
-    if level not in LEVELS:
-        raise ValueError(f"learner.correction_options.level = {level!r}: expected one of {list(LEVELS)}")
+    function = CORRECTIONS[name]
+    options = checked(
+        "learner.correction_options", f"correction {name!r}", function, options, ("logprobs", "advantage")
+    )
+    level = options.get("level", inspect.signature(function).parameters["level"].default)
     if name == "none":
         level = "token"  # no ratio is taken
     whole = level == "sequence"
-    return Corrected(CORRECTIONS[name], options, level, name == "decoupled" or whole, whole and name != "decoupled")
+    return Corrected(function, options, level, name == "decoupled" or whole, whole and name != "decoupled")
 
 
 def k1(behaviour: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
         return Preference(0.0, slope, 0.0, 0)
     plus, minus = np.array(pairs).T
     margin = scores[plus] - scores[minus]
-    pull = 1.0 / (1.0 + np.exp(margin)) / len(pairs)
+    pull = np.exp(-np.logaddexp(0.0, margin)) / len(pairs)
     np.add.at(slope, plus, -pull)
     np.add.at(slope, minus, pull)
     return Preference(float(np.logaddexp(0.0, -margin).mean()), slope, float((margin > 0).mean()), len(pairs))
@@ -51,7 +51,7 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
 
 def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
     """Mean over trajectories of the cross-entropy of sigmoid(S) against the outcome in {0, 1} (PRIME)."""
-    probability = 1.0 / (1.0 + np.exp(-scores))
+    probability = np.exp(-np.logaddexp(0.0, -scores))
     loss = np.where(positive, np.logaddexp(0.0, -scores), np.logaddexp(0.0, scores)).mean()
     slope = (probability - positive) / len(scores)
     return Preference(float(loss), slope, float(((scores > 0) == positive).mean()), len(scores))

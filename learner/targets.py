@@ -44,7 +44,7 @@ def vtrace(
 ) -> tuple[np.ndarray, np.ndarray]:
     """v_t = V_t + rho_t delta_t + gamma lam c_t (v_{t+1} - V_{t+1}), rho and c the ratio cut at rho_max and c_max;
     advantages r_t + gamma v_{t+1} - V_t (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
-    ratio = np.exp(log_ratio)
+    ratio = np.exp(np.minimum(log_ratio, 20.0))
     rho, c = np.minimum(ratio, rho_max), lam * np.minimum(ratio, c_max)
     after = np.append(values[1:], 0.0)
     targets, gap = np.zeros_like(values), 0.0
@@ -60,7 +60,7 @@ def retrace(
     """Q_t = r_t + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} - V_{t+1}), c = lam min(1, ratio) (Munos et al. 2016, the action values
     of its recursion read from the state values); advantages Q - V, value targets V + min(1, ratio) (Q - V). Without a critic of
     actions these value targets are V-trace's with rho_max = c_max = 1."""
-    cut = np.minimum(np.exp(log_ratio), 1.0)
+    cut = np.exp(np.minimum(log_ratio, 0.0))
     advantages, ahead = np.zeros_like(values), 0.0
     for t in range(len(values) - 1, -1, -1):
         next_value = values[t + 1] if t + 1 < len(values) else 0.0

@@ -183,6 +183,12 @@ def _check_learner(w: LearnerConfig) -> None:
         raise ConfigError(
             f"config: learner.epochs = {w.epochs}, learner.minibatches = {w.minibatches}: expected 1 or more"
         )
+    near = sorted({"clip_low", "clip_high", "dual_clip"} & set(w.correction_options))
+    if w.correction == "decoupled" and w.epochs * w.minibatches == 1 and near:
+        raise ConfigError(
+            f"config: learner.correction_options {near} have no effect with one optimizer step an update, where current and proximal"
+            " policy are equal: raise learner.epochs or learner.minibatches, or remove them"
+        )
     if w.sharding == "fsdp" and w.count == 1:
         raise ConfigError("config: learner.sharding = 'fsdp' has no effect with learner.count = 1: remove it")
 

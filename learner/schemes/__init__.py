@@ -6,13 +6,13 @@ critic, an implicit reward model or a reference. A new scheme is a new file here
 """
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from learner.options import checked
 from learner.table import TurnTable
 from learner.targets import Estimate
 
@@ -36,13 +36,10 @@ def names() -> list[str]:
 
 
 def load(name: str, options: dict[str, Any]) -> Scheme:
-    """The scheme ``name``; raises ValueError naming the known schemes, or the options it takes."""
+    """The scheme ``name``; raises ValueError naming the known schemes, or the options it takes and what each expects."""
     if name not in names():
         raise ValueError(f"learner.scheme = {name!r}: expected one of {names()}")
     module = importlib.import_module(f"{__name__}.{name}")
-    takes = [p for p in inspect.signature(module.advantages).parameters if p != "table"]
-    unknown = set(options) - set(takes)
-    if unknown:
-        raise ValueError(f"learner.scheme_options: {sorted(unknown)} unknown to scheme {name!r}, which takes {takes}")
+    options = checked("learner.scheme_options", f"scheme {name!r}", module.advantages, options, ("table",))
     needs = module.needs(**options) if hasattr(module, "needs") else ()
     return Scheme(name, module.advantages, options, frozenset(needs))

@@ -36,12 +36,6 @@ def advantages(
     eps: float = 1e-6,
 ) -> Estimate:
     """Advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers its own row's outcome only."""
-    if base not in ("grpo", "rloo", "reinforce_pp", "ppo"):
-        raise ValueError(f"learner.scheme_options.base = {base!r}: expected grpo, rloo, reinforce_pp or ppo")
-    if variant not in ("step", "process", "merged", "token", "environment"):
-        raise ValueError(
-            f"learner.scheme_options.variant = {variant!r}: expected step, process, merged, token or environment"
-        )
     episode = _episode(table, base, outcome, invalid_penalty, eps)
     if variant == "environment":
         steps = np.nan_to_num(table.column(step_reward))
@@ -66,11 +60,12 @@ def _compared(table: TurnTable, values: np.ndarray, base: Base, eps: float) -> n
 
 def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: float) -> Estimate:
     """A_E: outcome of the row against the unpenalised outcomes of the question's trajectories."""
+    fined = penalty * _invalid(table)
     if base == "ppo":
-        return gae.advantages(table, outcome)
+        made = gae.advantages(table, outcome, whiten=False)
+        return Estimate(whiten(made.advantages - table.per_token(fined), table.mask()), made.returns)
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(outcome))
-    fined = penalty * _invalid(table)
     if base == "rloo":
         made = within(trajectories.tree, returns, leave_one_out)[trajectories.of] - fined
         return Estimate(table.per_token(made))
@@ -82,16 +77,15 @@ def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: fl
 
 
 def _token_level(table: TurnTable, base: Base, eps: float) -> np.ndarray:
-    """Return-to-go of the implicit token rewards, compared over all tokens of the question [tokens]."""
+    """Return-to-go of the implicit token rewards, compared over all sampled tokens of the question [tokens]."""
     rewards = table.token_column("prm") * table.mask()
     ahead = np.zeros_like(rewards)
     for span in table.token_spans():
         ahead[span] = np.cumsum(rewards[span][::-1])[::-1]
-    tree = table.per_token(table.tree)
-    if base == "reinforce_pp":
-        return whiten(within(tree, ahead, lambda group: group - group.mean()), table.mask())
-    change = leave_one_out if base == "rloo" else lambda group: standardise(group, True, 1, eps)
-    return within(tree, ahead, change)
+    mask, made = table.mask(), np.zeros_like(ahead)
+    change = leave_one_out if base == "rloo" else lambda group: standardise(group, base != "reinforce_pp", 1, eps)
+    made[mask] = within(table.per_token(table.tree)[mask], ahead[mask], change)
+    return whiten(made, mask) if base == "reinforce_pp" else made
 
 
 def _returns(table: TurnTable, outcome: str) -> np.ndarray:

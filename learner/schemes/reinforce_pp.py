@@ -13,8 +13,6 @@ from learner.table import TurnTable
 
 def advantages(table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group") -> np.ndarray:
     """float64 [tokens]. A missing score adds nothing to the return."""
-    if baseline not in ("group", "none"):
-        raise ValueError(f"learner.scheme_options.baseline = {baseline!r}: expected 'group' or 'none'")
     trajectories = table.trajectories()
     made = trajectories.total(table.column(column))
     if baseline == "group":

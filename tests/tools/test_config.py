@@ -69,6 +69,10 @@ def test_a_setting_without_effect_is_refused() -> None:
         load(DEFAULT, ["scheduler.selection=best-of-k", "scheduler.eta=0.5"])
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["learner.critic.lr=1e-5"])
+    with pytest.raises(ConfigError, match="no effect"):
+        load(DEFAULT, ["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"])
+    with pytest.raises(ConfigError, match="no effect"):
+        load(DEFAULT, ["learner.sharding=fsdp", "learner.count=1"])
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Options of schemes and corrections: keyword arguments from the config, checked before anything is paid for."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+
+def checked(section: str, what: str, function: Callable[..., Any], options: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]:  # fmt: skip
+    """``options`` as ``function`` takes them beside the arguments ``given``. Raises ValueError naming key, value and what is expected."""
+    hints = typing.get_type_hints(function)
+    takes = [name for name in inspect.signature(function).parameters if name not in given]
+    unknown = set(options) - set(takes)
+    if unknown:
+        raise ValueError(f"{section}: {sorted(unknown)} unknown to {what}, which takes {takes}")
+    made = {}
+    for name, value in options.items():
+        try:
+            made[name] = msgspec.convert(value, hints[name])
+        except msgspec.ValidationError:
+            raise ValueError(f"{section}.{name} = {value!r}: expected {_shown(hints[name])}") from None
+    return made
+
+
+def _shown(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_shown(part) for part in typing.get_args(hint))
+    return {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a string"}.get(
+        getattr(hint, "__name__", ""), str(hint)
+    )

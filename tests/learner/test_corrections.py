@@ -1,0 +1,300 @@
+"""Each off-policy correction against a scalar computation, at every level and over every split into micro-batches."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.corrections import CORRECTIONS, LEVELS, Level, Logprobs, Segments, Surrogate, k1, load
+
+EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Batch(NamedTuple):
+    """Log-probabilities, advantages and the segment of each token at each level, all [tokens]."""
+
+    current: np.ndarray
+    proximal: np.ndarray
+    behaviour: np.ndarray
+    advantage: np.ndarray
+    segment: dict[Level, np.ndarray]
+
+
+def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> Batch:
+    """far: spread of proximal - behaviour; moved: of current - proximal. Tokens in any order, two turns a sequence."""
+    rng = np.random.default_rng(seed)
+    behaviour = rng.uniform(-3, -0.1, tokens)
+    proximal = behaviour + rng.normal(0, far, tokens)
+    current = proximal + rng.normal(0, moved, tokens)
+    turn = np.concatenate([np.arange(5), rng.integers(0, 5, tokens - 5)])  # every turn has a token
+    segment: dict[Level, np.ndarray] = {"token": np.arange(tokens), "turn": turn, "sequence": turn // 2}
+    advantage = rng.normal(0, 1, tokens)
+    current, proximal, behaviour, advantage = (a.astype(np.float32) for a in (current, proximal, behaviour, advantage))
+    return Batch(current, proximal, behaviour, advantage, segment)
+
+
+def whole(b: Batch, level: Level, chosen: np.ndarray | None = None) -> tuple[Logprobs, torch.Tensor]:
+    """What a correction reads of the chosen tokens (default all), the rest in ``outside``; current is a leaf."""
+    there = np.ones(len(b.current), bool) if chosen is None else chosen
+    ids = b.segment[level]
+    away = np.where(there, 0.0, b.proximal - b.behaviour)
+    segments = Segments(
+        torch.as_tensor(ids[there]),
+        torch.as_tensor(np.bincount(ids, weights=away)).float(),
+        torch.as_tensor(np.bincount(ids)).float(),
+    )
+    current = torch.tensor(b.current[there], requires_grad=True)
+    proximal, behaviour = torch.as_tensor(b.proximal[there]), torch.as_tensor(b.behaviour[there])
+    return Logprobs(current, proximal, behaviour, {level: segments}), torch.as_tensor(b.advantage[there])
+
+
+def gradient(
+    b: Batch, name: str, options: dict[str, Any], chosen: np.ndarray | None = None
+) -> tuple[np.ndarray, Surrogate]:
+    """d (sum of terms) / d current [chosen tokens], and the surrogate."""
+    correct = load(name, options)
+    logprobs, advantage = whole(b, options.get("level", correct.level), chosen)
+    made = correct(logprobs, advantage)
+    (slope,) = torch.autograd.grad(made.term.sum(), logprobs.current)
+    return slope.numpy(), made
+
+
+class Token(NamedTuple):
+    """One token as the scalar formulas see it: ratios current / behaviour and proximal / behaviour of its segment, the
+    geometric mean of the first, its own current / behaviour and current / proximal, and its advantage."""
+
+    ratio: float
+    old: float
+    mean: float
+    own: float
+    near: float
+    advantage: float
+
+
+def seen(b: Batch, level: Level) -> list[Token]:
+    made = []
+    for i in range(len(b.current)):
+        mates = [j for j in range(len(b.current)) if b.segment[level][j] == b.segment[level][i]]
+        logs = [float(b.current[j]) - float(b.behaviour[j]) for j in mates]
+        old = sum(float(b.proximal[j]) - float(b.behaviour[j]) for j in mates)
+        own, near = float(b.current[i] - b.behaviour[i]), float(b.current[i] - b.proximal[i])
+        total = sum(logs)
+        ratio, old, mean, own, near = (math.exp(x) for x in (total, old, total / len(mates), own, near))
+        made.append(Token(ratio, old, mean, own, near, float(b.advantage[i])))
+    return made
+
+
+def pessimistic(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> tuple[float, float]:
+    """Term and coefficient of PPO's clipped surrogate."""
+    if advantage >= 0 and ratio > 1 + high:
+        return (1 + high) * advantage, 0.0
+    if advantage < 0 and ratio < 1 - low:
+        return (1 - low) * advantage, 0.0
+    if advantage < 0 and dual and ratio > dual:
+        return dual * advantage, 0.0
+    return ratio * advantage, ratio
+
+
+def weighted(coefficient: float, t: Token) -> tuple[float, float]:
+    return coefficient * t.advantage, coefficient
+
+
+def between(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def decoupled_by_hand(t: Token, low: float, high: float, dual: float, upper: float) -> tuple[float, float]:
+    term, coefficient = pessimistic(t.near, t.advantage, low, high, dual)
+    return min(t.old, upper) * term, min(t.old, upper) * coefficient
+
+
+# name, options, (token -> term, coefficient): the formulas of each paper, for one token at a time
+FORMULAS: list[tuple[str, dict[str, Any], Callable[[Token], tuple[float, float]]]] = [
+    ("none", {}, lambda t: weighted(1.0, t)),
+    ("ppo_clip", {}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2)),
+    ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.4}, lambda t: pessimistic(t.ratio, t.advantage, 0.1, 0.4)),
+    ("ppo_clip", {"dual_clip": 1.5}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2, 1.5)),
+    ("decoupled", {}, lambda t: decoupled_by_hand(t, 0.2, 0.2, 0, 5.0)),
+    (
+        "decoupled",
+        {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2, "upper": 1.1},
+        lambda t: decoupled_by_hand(t, 0.1, 0.3, 1.2, 1.1),
+    ),
+    ("tis", {}, lambda t: weighted(min(t.ratio, 2.0), t)),
+    ("tis", {"lower": 0.8, "upper": 1.3}, lambda t: weighted(between(t.ratio, 0.8, 1.3), t)),
+    ("aipo", {}, lambda t: weighted(min(t.ratio, 4.0), t)),
+    ("aipo", {"upper": 1.2}, lambda t: weighted(min(t.ratio, 1.2), t)),
+    ("cispo", {}, lambda t: weighted(min(t.ratio, 1.28), t)),
+    ("cispo", {"clip_low": 0.3, "clip_high": 0.1}, lambda t: weighted(between(t.ratio, 0.7, 1.1), t)),
+    ("icepop", {}, lambda t: weighted(t.ratio if 0.5 <= t.ratio <= 5 else 0.0, t)),
+    ("icepop", {"lower": 0.9, "upper": 1.2}, lambda t: weighted(t.ratio if 0.9 <= t.ratio <= 1.2 else 0.0, t)),
+    ("sequence_mask", {}, lambda t: weighted(t.ratio if t.ratio <= 2 else 0.0, t)),
+    ("sequence_mask", {"lower": 0.7, "upper": 1.4}, lambda t: weighted(t.ratio if 0.7 <= t.ratio <= 1.4 else 0.0, t)),
+    ("geometric_mask", {}, lambda t: weighted(t.own if 0.9 <= t.mean <= 1.1 else 0.0, t)),
+    ("geometric_mask", {"lower": 0.7, "upper": 1.3}, lambda t: weighted(t.own if 0.7 <= t.mean <= 1.3 else 0.0, t)),
+    ("gspo", {}, lambda t: pessimistic(t.mean, t.advantage, 3e-4, 4e-4)),
+    ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, lambda t: pessimistic(t.mean, t.advantage, 0.1, 0.2)),
+]
+
+
+def test_every_correction_has_a_formula_here() -> None:
+    assert {name for name, _, _ in FORMULAS} == set(CORRECTIONS)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
+def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_a_time(
+    name: str, options: dict[str, Any], formula: Callable[[Token], tuple[float, float]], level: Level
+) -> None:
+    for seed in range(6):
+        b = batch(seed)
+        slope, made = gradient(b, name, options | {"level": level})
+        expected = [formula(t) for t in seen(b, level)]
+        terms, coefficients = np.array(expected).T
+        np.testing.assert_allclose(made.term.detach(), terms, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(made.coefficient, coefficients, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(slope, coefficients * b.advantage, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_on_policy_every_coefficient_is_one_and_the_gradient_is_that_of_none(name: str, level: Level) -> None:
+    b = batch(3, far=0, moved=0)
+    slope, made = gradient(b, name, {"level": level})
+    np.testing.assert_array_equal(slope, gradient(b, "none", {})[0])
+    np.testing.assert_array_equal(slope, b.advantage)
+    assert made.coefficient.tolist() == [1.0] * len(b.current)
+    assert not (made.clipped | made.masked).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.sampled_from([(name, level) for name, level in EVERY if level != "token"]))
+def test_a_segment_split_over_two_micro_batches_has_the_gradients_of_one_piece(
+    seed: int, which: tuple[str, Level]
+) -> None:
+    name, level = which
+    b = batch(seed, moved=0)  # outside its micro-batch a segment counts with the policy of the start of the update
+    expected, together = gradient(b, name, {"level": level})
+    here = np.random.default_rng(seed).random(len(b.current)) < 0.5
+    for part in (here, ~here):
+        if part.any():
+            slope, made = gradient(b, name, {"level": level}, part)
+            np.testing.assert_allclose(slope, expected[part], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(made.coefficient, together.coefficient[torch.as_tensor(part)], rtol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.sampled_from(EVERY))
+def test_permuting_the_tokens_permutes_the_gradient(seed: int, which: tuple[str, Level]) -> None:
+    name, level = which
+    b = batch(seed)
+    order = np.random.default_rng(seed).permutation(len(b.current))
+    current, proximal, behaviour, advantage = (column[order] for column in b[:4])
+    moved = Batch(current, proximal, behaviour, advantage, {key: ids[order] for key, ids in b.segment.items()})
+    slope, mixed = gradient(b, name, {"level": level})[0], gradient(moved, name, {"level": level})[0]
+    np.testing.assert_allclose(mixed, slope[order], rtol=1e-4, atol=1e-6)
+
+
+def one(ratio: list[float], advantage: list[float]) -> tuple[Logprobs, torch.Tensor]:
+    """Tokens of the given ratios current / behaviour; the proximal policy is the behaviour policy."""
+    zeros = torch.zeros(len(ratio))
+    return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(advantage)
+
+
+def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_tokens() -> None:
+    ratio, advantage = [1.25, 1.35, 0.85, 0.75, 2.0, 4.0], [1.0, 1.0, -1.0, -1.0, -1.0, -1.0]
+    made = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})(*one(ratio, advantage))
+    assert made.clipped.tolist() == [False, True, False, True, False, True]
+    np.testing.assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
+    np.testing.assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
+    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3})(*one(ratio, advantage))
+    assert plain.clipped.tolist() == [False, True, False, True, False, False]
+    good = load("ppo_clip", {"clip_high": 9.0, "dual_clip": 3.0})(*one([4.0], [1.0]))
+    assert good.term.tolist() == pytest.approx([4.0])  # dual clip is for bad tokens only
+
+
+def test_masks_count_exactly_the_tokens_out_of_bounds_and_clips_are_no_masks() -> None:
+    ratio = [0.4, 0.6, 1.0, 4.9, 5.1]
+    made = load("icepop", {})(*one(ratio, [1.0] * 5))
+    assert made.masked.tolist() == [True, False, False, False, True]
+    assert not made.clipped.any()
+    assert made.coefficient.tolist() == pytest.approx([0, 0.6, 1, 4.9, 0])
+    mask = load("geometric_mask", {"level": "token"})(*one(ratio, [1.0] * 5))
+    assert mask.masked.tolist() == [True, True, False, True, True]
+    for name in ("none", "tis", "aipo", "cispo"):
+        made = load(name, {})(*one(ratio, [1.0] * 5))
+        assert not (made.masked | made.clipped).any()
+    assert not load("ppo_clip", {})(*one(ratio, [1.0] * 5)).masked.any()
+
+
+def test_a_segment_out_of_bounds_takes_all_its_tokens_along_and_no_other() -> None:
+    log = torch.log(torch.tensor([1.5, 1.5, 1.5, 0.9]))
+    segments = Segments(torch.tensor([0, 0, 1, 1]), torch.zeros(2), torch.tensor([2.0, 2.0]))
+    logprobs = Logprobs(log.requires_grad_(), torch.zeros(4), torch.zeros(4), {"sequence": segments})
+    made = load("sequence_mask", {})(logprobs, torch.ones(4))
+    assert made.masked.tolist() == [True, True, False, False]
+    assert made.coefficient.tolist() == pytest.approx([0, 0, 1.35, 1.35])
+
+
+def test_a_geometric_mean_counts_tokens_that_are_in_another_micro_batch() -> None:
+    segments = Segments(torch.tensor([0]), torch.tensor([math.log(1.2)]), torch.tensor([4.0]))
+    current = torch.tensor([math.log(1.1)], requires_grad=True)
+    logprobs = Logprobs(current, torch.zeros(1), torch.zeros(1), {"sequence": segments})
+    made = load("gspo", {"clip_low": 0.2, "clip_high": 0.2})(logprobs, torch.ones(1))
+    assert made.coefficient.item() == pytest.approx((1.2 * 1.1) ** 0.25)
+
+
+def test_a_zero_advantage_has_no_gradient_and_is_not_counted_as_clipped() -> None:
+    for name in CORRECTIONS:
+        logprobs, advantage = whole(batch(1), "token")
+        made = load(name, {"level": "token"})(logprobs, torch.zeros_like(advantage))
+        assert torch.autograd.grad(made.term.sum(), logprobs.current)[0].abs().max() == 0
+        assert not made.clipped.any()
+
+
+@pytest.mark.parametrize("far", [30.0, 500.0])
+@pytest.mark.parametrize(("name", "level"), EVERY)
+def test_extreme_log_ratios_leave_terms_coefficients_and_gradients_finite(name: str, level: Level, far: float) -> None:
+    for seed in range(3):
+        b = batch(seed, far=far, moved=far)
+        slope, made = gradient(b, name, {"level": level})
+        assert np.isfinite(slope).all()
+        assert torch.isfinite(made.term).all()
+        assert torch.isfinite(made.coefficient).all()
+
+
+def test_unknown_corrections_options_and_levels_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"ppo.*expected one of.*ppo_clip"):
+        load("ppo", {})
+    with pytest.raises(ValueError, match=r"clip_lo.*unknown to correction 'ppo_clip'.*clip_low"):
+        load("ppo_clip", {"clip_lo": 0.1})
+    with pytest.raises(ValueError, match=r"upper.*unknown to correction 'ppo_clip'"):
+        load("ppo_clip", {"upper": 2.0})
+    for name in CORRECTIONS:
+        with pytest.raises(ValueError, match=r"level = 'trajectory'.*token.*turn.*sequence"):
+            load(name, {"level": "trajectory"})
+
+
+def test_each_correction_says_its_level_and_whether_it_reads_the_proximal_policy() -> None:
+    for name, function in CORRECTIONS.items():
+        default = "token" if name == "none" else inspect.signature(function).parameters["level"].default
+        assert load(name, {}).level == default
+        assert load(name, {"level": "turn"}).needs_proximal == (name == "decoupled")
+        assert load(name, {"level": "sequence"}).needs_proximal == (name != "none")
+    assert [load(name, {}).level for name in ("sequence_mask", "geometric_mask", "gspo")] == ["sequence"] * 3
+
+
+def test_k1_is_the_log_ratio_itself() -> None:
+    assert k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist() == [0.5, -1.0]

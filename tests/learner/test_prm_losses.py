@@ -1,0 +1,170 @@
+"""Losses over trajectory scores (the implicit reward model) and over values (the critic), against autograd."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.config import PrmConfig
+from learner.critic import value_loss
+from learner.prm import ImplicitPrm, Preference, cross_entropy, dpo
+from learner.table import TurnTable
+
+LOG_RATIOS = np.array([4.0, -2, 1, 0, -3])  # methods.md 5: trajectories of two and three steps
+
+
+def two_trajectories() -> TurnTable:
+    return TurnTable(
+        tree=np.zeros(5, np.int64),
+        group=np.zeros(5, np.int64),
+        trajectory=np.array([0, 0, 1, 1, 1]),
+        turn=np.array([1, 2, 1, 2, 3]),
+        tokens=np.ones(5, np.int64),
+        scores={"outcome": np.array([np.nan, 10, np.nan, np.nan, 0])},
+    )
+
+
+def preference(table: TurnTable, rewards: np.ndarray, config: PrmConfig) -> tuple[Preference, np.ndarray]:
+    """The loss of a batch; only the settings of the model are read."""
+    return ImplicitPrm.preference(cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards)
+
+
+@pytest.mark.parametrize(("score", "loss"), [("sum", 0.5981), ("mean", 0.6523)])
+def test_dpo_known_answer_over_sums_and_means_of_step_scores(score: str, loss: float) -> None:
+    config = PrmConfig(score=score)  # pyright: ignore[reportArgumentType]
+    made, _ = preference(two_trajectories(), 0.05 * LOG_RATIOS, config)
+    assert made.loss == pytest.approx(loss, abs=5e-5)
+    assert (made.used, made.accuracy) == (1, 1.0)
+
+
+def test_dpo_known_answer_from_scores() -> None:
+    assert dpo(np.array([0.1, -0.1]), np.array([True, False]), np.zeros(2)).loss == pytest.approx(0.5981, abs=5e-5)
+    assert dpo(np.array([0.05, -0.1 / 3]), np.array([True, False]), np.zeros(2)).loss == pytest.approx(0.6523, abs=5e-5)
+
+
+def pair_loss(scores: torch.Tensor, positive: np.ndarray, group: np.ndarray) -> torch.Tensor:
+    """Every pair of one group written out."""
+    terms = []
+    for i in range(len(positive)):
+        for j in range(len(positive)):
+            if group[i] == group[j] and positive[i] and not positive[j]:
+                terms.append(-torch.nn.functional.logsigmoid(scores[i] - scores[j]))
+    return torch.stack(terms).mean() if terms else scores.sum() * 0
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 9))
+def test_dpo_loss_and_slopes_are_those_of_the_pairs_written_out(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, positive, group = rng.normal(0, 2, n), rng.random(n) < 0.5, rng.integers(0, 3, n)
+    made = dpo(scores, positive, group)
+    leaf = torch.tensor(scores, requires_grad=True)
+    loss = pair_loss(leaf, positive, group)
+    (slope,) = torch.autograd.grad(loss, leaf)
+    assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
+    np.testing.assert_allclose(made.slope, slope.numpy(), atol=1e-12)
+
+
+def test_groups_of_one_class_are_skipped_and_a_batch_without_a_pair_teaches_nothing() -> None:
+    scores, group = np.array([3.0, 1, 0.5, -2]), np.array([0, 0, 1, 1])
+    made = dpo(scores, np.array([True, True, True, False]), group)
+    assert made.used == 1
+    assert made.slope[:2].tolist() == [0, 0]
+    assert made.loss == pytest.approx(np.log1p(np.exp(-2.5)))
+    nothing = dpo(scores, np.array([True, True, False, False]), group)
+    assert (nothing.used, nothing.loss, nothing.slope.tolist()) == (0, 0.0, [0.0] * 4)
+
+
+def test_the_accuracy_is_the_share_of_pairs_in_the_right_order() -> None:
+    made = dpo(np.array([1.0, -1, 0]), np.array([True, True, False]), np.zeros(3))
+    assert (made.used, made.accuracy) == (2, 0.5)
+    assert cross_entropy(np.array([1.0, -1, 2]), np.array([True, True, False])).accuracy == pytest.approx(1 / 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 9))
+def test_cross_entropy_loss_and_slopes_are_those_of_torch(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, positive = rng.normal(0, 3, n), rng.random(n) < 0.5
+    made = cross_entropy(scores, positive)
+    leaf = torch.tensor(scores, requires_grad=True)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(leaf, torch.tensor(positive, dtype=torch.float64))
+    (slope,) = torch.autograd.grad(loss, leaf)
+    assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
+    np.testing.assert_allclose(made.slope, slope.numpy(), atol=1e-12)
+    assert made.used == n
+
+
+def test_scores_too_large_for_a_float_leave_losses_and_slopes_finite() -> None:
+    scores, positive = np.array([900.0, -900]), np.array([False, True])
+    with np.errstate(over="ignore"):
+        pairs, each = dpo(scores, positive, np.zeros(2)), cross_entropy(scores, positive)
+    assert pairs.loss == pytest.approx(1800)
+    assert pairs.slope.tolist() == [1, -1]
+    assert each.loss == pytest.approx(900)
+    assert each.slope.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
+@pytest.mark.parametrize("score", ["sum", "mean"])
+def test_the_slope_of_each_token_is_that_of_the_loss_in_its_log_probability(loss: str, score: str) -> None:
+    rng = np.random.default_rng(3)
+    config = PrmConfig(beta=0.3, loss=loss, score=score)  # pyright: ignore[reportArgumentType]
+    rows = [(0, 0, 2, 1.0), (1, 0, 1, 0.0), (0, 1, 1, 0.0), (0, 0, 1, np.nan), (1, 1, 1, 1.0), (0, 2, 1, 1.0)]
+    tree, trajectory, turn, outcome = (np.array(column) for column in zip(*rows, strict=True))
+    tokens = np.array([2, 1, 3, 2, 1, 2])
+    sampled = rng.random(11) < 0.7
+    table = TurnTable(tree, tree, trajectory, turn, tokens, {"outcome": outcome}, sampled=sampled)
+    log_ratio = np.where(sampled, rng.normal(0, 1, 11), 0.0)
+    _, slope = preference(table, config.beta * log_ratio, config)
+
+    leaf = torch.tensor(log_ratio, requires_grad=True)
+    own = torch.where(torch.tensor(sampled), config.beta * leaf, 0.0)
+    row = np.repeat(np.arange(6), tokens)
+    totals, positive, group = [], [], []
+    for name in sorted({(t, i) for t, i, _, _ in rows}):
+        mine = [r for r in range(6) if (rows[r][0], rows[r][1]) == name]
+        total = torch.stack([own[torch.tensor(row == r)].sum() for r in mine]).sum()
+        totals.append(total / len(mine) if score == "mean" else total)
+        positive.append(sum(o for o in outcome[mine] if not np.isnan(o)) > 0)
+        group.append(name[0])
+    if loss == "dpo":
+        made = pair_loss(torch.stack(totals), np.array(positive), np.array(group))
+    else:
+        made = torch.nn.functional.binary_cross_entropy_with_logits(
+            torch.stack(totals), torch.tensor(positive, dtype=torch.float64)
+        )
+    (expected,) = torch.autograd.grad(made, leaf)
+    assert np.abs(slope).max() > 1e-3
+    np.testing.assert_allclose(slope, expected.numpy(), atol=1e-12)
+    assert (slope[~sampled] == 0).all()
+
+
+def test_a_trajectory_is_positive_when_its_outcome_is_above_the_threshold() -> None:
+    t = two_trajectories()
+    assert preference(t, 0.05 * LOG_RATIOS, PrmConfig(threshold=6.0))[0].used == 1
+    assert preference(t, 0.05 * LOG_RATIOS, PrmConfig(threshold=10.0))[0].used == 0
+
+
+def test_the_value_loss_is_the_squared_error_near_the_old_value_and_the_worse_of_the_two_beyond_the_clip() -> None:
+    values = torch.tensor([1.2, 2.0, 2.0, -1.0, 0.9], requires_grad=True)
+    old, returns = torch.ones(5), torch.tensor([2.0, 3.0, 0.0, -3.0, 1.0])
+    made = value_loss(values, old, returns, 0.5)
+    # near: (1.2 - 2)^2; moved by 1 towards its return: (1.5 - 3)^2 counts; away from it: (2 - 0)^2 counts;
+    # moved by -2 towards: (.5 + 3)^2; near again: (.9 - 1)^2
+    torch.testing.assert_close(made.detach(), torch.tensor([0.64, 2.25, 4.0, 12.25, 0.01]))
+    (slope,) = torch.autograd.grad(made.sum(), values)
+    torch.testing.assert_close(slope, torch.tensor([-1.6, 0.0, 4.0, 0.0, -0.2]))
+
+
+def test_a_value_that_moved_past_the_clip_towards_its_return_has_no_gradient_whatever_the_sign() -> None:
+    values = torch.tensor([0.8, -0.8], requires_grad=True)
+    made = value_loss(values, torch.zeros(2), torch.tensor([5.0, -5.0]), 0.5)
+    assert torch.autograd.grad(made.sum(), values)[0].tolist() == [0, 0]

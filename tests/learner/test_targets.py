@@ -1,0 +1,217 @@
+"""GAE, V-trace and Retrace against their definitions written as explicit sums."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.table import TurnTable
+from learner.targets import Kind, estimate, gae, needs, retrace, vtrace
+
+
+class Trajectory(NamedTuple):
+    """Rewards, values and log-ratios of one trajectory, each [tokens], with discount and lambda."""
+
+    rewards: np.ndarray
+    values: np.ndarray
+    log_ratio: np.ndarray
+    gamma: float
+    lam: float
+
+
+def number(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, allow_nan=False, width=32)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    n = draw(st.integers(1, 8))
+    rewards, values, log_ratio = (
+        np.array(draw(st.lists(number(-b, b), min_size=n, max_size=n)), np.float64) for b in (2, 2, 1.5)
+    )
+    return Trajectory(rewards, values, log_ratio, draw(number(0, 1)), draw(number(0, 1)))
+
+
+def value(t: Trajectory, i: int) -> float:
+    return float(t.values[i]) if i < len(t.values) else 0.0
+
+
+def delta(t: Trajectory, i: int) -> float:
+    return float(t.rewards[i]) + t.gamma * value(t, i + 1) - value(t, i)
+
+
+def monte_carlo(t: Trajectory) -> list[float]:
+    n = len(t.rewards)
+    return [sum(t.gamma ** (k - i) * float(t.rewards[k]) for k in range(i, n)) for i in range(n)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(trajectories())
+def test_gae_is_the_double_sum_of_discounted_temporal_differences(t: Trajectory) -> None:
+    made, returns = gae(t.rewards, t.values, t.gamma, t.lam)
+    n = len(made)
+    expected = [sum((t.gamma * t.lam) ** (k - i) * delta(t, k) for k in range(i, n)) for i in range(n)]
+    np.testing.assert_allclose(made, expected, atol=1e-9)
+    np.testing.assert_allclose(returns, made + t.values, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trajectories())
+def test_gae_with_lambda_one_has_the_monte_carlo_returns_and_with_lambda_zero_the_temporal_differences(
+    t: Trajectory,
+) -> None:
+    np.testing.assert_allclose(gae(t.rewards, t.values, t.gamma, 1.0)[1], monte_carlo(t), atol=1e-9)
+    expected = [delta(t, i) for i in range(len(t.rewards))]
+    np.testing.assert_allclose(gae(t.rewards, t.values, t.gamma, 0.0)[0], expected, atol=1e-9)
+
+
+def test_gae_known_answer_of_a_delayed_reward() -> None:
+    # deltas -.275, .425, .25; A_2 = .25, A_1 = .425 + .45 x .25, A_0 = -.275 + .45 A_1
+    advantages, returns = gae(np.array([0, 0, 1.0]), np.array([0.5, 0.25, 0.75]), 0.9, 0.5)
+    np.testing.assert_allclose(advantages, [-0.033125, 0.5375, 0.25])
+    np.testing.assert_allclose(returns, [0.466875, 0.7875, 1.0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(trajectories())
+def test_on_policy_vtrace_with_lambda_one_targets_the_monte_carlo_returns(t: Trajectory) -> None:
+    advantages, targets = vtrace(t.rewards, t.values, np.zeros(len(t.rewards)), t.gamma, 1.0)
+    np.testing.assert_allclose(targets, monte_carlo(t), atol=1e-9)
+    np.testing.assert_allclose(advantages, monte_carlo(t) - t.values, atol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trajectories())
+def test_on_policy_retrace_is_gae_for_any_lambda(t: Trajectory) -> None:
+    made = retrace(t.rewards, t.values, np.zeros(len(t.rewards)), t.gamma, t.lam)
+    for mine, theirs in zip(made, gae(t.rewards, t.values, t.gamma, t.lam), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trajectories(), number(1, 3), number(0.5, 1))
+def test_vtrace_is_the_n_step_definition_of_its_paper(t: Trajectory, rho_max: float, c_max: float) -> None:
+    # Espeholt et al. 2018, eq. 1: v_s = V_s + sum_t gamma^(t-s) (c_s ... c_(t-1)) rho_t delta_t; remark 2: lambda in c
+    advantages, targets = vtrace(t.rewards, t.values, t.log_ratio, t.gamma, t.lam, rho_max, c_max)
+    n, ratio = len(targets), np.exp(t.log_ratio)
+    expected = []
+    for s in range(n):
+        total = value(t, s)
+        for k in range(s, n):
+            product = 1.0
+            for i in range(s, k):
+                product *= t.lam * min(c_max, float(ratio[i]))
+            total += t.gamma ** (k - s) * product * min(rho_max, float(ratio[k])) * delta(t, k)
+        expected.append(total)
+    np.testing.assert_allclose(targets, expected, atol=1e-9)
+    ahead = [*expected[1:], 0.0]
+    by_paper = [float(t.rewards[s]) + t.gamma * ahead[s] - value(t, s) for s in range(n)]
+    np.testing.assert_allclose(advantages, by_paper, atol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trajectories())
+def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -> None:
+    # Munos et al. 2016, eq. 3 with V for Q and its expectation: sum_k gamma^(k-s) (c_(s+1) ... c_k) delta_k
+    advantages, targets = retrace(t.rewards, t.values, t.log_ratio, t.gamma, t.lam)
+    n, cut = len(targets), [min(1.0, float(r)) for r in np.exp(t.log_ratio)]
+    expected = [
+        sum(
+            t.gamma ** (k - s) * float(np.prod([t.lam * c for c in cut[s + 1 : k + 1]])) * delta(t, k)
+            for k in range(s, n)
+        )
+        for s in range(n)
+    ]
+    np.testing.assert_allclose(advantages, expected, atol=1e-9)
+    np.testing.assert_allclose(targets, t.values + np.array(cut) * expected, atol=1e-9)
+
+
+def test_ratios_above_the_truncation_level_have_no_further_effect_and_ratios_below_shorten_the_trace() -> None:
+    rewards, values = np.array([0, 0, 1.0]), np.zeros(3)
+
+    def targets(ratio: list[float], rho_max: float = 1.0, c_max: float = 1.0) -> list[float]:
+        return vtrace(rewards, values, np.log(ratio), 1.0, 1.0, rho_max, c_max)[1].tolist()
+
+    assert targets([1, 1, 1]) == targets([2, 7, 100]) == [1, 1, 1]
+    assert targets([1, 1, 0.25]) == [0.25, 0.25, 0.25]  # an unlikely last action: its reward counts a quarter
+    assert targets([1, 0.25, 1]) == [0.25, 0.25, 1]  # an unlikely middle action cuts what is before it, not after
+    assert targets([4, 4, 4], rho_max=2) == [2, 2, 2]  # rho alone scales the fixed point
+    np.testing.assert_allclose(targets([4, 4, 4], rho_max=2, c_max=0.5), [0.5, 1, 2])
+    made = retrace(rewards, values, np.log([0.25, 1, 7]), 1.0, 1.0)
+    assert made[0].tolist() == [1, 1, 1]  # an action value does not depend on how likely the action itself was
+    assert made[1].tolist() == [0.25, 1, 1]
+    assert retrace(rewards, values, np.log([1, 0.25, 1]), 1.0, 1.0)[0].tolist() == [0.25, 1, 1]
+
+
+def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
+    rewards, values, far = np.ones(3), np.zeros(3), np.array([900.0, 900, 900])
+    with np.errstate(over="ignore"):
+        for made in (vtrace(rewards, values, far, 1.0, 1.0), retrace(rewards, values, far, 1.0, 1.0)):
+            for column in made:
+                np.testing.assert_allclose(column, [3, 2, 1])
+
+
+def test_needs_name_exactly_the_columns_an_estimate_reads() -> None:
+    assert needs("gae", 0.0) == {"value"}
+    assert needs("gae", 0.1) == {"value", "kl"}
+    assert needs("vtrace", 0.0) == {"value", "log_ratio"}
+    assert needs("retrace", 0.1) == {"value", "kl", "log_ratio"}
+
+
+def two_interleaved() -> TurnTable:
+    """Trajectories 0 (turns 1, 2) and 1 (turn 1), whose rows come in the order 0/2, 1/1, 0/1."""
+    return TurnTable(
+        tree=np.zeros(3, np.int64),
+        group=np.zeros(3, np.int64),
+        trajectory=np.array([0, 1, 0]),
+        turn=np.array([2, 1, 1]),
+        tokens=np.array([1, 2, 2]),
+        scores={},
+        sampled=np.array([True, True, False, True, True]),
+        token_scores={
+            "value": np.array([0.5, 1, 2, 3, 4]),
+            "kl": np.array([1.0, 1, 1, 0, 1]),
+            "log_ratio": np.log([1, 0.5, 1, 0.5, 1]),
+        },
+    )
+
+
+def test_an_estimate_follows_each_trajectory_in_the_order_it_was_generated() -> None:
+    made = estimate(two_interleaved(), np.array([1.0, 0, 2, 0, 0]), 1.0, 1.0, False, "gae")
+    assert made.returns is not None
+    assert made.returns.tolist() == [1, 2, 2, 1, 1]
+    assert made.advantages.tolist() == [0.5, 1, 0, -2, -3]
+
+
+def test_the_kl_reward_is_paid_on_sampled_tokens_only() -> None:
+    made = estimate(two_interleaved(), np.array([1.0, 0, 2, 0, 0]), 1.0, 1.0, False, "gae", kl_coef=0.25)
+    assert made.returns is not None
+    assert made.returns.tolist() == [0.75, 1.75, 2, 0.5, 0.5]
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_sampled_tokens_and_leave_the_targets_alone() -> None:
+    t, rewards = two_interleaved(), np.array([1.0, 0, 2, 0, 0])
+    made, plain = (estimate(t, rewards, 1.0, 1.0, whiten, "gae") for whiten in (True, False))
+    inside = made.advantages[t.mask()]
+    assert inside.mean() == pytest.approx(0, abs=1e-12)
+    assert inside.std() == pytest.approx(1, abs=1e-6)
+    assert made.advantages[2] == 0
+    assert made.returns is not None
+    assert plain.returns is not None
+    assert made.returns.tolist() == plain.returns.tolist()
+
+
+def test_vtrace_and_retrace_estimates_read_the_log_ratios_of_their_own_trajectory() -> None:
+    t, rewards = two_interleaved(), np.array([1.0, 0, 2, 0, 0])
+    off_policy: dict[Kind, Callable[..., tuple[np.ndarray, np.ndarray]]] = {"vtrace": vtrace, "retrace": retrace}
+    for kind, function in off_policy.items():
+        made = estimate(t, rewards, 0.9, 0.8, False, kind)
+        assert made.returns is not None
+        for span in ([3, 4, 0], [1, 2]):
+            columns = (rewards[span], t.token_column("value")[span], t.token_column("log_ratio")[span])
+            advantages, returns = function(*columns, 0.9, 0.8)
+            np.testing.assert_allclose(made.advantages[span], advantages)
+            np.testing.assert_allclose(made.returns[span], returns)

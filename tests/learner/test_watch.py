@@ -1,0 +1,150 @@
+"""The numerics watch: what it measures, and that each warning speaks exactly when its threshold is passed."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.config import WatchConfig
+from learner.watch import Measured, Watch, effective_share, metrics
+
+
+def measured(gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None) -> Measured:
+    n = len(gap)
+    zeros, no = np.zeros(n), np.zeros(n, bool)
+    behaviour = np.full(n, -1.0)
+    return Measured(
+        behaviour + gap, behaviour, zeros + 0.5, zeros, zeros + 1, no, no,
+        np.array(staleness or [0] * n), np.array(turn or [1] * n), np.array(staleness or [0] * n) == 0,
+    )  # fmt: skip
+
+
+def test_equal_weights_are_worth_all_their_samples_and_one_huge_weight_is_worth_one() -> None:
+    assert effective_share(np.full(7, 3.0)) == pytest.approx(1)
+    assert effective_share(np.array([1e9, 1, 1, 1])) == pytest.approx(0.25)
+    assert effective_share(np.array([1.0, 3])) == pytest.approx(16 / 20)
+    assert effective_share(np.zeros(0)) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20), st.floats(1e-2, 1e2))
+def test_the_effective_share_is_between_one_sample_and_all_and_ignores_scale(
+    weights: list[float], scale: float
+) -> None:
+    share = effective_share(np.array(weights))
+    assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
+    assert effective_share(scale * np.array(weights)) == pytest.approx(share)
+
+
+def test_quantiles_mean_and_largest_of_the_ratio_are_those_of_its_distribution() -> None:
+    ratio = np.arange(1, 102) / 50
+    made = metrics(measured(np.log(ratio).tolist()))
+    for q in (1, 10, 50, 90, 99):
+        assert made[f"watch/ratio_p{q:02d}"] == pytest.approx((1 + q) / 50)
+    assert made["learner/ratio_mean"] == pytest.approx(1.02)
+    assert made["learner/ratio_max"] == pytest.approx(2.02)
+    assert made["watch/sample_share"] == pytest.approx(effective_share(ratio))
+
+
+def test_the_engine_gap_is_read_from_fresh_tokens_only() -> None:
+    made = metrics(measured([0.01, -0.03, 5.0, -5.0], [0, 0, 1, 3]))
+    assert made["watch/engine_gap_mean"] == pytest.approx(0.02)
+    assert made["watch/engine_gap_max"] == pytest.approx(0.03)
+    assert made["watch/engine_gap_p99"] == pytest.approx(0.0298)
+    assert made["learner/logprob_gap_max"] == pytest.approx(5)
+    assert not [name for name in metrics(measured([0.5], [1])) if "engine_gap" in name]
+
+
+def test_tokens_are_grouped_by_staleness_and_turn_and_the_far_end_shares_one_group() -> None:
+    made = metrics(measured([0.1, 0.2, 0.3, 0.4], [0, 2, 8, 11], [1, 1, 9, 2]))
+    assert made["watch/staleness_0/gap_mean"] == pytest.approx(0.1)
+    assert made["watch/staleness_8/tokens"] == 2
+    assert made["watch/staleness_8/gap_mean"] == pytest.approx(0.35)
+    assert made["watch/turn_1/tokens"] == 2
+    assert made["watch/turn_8/gap_mean"] == pytest.approx(0.3)
+    assert "watch/staleness_1/tokens" not in made
+
+
+def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tokens() -> None:
+    m = msgspec.structs.replace(
+        measured([0.0] * 4, turn=[1, 1, 2, 2]),
+        clipped=np.array([True, False, False, False]),
+        masked=np.array([False, True, True, False]),
+        entropy=np.array([0.2, 0.4, 0.6, 0.8]),
+        kl=np.array([0, 0, 0, 2.0]),
+        coefficient=np.array([0, 0, 0, 1.0]),
+    )
+    made = metrics(m)
+    assert (made["learner/clip_share"], made["learner/mask_share"], made["learner/kl"]) == (0.25, 0.5, 0.5)
+    assert made["learner/entropy"] == pytest.approx(0.5)
+    assert made["watch/coefficient_mean"] == 0.25
+    assert (made["watch/turn_1/clip_share"], made["watch/turn_2/clip_share"]) == (0.5, 0)
+    assert made["watch/turn_2/entropy"] == pytest.approx(0.7)
+
+
+def test_no_tokens_measure_nothing_and_log_ratios_too_large_for_a_float_stay_finite() -> None:
+    assert metrics(measured([])) == {}
+    assert all(np.isfinite(v) for v in metrics(measured([800.0, -800.0, 0.0])).values())
+
+
+# threshold, its value, the metric, a value within, a value past it, what the sentence must tell to do
+LIMITS = [
+    ("engine_gap", 0.05, "watch/engine_gap_p99", 0.05, 0.0501, "correction = 'tis'"),
+    ("clip_share", 0.3, "learner/clip_share", 0.3, 0.301, "lower learner.lr"),
+    ("mask_share", 0.3, "learner/mask_share", 0.3, 0.301, "lower scheduler.max_staleness"),
+    ("kl", 1.0, "learner/kl", 1.0, 1.01, "raise learner.kl_coef"),
+    ("sample_share", 0.5, "watch/sample_share", 0.5, 0.499, "truncate harder"),
+    ("entropy", 0.01, "learner/entropy", 0.01, 0.0099, "raise learner.entropy_coef"),
+]
+
+
+@pytest.mark.parametrize(("threshold", "limit", "metric", "within", "past", "remedy"), LIMITS)
+def test_a_warning_fires_exactly_past_its_threshold_names_it_and_the_remedy_and_zero_switches_it_off(
+    threshold: str, limit: float, metric: str, within: float, past: float, remedy: str
+) -> None:
+    watch = Watch(WatchConfig(**{threshold: limit}))
+    assert watch.warnings({metric: within}, None) == []
+    (sentence,) = watch.warnings({metric: past}, None)
+    assert f"watch.{threshold} = {limit:g}" in sentence
+    assert remedy in sentence
+    assert f"{past:.2g}"[:4] in sentence
+    assert Watch(WatchConfig(**{threshold: 0.0})).warnings({metric: past}, None) == []
+
+
+def test_without_measurements_nothing_is_said() -> None:
+    assert Watch(WatchConfig()).warnings({}, None) == []
+
+
+def test_several_thresholds_passed_at_once_give_a_sentence_each() -> None:
+    values = {metric: past for _, _, metric, _, past, _ in LIMITS}
+    assert len(Watch(WatchConfig()).warnings(values, None)) == len(LIMITS)
+
+
+def test_a_gradient_norm_is_held_against_the_median_of_those_before_it_once_there_are_five() -> None:
+    watch = Watch(WatchConfig(grad_norm=10.0))
+    assert watch.warnings({}, 500.0) == []  # nothing to compare with yet
+    for norm in (1.0, 1.0, 1.0, 1.0):
+        assert watch.warnings({}, norm) == []
+    assert watch.warnings({}, 10.0) == []
+    (sentence,) = watch.warnings({}, 10.1)
+    assert "watch.grad_norm = 10" in sentence
+    assert "lower learner.grad_clip or learner.lr" in sentence
+    assert "10 times its median" in sentence
+
+
+def test_the_median_of_gradient_norms_forgets_what_is_more_than_twenty_updates_old() -> None:
+    watch = Watch(WatchConfig(grad_norm=10.0))
+    for norm in [1.0] * 20 + [9.0] * 20:
+        assert watch.warnings({}, norm) == []
+    assert watch.warnings({}, 80.0) == []
+    assert len(watch.warnings({}, 100.0)) == 1
+
+
+def test_a_threshold_of_zero_switches_the_gradient_norm_warning_off_and_a_skipped_update_enters_no_median() -> None:
+    off, on = Watch(WatchConfig(grad_norm=0.0)), Watch(WatchConfig(grad_norm=10.0))
+    for _ in range(5):
+        off.warnings({}, 1.0)
+        on.warnings({}, None)
+    assert off.warnings({}, 1e6) == []
+    assert on.warnings({}, 1e6) == []
