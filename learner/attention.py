@@ -216,13 +216,13 @@ def tree_attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = layout.window(sliding_window)
+    key, value = key.to(query.dtype), value.to(query.dtype)
     if layout.backend == "flex":
         output = _compiled_flex()(query, key, value, block_mask=layout.flex_mask(window), scale=scale, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    value = value.to(query.dtype)
     if layout.backend == "cascade" and window is None:
         output: Any = Cascade.apply(query, key, value, layout, scale)
     else:

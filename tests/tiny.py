@@ -33,20 +33,22 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def config(kind: str) -> Any:
-    """The configuration of a tiny llama, qwen2, qwen3 or gemma3."""
+def config(kind: str, **shape: Any) -> Any:
+    """The configuration of a tiny llama, qwen2, qwen3 or gemma3; ``shape`` replaces values."""
     if kind == "gemma3":
         types = ["sliding_attention", "full_attention"]
-        return Gemma3TextConfig(**_SHAPE, head_dim=16, sliding_window=6, layer_types=types, query_pre_attn_scalar=16)
+        return Gemma3TextConfig(
+            **(_SHAPE | shape), head_dim=16, sliding_window=6, layer_types=types, query_pre_attn_scalar=16
+        )
     made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
     extra = {"head_dim": 8} if kind == "qwen3" else {}
-    return made(**_SHAPE, tie_word_embeddings=True, **extra)
+    return made(**(_SHAPE | extra | shape), tie_word_embeddings=True)
 
 
-def save(folder: Path, kind: str = "llama", seed: int = 0) -> Path:
+def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path:
     """A model folder with weights, tokenizer and chat template."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config(kind, **shape), dtype=torch.float32).save_pretrained(folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore

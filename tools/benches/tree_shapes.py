@@ -6,6 +6,7 @@ import numpy as np
 from learner.trees import Path
 
 VOCABULARY = 49152
+"""Token ids are below it; ``branching`` is used with a smaller model, modulo its vocabulary."""
 
 
 def _words(rng: np.random.Generator, count: int) -> list[int]:
@@ -41,6 +42,20 @@ def episodes(rng: np.random.Generator, prompt: int = 100, count: int = 6, turns:
     """Whole game episodes that share the prompt only; each is trained once, at its last turn's end."""
     prefix = _words(rng, prompt)
     return [Path(prefix + _words(rng, turns * turn), prompt) for _ in range(count)]
+
+
+def branching(rng: np.random.Generator, continued: int, steps: int = 4, k: int = 5, action: int = 40, retrieved: int = 200) -> list[Path]:  # fmt: skip
+    """A tree that grows by its branching: at every step k actions, ``continued`` of them go on."""
+    made: list[Path] = []
+
+    def grow(prefix: list[int], left: int) -> None:
+        actions = [_words(rng, action) for _ in range(k)]
+        made.extend(Path(prefix + a, len(prefix)) for a in actions)
+        for chosen in actions[:continued] if left > 1 else []:
+            grow(prefix + chosen + _words(rng, retrieved), left - 1)
+
+    grow(_words(rng, 100), steps)
+    return made
 
 
 SHAPES = {"slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes}
