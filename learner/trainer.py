@@ -170,12 +170,13 @@ class Trainer:
     def _steps(self, table: TurnTable, known: Known, estimate: Estimate, everything: Plan) -> dict[str, float]:
         """epochs x minibatches optimizer steps of the policy, and of the critic if there is one."""
         c, rows = self.config, known.rows
-        measured = torch.zeros(5, rows.tokens)
+        measured = torch.zeros(6, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
-        stepped = False
+        stepped, untouched = False, np.zeros(len(table), bool)
         for epoch in range(c.epochs):
             for turns, scale in self._minibatches(table, epoch):
                 steps = self._plan_policy(known, turns)
+                untouched[turns] |= not stepped
                 if steps is not None:
                     if stepped and self.correct.follows:
                         known = msgspec.structs.replace(known, standing=self._proximal(rows, everything))
@@ -187,7 +188,7 @@ class Trainer:
                     steps = plan(rows.paths, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
                     metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
-        return metrics | watch.metrics(self._measured(table, known, self.ranks.add(measured).numpy()))
+        return metrics | watch.metrics(self._measured(table, known, untouched, self.ranks.add(measured).numpy()))
 
     def _minibatches(self, table: TurnTable, epoch: int) -> list[tuple[list[int], float]]:
         """The turns of each optimizer step, whole questions together, and what their weights are scaled by."""
@@ -272,13 +273,16 @@ class Trainer:
         )
         return Logprobs(current, proximal, behaviour, {level: segments})
 
-    def _measured(self, table: TurnTable, known: Known, seen: np.ndarray) -> watch.Measured:
-        """The watch's view of the first pass; seen: [5, tokens] as ``_note`` wrote it, current 0 where nothing was forwarded."""
-        there = (seen[0] != 0) & known.rows.sampled
-        current, entropy, kl, coefficient, cut = seen[:, there]
+    def _measured(self, table: TurnTable, known: Known, untouched: np.ndarray, seen: np.ndarray) -> watch.Measured:
+        """The watch's view of the first epoch; seen: [6, tokens] as ``_note`` wrote it, the last row 0 where nothing was forwarded.
+
+        untouched: bool [turns], forwarded before the first optimizer step, when the learner's weights were still the engine's.
+        """
+        there = seen[5] > 0
+        current, entropy, kl, coefficient, cut, _ = seen[:, there]
         stale = (self.version - known.rows.versions)[there]
         oldest = np.array([known.rows.versions[span].min() for span in known.rows.spans])
-        fresh = table.per_token(oldest == self.version)[there]
+        fresh = table.per_token(untouched & (oldest == self.version))[there]
         behaviour, turn = known.rows.behaviour[there], table.per_token(table.turn)[there]
         return watch.Measured(current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn, fresh)
 
@@ -288,7 +292,7 @@ def _note(
 ) -> None:  # fmt: skip
     """Keep what the watch reads; a token is written by the one rank that forwarded it."""
     cut = made.clipped.float() + 2 * made.masked.float()
-    columns = [current.detach(), entropy.detach(), kl.detach(), made.coefficient.detach(), cut]
+    columns = [current.detach(), entropy.detach(), kl.detach(), made.coefficient.detach(), cut, torch.ones_like(cut)]
     measured[:, index] = torch.stack([column.float().cpu() for column in columns])
 
 
