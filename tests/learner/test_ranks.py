@@ -45,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "slate").write_bytes(pack_batch(batch(5, 0)))
     (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
-    probes = [socket.socket() for _ in range(len(SCENARIOS) + 3)]
+    probes = [socket.socket() for _ in range(len(SCENARIOS) + 4)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
@@ -55,6 +55,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
         name: Scenario(process(llama, folder, rank, micro_tokens=16, **settings), _batch(name), count, UPDATES, ports.pop())
         for name, (count, rank, settings) in SCENARIOS.items()
     }  # fmt: skip
+    mixed = process(llama, folder, 4, micro_tokens=16, sharding="fsdp", dtype="bfloat16")
+    made["mixed"] = msgspec.structs.replace(made["sharded_lora"], process=mixed, port=ports.pop())
     made["dead"] = msgspec.structs.replace(made["lora"], dies=2, port=ports.pop())
     made["dead_sharded"] = msgspec.structs.replace(made["sharded_lora"], dies=2, port=ports.pop())
     resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
@@ -89,6 +91,16 @@ def test_one_rank_and_several_ranks_give_the_same_update(ran: Path, tmp_path: Pa
         for key, value in load_file(ran / f"{name}-{rank}.safetensors").items():
             assert torch.equal(value, first[key]), f"rank {rank} differs from rank 0 in {key}"
             torch.testing.assert_close(value, expected[key], atol=1e-4, rtol=1e-3)
+
+
+def test_sharded_bfloat16_ranks_keep_float32_weights_and_move_as_float32_does(
+    ran: Path, tmp_path: Path, llama: Path
+) -> None:
+    start = everything(trainer(llama, tmp_path, 4))
+    exact, mixed = alone(ran, llama, tmp_path, "lora"), load_file(ran / "mixed-0.safetensors")
+    assert {value.dtype for value in mixed.values()} == {torch.float32}
+    steps = [torch.cat([(made[key] - start[key]).reshape(-1) for key in start]) for made in (exact, mixed)]
+    assert torch.cosine_similarity(steps[0], steps[1], dim=0) > 0.9
 
 
 def test_a_sharded_checkpoint_is_read_by_one_rank_and_by_three(ran: Path, tmp_path: Path, llama: Path) -> None:
