@@ -170,12 +170,16 @@ class Cascade(torch.autograd.Function):
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # Past its limit of compilations torch would silently run the unfused version, whose backward is not to be trusted: raise both
+    # limits above the few buckets there are, and let fullgraph make an error of what still exceeds them.
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.accumulated_recompile_limit = max(1024, torch._dynamo.config.accumulated_recompile_limit)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def ancestor_rule(forest: Forest, window: int | None, device: torch.device | str) -> Callable[..., torch.Tensor]:
     """FlexAttention's mask_mod: whether a query may see a key."""
-    end, depth = (torch.as_tensor(np.asarray(a), device=device) for a in (forest.end, forest.depth))
+    end, depth = (torch.as_tensor(np.asarray(a, np.int32), device=device) for a in (forest.end, forest.depth))
 
     def ancestor(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         allowed = (key <= query) & (query < end[key])
@@ -206,6 +210,10 @@ def tree_attention(
     """What transformers calls in every layer: query [1, heads, nodes, width], key and value [1, key heads, nodes, width] -> output
     [1, nodes, heads, width]. Without a layout it is transformers' own causal attention. Raises RuntimeError for a layer that was
     not handed the layout of its forest: such a model cannot train on trees."""
+    if any(_.get(key) is not None for key in ("softcap", "s_aux")):
+        raise RuntimeError(
+            f"{type(module).__name__} changes its scores (softcap or sinks): the learner cannot train it on trees"
+        )
     if layout is None:
         if attention_mask is not None and attention_mask.shape == FOREST.shape:
             raise RuntimeError(

@@ -7,12 +7,15 @@ number of ranks, sharded or not, it is read by any other.
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 
 from learner import shards
+from learner.ranks import Ranks
 from learner.trainer import Trainer
 
 
@@ -33,24 +36,41 @@ def save(trainer: Trainer, run: Path, trained: set[int], keep: int) -> Path:
     folder = run / "checkpoints" / f"v{trainer.version:06d}"
     draft = folder.with_suffix(".draft")
     ranks = trainer.ranks
-    try:
+
+    def begin() -> None:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        if ranks.sharded:
-            ranks.barrier()
+
+    def write() -> None:
         for part, (_, stepper) in trainer.parts().items():
             shards.save(draft, part, stepper, ranks)
-        if ranks.sharded:
-            ranks.barrier()
+
+    def finish() -> None:
         if ranks.rank == 0:
             _finish(trainer, draft, folder, trained, keep)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-        shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {folder} could not be written ({error}); the one before is untouched: free some space, then resume"
-        ) from error
+
+    for step in (begin, write, finish):
+        error = _attempt(step, ranks)
+        if error is not None:
+            if ranks.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {folder} could not be written ({error}); the one before is untouched: free some space, then resume"
+            ) from error
     return folder
+
+
+def _attempt(step: Callable[[], object], ranks: Ranks) -> Exception | None:
+    """Why ``step`` failed, here or on another sharded rank: all of them succeed or all of them fail, and none waits for ever."""
+    error: Exception | None = None
+    try:
+        step()
+    except (OSError, SafetensorError) as caught:  # safetensors reports a full disk as its own error
+        error = caught
+    if ranks.sharded and bool(ranks.add(torch.tensor([float(error is not None)]))) and error is None:
+        error = OSError("another rank failed; its log says why")
+    return error
 
 
 def _finish(trainer: Trainer, draft: Path, folder: Path, trained: set[int], keep: int) -> None:
@@ -71,6 +91,15 @@ def newest(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def restore_together(trainer: Trainer, folder: Path) -> State:
+    """``restore`` on every rank: when one of them cannot, all raise CheckpointError."""
+    made: list[State] = []
+    error = _attempt(lambda: made.append(restore(trainer, folder)), trainer.ranks)
+    if error is not None:
+        raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
+    return made[0]
+
+
 def restore(trainer: Trainer, folder: Path) -> State:
     """Put a checkpoint into ``trainer``; returns its frontier. Raises CheckpointError when it is damaged or of another model."""
     damaged = f"checkpoint {folder} is damaged ({{}}): delete it to resume from the one before"
@@ -89,6 +118,10 @@ def restore(trainer: Trainer, folder: Path) -> State:
     try:
         for part, (_, stepper) in trainer.parts().items():
             shards.load(found[part], stepper)
+    except shards.OtherShape as error:
+        raise CheckpointError(
+            f"checkpoint {folder} is of another model: {error}; was learner.lora.rank changed?"
+        ) from error
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(damaged.format(error)) from error
     if trainer.prm is not None:

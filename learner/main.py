@@ -7,6 +7,7 @@ States of rank 0: waiting for a whole batch -> updating (in a thread, so heartbe
 import asyncio
 import logging
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -85,15 +86,16 @@ class Leader:
 
     async def work(self, stop: asyncio.Event) -> None:
         """Update whenever a batch is whole, until ``stop``; then checkpoint what was not."""
-        quiet = self.config.collective_timeout_s / 4
+        quiet, heard = self.config.collective_timeout_s / 4, time.monotonic()
         while not stop.is_set():
             trees = self.inbox.ready()
             if trees is None:
                 self._news.clear()
                 try:
-                    await asyncio.wait_for(self._news.wait(), quiet)
+                    await asyncio.wait_for(self._news.wait(), max(0.0, heard + quiet - time.monotonic()))
                 except TimeoutError:
                     await asyncio.to_thread(self.trainer.ranks.broadcast, _KEEPALIVE)
+                    heard = time.monotonic()
                 continue
             batch = self.inbox.take(trees, self.trainer.version)
             metrics = await asyncio.to_thread(self._update, batch)
@@ -101,6 +103,7 @@ class Leader:
             if due:
                 await asyncio.to_thread(self._checkpoint)
             self._answer(batch, metrics, due)
+            heard = time.monotonic()
         if self.durable < self.trainer.version:
             await asyncio.to_thread(self._checkpoint)
 
@@ -155,9 +158,13 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
         for future in leader._waiting.values():
             future.cancel()  # their groups stay in the journal and are sent again on resume
         await serving
+        await asyncio.to_thread(trainer.ranks.broadcast, _STOP)
+    except BaseException:
+        # No stop is sent: the other ranks are inside another collective, and fail as soon as this process is gone.
+        log.exception("rank 0 failed")
+        raise
     finally:
         serving.cancel()
-        trainer.ranks.broadcast(_STOP)
 
 
 def follow(trainer: Trainer) -> None:
@@ -179,7 +186,7 @@ def main() -> None:
     ranks = Ranks(process.learner.collective_timeout_s, process.learner.sharding)
     trainer = Trainer(process, ranks)
     found = checkpoint.newest(Path(process.run))
-    trained = set(checkpoint.restore(trainer, found).trained) if found else set()
+    trained = set(checkpoint.restore_together(trainer, found).trained) if found else set()
     log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, trainer.version, trainer.policy.compute)
     try:
         if ranks.rank == 0:

@@ -66,7 +66,10 @@ class Tower(torch.nn.Module):
             out = causal.get_decoder()(input_ids=ids, position_ids=where, use_cache=False, **forest)
             hidden = out.last_hidden_state[0][torch.as_tensor(row.read, device=device)]
             if self.value is not None:
-                values = self.value(hidden.to(self.value.weight.dtype)).float()[:, 0]
+                with torch.autocast(kind, enabled=False):  # a value rounded to bfloat16 would shift every advantage
+                    values = torch.nn.functional.linear(
+                        hidden.float(), self.value.weight.float(), self.value.bias.float()
+                    )[:, 0]
                 return values, values.clone()
         weight = causal.get_output_embeddings().weight
         return token_logprobs(hidden.to(compute), weight, torch.as_tensor(row.target, device=device), self.temperature)
@@ -76,13 +79,14 @@ class TreeModel:
     """A model of the learner: loaded, adapted, placed. Master weights are float32; compute is float32 or bfloat16 by autocast."""
 
     def __init__(
-        self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks, seed: int = 0, values: bool = False
+        self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks, seed: int = 0, values: bool = False, reference: bool = False
     ):  # fmt: skip
-        check_fits(FilePath(folder), config, lora, ranks)
+        check_fits(FilePath(folder), lora, ranks, reference)
         torch.manual_seed(seed)  # adapters start equal on every rank
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
+        _check_head(folder, model)
         self.lora = lora.rank > 0
         if self.lora:
             adapters = PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", lora_dropout=0.0)  # pyright: ignore
@@ -148,7 +152,9 @@ class Policy(TreeModel):
     def __init__(
         self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0, lora: LoraConfig | None = None, reference: bool = False
     ):  # fmt: skip
-        super().__init__(folder, config, config.lora if lora is None else lora, temperature, ranks, seed)
+        super().__init__(
+            folder, config, config.lora if lora is None else lora, temperature, ranks, seed, reference=reference
+        )
         self._reference: TreeModel | None = None
         if reference and not self.lora:
             self._reference = TreeModel(folder, config, LoraConfig(rank=0), temperature, ranks, seed)
@@ -174,7 +180,19 @@ class Policy(TreeModel):
             return model.read(model.row(paths), initial=self.lora)[0]
 
 
-def check_fits(folder: FilePath, config: LearnerConfig, lora: LoraConfig, ranks: Ranks) -> None:
+def _check_head(folder: str, model: Any) -> None:
+    """Raises ValueError for a model that changes its logits after the head, or its scores inside attention: ours would not."""
+    text = model.config.get_text_config()
+    plain = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+    for key, expected in plain.items():
+        value = getattr(text, key, expected)
+        if value is not None and value != expected:
+            raise ValueError(
+                f"{folder}: {key} = {value} changes what the learner's head computes: expected {expected}; train another model"
+            )
+
+
+def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool = False) -> None:
     """Raise before loading when the weights, gradients and optimizer state of one rank cannot fit.
 
     Raises FileNotFoundError for a folder without weights, MemoryError with the estimate and the remedy.
@@ -184,7 +202,7 @@ def check_fits(folder: FilePath, config: LearnerConfig, lora: LoraConfig, ranks:
         raise FileNotFoundError(f"model folder {folder} holds no .safetensors file")
     stored = str(getattr(AutoConfig.from_pretrained(folder), "dtype", "float32"))
     weights = size * (1 if "32" in stored else 2)
-    copies = 1.2 if lora.rank else 4.0 + (1.0 if config.kl_coef > 0 else 0.0)
+    copies = 1.2 if lora.rank else 4.0 + (1.0 if reference else 0.0)
     needed = weights * copies
     if ranks.sharded:
         needed = max(needed / ranks.count, weights)  # every rank loads the whole once, then keeps its shard

@@ -12,7 +12,7 @@ import torch
 
 from learner.ranks import Ranks
 from learner.table import TurnTokens
-from learner.trees import Path, micro_batches, packed_sizes, share
+from learner.trees import Path, cuts, micro_batches, share
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -47,28 +47,38 @@ def rows_of(turns: list[TurnTokens]) -> Rows:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The forwards of one pass. mine: this rank's micro-batches as (rows, filler). forwarded: packed tokens of all ranks;
+    """The forwards of one pass. densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows, filler). forwarded: packed tokens of all ranks;
     whole: of the forest that was never cut, so forwarded / whole is what repeating trunks costs."""
 
-    first: list[int]
+    densest: list[int]
     mine: list[tuple[list[int], bool]]
     forwarded: int
     whole: int
 
 
+SLACK = (1.0, 1.1, 1.25, 1.5, 2.0)
+"""Budgets tried, times a rank's fair share: a tighter one balances better, a looser one repeats fewer trunks."""
+
+
 def plan(paths: list[Path], rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
-    """Micro-batches of at most ``budget`` packed tokens of the paths ``rows``, the heaviest first to the freest rank."""
+    """Micro-batches of at most ``budget`` packed tokens of the paths ``rows``, the heaviest first to the freest rank; cut so that the
+    busiest rank has the least to do."""
     chosen = [paths[i] for i in rows]
-    whole = sum(packed_sizes(chosen, [list(range(len(chosen)))]))
-    budget = min(budget, max(1, -(-whole // ranks.count)))  # no rank without work
-    batches = micro_batches(chosen, budget)
-    sizes = packed_sizes(chosen, batches)
+    where = cuts(chosen)
+    fair = max(1, -(-where.whole // ranks.count))
+    tried = [micro_batches(where, min(budget, int(fair * slack))) for slack in SLACK]
+    batches, sizes = min(tried, key=lambda made: (_busiest(made[1], ranks.count), sum(made[1])))
     shares = share(sizes, ranks.count)
     mine = [([rows[i] for i in batches[b]], False) for b in shares[ranks.rank]]
     if ranks.sharded:
         lightest = [rows[i] for i in batches[min(range(len(sizes)), key=sizes.__getitem__)]]
         mine += [(lightest, True)] * (max(map(len, shares)) - len(mine))
-    return Plan([rows[i] for i in batches[0]], mine, sum(sizes), whole)
+    ratios = [sum(len(chosen[i].tokens) for i in b) / size for b, size in zip(batches, sizes, strict=True)]
+    return Plan([rows[i] for i in batches[int(np.argmax(ratios))]], mine, sum(sizes), where.whole)
+
+
+def _busiest(sizes: list[int], ranks: int) -> int:
+    return max(sum(sizes[i] for i in mine) for mine in share(sizes, ranks))
 
 
 def sweep(rows: Rows, steps: Plan, ranks: Ranks, read: Callable[[list[Path]], torch.Tensor]) -> np.ndarray:

@@ -74,11 +74,13 @@ class Ranks:
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Sum every gradient over the ranks. Weights are global, so the sum is the update's gradient. FSDP2 has summed already."""
-        if self.sharded:
+        for p in parameters:
+            if p.grad is None and not self.sharded:
+                p.grad = torch.zeros_like(p)
+        if self.sharded or self.count == 1:
             return
-        flat = torch.cat([p.grad.reshape(-1) if p.grad is not None else p.new_zeros(p.numel()) for p in parameters])
-        if self.count > 1:
-            dist.all_reduce(flat)
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+        dist.all_reduce(flat)
         start = 0
         for p in parameters:
             p.grad = flat[start : start + p.numel()].view_as(p)

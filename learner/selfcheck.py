@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.model import Policy
-from learner.trees import Path
+from learner.model import SHARE_FROM, Policy
+from learner.trees import Path, pack
 
 LOGPROB_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest log-probability difference: rounding is far below, a bug far above."""
@@ -22,11 +22,14 @@ class PackingError(RuntimeError):
     """The packed forward disagrees with the plain one: training would be wrong."""
 
 
-def check(policy: Policy, paths: Sequence[Path]) -> None:
+def check(policy: Policy, paths: Sequence[Path]) -> bool:
     """Compare ``paths`` read as one forest with some of them read alone; raises PackingError when they disagree.
 
-    The same on every rank, so that sharded ranks make equally many forwards. Leaves no gradient behind.
+    False when the paths share nothing, so that nothing was checked. The same on every rank, so that sharded ranks make equally many
+    forwards and all refuse together. Leaves no gradient behind.
     """
+    if pack(paths).token_ratio < SHARE_FROM:
+        return False
     sample = range(0, len(paths), max(1, -(-len(paths) // SAMPLES)))
     counts = [len(p.tokens) - p.start for p in paths]
     packed = policy.logprobs(paths)[0].split(counts)
@@ -40,8 +43,11 @@ def check(policy: Policy, paths: Sequence[Path]) -> None:
     apart = _gradient(policy)
     squares = sum(float(((a - b) ** 2).sum()) for a, b in zip(together, apart, strict=True))
     scale = sum(float((b**2).sum()) for b in apart)
+    sums = torch.tensor([squares, scale, worst], dtype=torch.float64)
+    squares, scale, worst = policy.ranks.add(sums).tolist()  # worst: a sum over ranks, still far below its bound
     _refuse(worst, LOGPROB_BOUND[policy.compute], "log-probabilities")
     _refuse((squares / max(scale, 1e-12)) ** 0.5, GRADIENT_BOUND[policy.compute], "gradients (relative)")
+    return True
 
 
 def _gradient(policy: Policy) -> list[torch.Tensor]:

@@ -31,8 +31,12 @@ def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
         save_file(rows, folder / f"{part}-{ranks.rank:05d}.safetensors", metadata={"where": json.dumps(where)})
 
 
+class OtherShape(ValueError):
+    """The checkpoint's tensor and the model's differ in shape: nothing is damaged, they belong to different models."""
+
+
 class Found:
-    """The tensors of one part in a checkpoint. Raises ValueError for missing rows or another shape than expected."""
+    """The tensors of one part in a checkpoint. Raises ValueError for missing rows, OtherShape for another shape than expected."""
 
     def __init__(self, folder: Path, part: str):
         self._files: list[Any] = [
@@ -51,7 +55,7 @@ class Found:
         """The rows of ``name`` that this rank holds of ``like``, on the CPU."""
         shape, parts = self._pieces[name]
         if shape != list(like.shape):
-            raise ValueError(f"{name} has shape {shape}, the model's has {list(like.shape)}")
+            raise OtherShape(f"{name} has shape {shape}, the model's has {list(like.shape)}")
         if not shape:
             return parts[0][1].get_tensor(name)
         local, start = _here(like)

@@ -14,16 +14,21 @@ def within(groups: np.ndarray, values: np.ndarray, change: Callable[[np.ndarray]
     return made
 
 
+def centre(values: np.ndarray) -> np.ndarray:
+    """x - mean; exactly 0 where all values are equal, so that rounding is never scaled up or trained on."""
+    return values - values.mean() if np.ptp(values) > 0 else np.zeros(len(values))
+
+
 def standardise(values: np.ndarray, std: bool = True, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
     """(x - mean) / (std + eps), or x - mean; 0 for a single value, which has nothing to be compared with."""
-    centred = values - values.mean()
+    centred = centre(values)
     return centred / (values.std(ddof=ddof) + eps) if std and len(values) > 1 else centred
 
 
 def leave_one_out(values: np.ndarray) -> np.ndarray:
     """x - mean of the others = n / (n - 1) (x - mean); 0 for a single value."""
     n = len(values)
-    return (values - values.mean()) * (n / (n - 1)) if n > 1 else np.zeros(1)
+    return centre(values) * (n / (n - 1)) if n > 1 else np.zeros(1)
 
 
 def whiten(values: np.ndarray, mask: np.ndarray, eps: float = 1e-8) -> np.ndarray:
@@ -31,4 +36,6 @@ def whiten(values: np.ndarray, mask: np.ndarray, eps: float = 1e-8) -> np.ndarra
     if not mask.any():
         return np.zeros_like(values)
     inside = values[mask]
-    return np.where(mask, (values - inside.mean()) / (inside.std() + eps), 0.0)
+    made = np.zeros_like(values)
+    made[mask] = centre(inside) / (inside.std() + eps)
+    return made

@@ -21,7 +21,7 @@ class Trajectories(msgspec.Struct, frozen=True):
 
     def total(self, values: np.ndarray) -> np.ndarray:
         """Sum of a column over each trajectory's turns [trajectories]; a missing score (NaN) adds nothing."""
-        return np.bincount(self.of, weights=np.nan_to_num(values), minlength=len(self.tree))
+        return np.bincount(self.of, weights=np.where(np.isnan(values), 0.0, values), minlength=len(self.tree))
 
     def last(self) -> np.ndarray:
         """bool [turns]: whether a turn is its trajectory's last."""
@@ -140,6 +140,8 @@ def _tokens(tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode]) -
         ancestor = nodes[tree, parent]
         pieces.append(ancestor.tokens)
         parent = ancestor.parent
+    if not len(node.tokens):
+        raise ValueError(f"tree {tree}, node {node.id}: a trained turn without a token; the strategy must not emit it")
     assert node.logprobs is not None and node.versions is not None, "a trained turn is an action"
     sampled = node.sampled if node.sampled is not None else np.ones(len(node.tokens), bool)
     prefix = np.concatenate(pieces[::-1]).tolist()

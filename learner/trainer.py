@@ -12,12 +12,12 @@ import torch
 
 from learner import corrections, schemes, watch
 from learner.config import CriticConfig, LearnerProcess, PrmConfig
-from learner.corrections import Logprobs, Segments, Surrogate, k3
 from learner.critic import Critic
 from learner.model import Policy, TreeModel
 from learner.objective import token_weights
 from learner.optimizer import Stepper
 from learner.passes import Plan, Rows, plan, rows_of, sweep
+from learner.policy_step import MEASURES, Known, PolicyStep, measured
 from learner.prm import ImplicitPrm
 from learner.ranks import Ranks
 from learner.selfcheck import check
@@ -35,23 +35,6 @@ class Batch(msgspec.Struct, frozen=True):
     nodes: list[tuple[int, TreeNode]]
 
 
-class Known(msgspec.Struct, frozen=True):
-    """What is known of the tokens of a batch before the policy steps, each [tokens], float32 unless said otherwise.
-
-    segment: int64, the turn or trajectory a correction takes its ratio over. proximal and reference are the behaviour's
-    log-probabilities where nothing reads them. standing: the policy's before this optimizer step, for the tokens of a segment that
-    lie in another micro-batch.
-    """
-
-    rows: Rows
-    advantages: np.ndarray
-    weights: np.ndarray
-    proximal: np.ndarray
-    reference: np.ndarray
-    segment: np.ndarray
-    standing: np.ndarray
-
-
 class Trainer:
     """Holds the policy, the models its scheme needs, and their optimizers; ``update`` is called on every rank with the same batch."""
 
@@ -67,6 +50,7 @@ class Trainer:
         reference = c.kl_coef > 0 or self.needs_reference
         self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=reference)
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
+        self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks)
         self.critic = (
             Critic(folder, c, c.critic or CriticConfig(), ranks, seed) if "value" in self.scheme.needs else None
         )
@@ -103,7 +87,7 @@ class Trainer:
         nodes = {(tree, node.id): node for tree, node in batch.nodes}
         metrics: dict[str, float] = {"learner/groups": len(batch.groups), "learner/questions": batch.questions}
         self.warnings = []
-        if batch.groups:
+        if any(group.turns for group in batch.groups):
             table, turns = build(batch.groups, nodes)
             metrics |= self._train(table, rows_of(turns), batch.questions)
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
@@ -116,11 +100,11 @@ class Trainer:
         c = self.config
         everything = plan(rows.paths, range(len(rows.paths)), c.micro_tokens, self.ranks)
         if not self.checked:
-            check(self.policy, [rows.paths[i] for i in everything.first])
-            self.checked = True
+            self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
         columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
         estimate = self.scheme(table)
+        _check_finite(self.scheme.name, estimate)
         weights = token_weights(table, rows.sampled, questions, c.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
         metrics = _table_metrics(table, rows, known.advantages, self.version) | prm_metrics
@@ -170,25 +154,25 @@ class Trainer:
     def _steps(self, table: TurnTable, known: Known, estimate: Estimate, everything: Plan) -> dict[str, float]:
         """epochs x minibatches optimizer steps of the policy, and of the critic if there is one."""
         c, rows = self.config, known.rows
-        measured = torch.zeros(6, rows.tokens)
+        noted = torch.zeros(MEASURES, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
         stepped, untouched = False, np.zeros(len(table), bool)
         for epoch in range(c.epochs):
             for turns, scale in self._minibatches(table, epoch):
-                steps = self._plan_policy(known, turns)
+                steps = self.policy_step.plan(known, turns)
                 untouched[turns] |= not stepped
                 if steps is not None:
                     if stepped and self.correct.follows:
                         known = msgspec.structs.replace(known, standing=self._proximal(rows, everything))
                     stepped = True
-                    metrics = self._policy_step(known, steps, scale, measured if epoch == 0 else None)
+                    metrics = self.policy_step.step(known, steps, scale, self.version, noted if epoch == 0 else None)
                 if self.critic is not None:
                     assert estimate.returns is not None, "a scheme that needs a critic has targets for it"
                     chosen = np.isin(table.row(), turns) & rows.sampled
                     steps = plan(rows.paths, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
                     metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
-        return metrics | watch.metrics(self._measured(table, known, untouched, self.ranks.add(measured).numpy()))
+        return metrics | watch.metrics(measured(table, known, untouched, self.ranks.add(noted).numpy(), self.version))
 
     def _minibatches(self, table: TurnTable, epoch: int) -> list[tuple[list[int], float]]:
         """The turns of each optimizer step, whole questions together, and what their weights are scaled by."""
@@ -205,95 +189,14 @@ class Trainer:
             made.append((np.flatnonzero(chosen).tolist(), float(scale)))
         return made
 
-    def _plan_policy(self, known: Known, turns: list[int]) -> Plan | None:
-        """The forwards of a policy step: without a KL or entropy term a turn of zero advantage cannot move it and is left out."""
-        c = self.config
-        always = c.kl_coef > 0 or c.entropy_coef > 0
-        live = [
-            i for i in turns
-            if known.weights[known.rows.spans[i]].any() and (always or known.advantages[known.rows.spans[i]].any())
-        ]  # fmt: skip
-        return plan(known.rows.paths, live, c.micro_tokens, self.ranks) if live else None
 
-    def _policy_step(self, known: Known, steps: Plan, scale: float, measured: torch.Tensor | None) -> dict[str, float]:
-        total = torch.zeros(1, dtype=torch.float64)
-        for chosen, filler in steps.mine:
-            total += self._micro_batch(known, chosen, 0.0 if filler else scale, None if filler else measured)
-        norm = self.stepper.step(self.version)
-        return {
-            "learner/grad_norm": norm,
-            "learner/surrogate": float(self.ranks.add(total)),
-            "learner/lr": self.stepper.rate(self.version),
-            "learner/forwarded_tokens": float(steps.forwarded),
-            "learner/path_tokens": float(sum(len(p.tokens) for p in known.rows.paths)),
-            "learner/trunk_repeat": steps.forwarded / max(1, steps.whole),
-        }
-
-    def _micro_batch(self, known: Known, chosen: list[int], scale: float, measured: torch.Tensor | None) -> float:
-        """Backward of one forest's share of the objective; returns that share."""
-        c, device = self.config, self.policy.device
-        index = known.rows.index(chosen)
-        live = torch.as_tensor(known.rows.sampled[index])
-        index = index[live]
-        current, entropy, _ = self.policy.logprobs([known.rows.paths[i] for i in chosen])
-        current, entropy = current[live.to(device)], entropy[live.to(device)]
-
-        def here(column: np.ndarray) -> torch.Tensor:
-            return torch.as_tensor(column[index], device=device)
-
-        made = self.correct(self._compared(known, index, current), here(known.advantages))
-        term, kl = made.term, torch.zeros_like(current)
-        if c.kl_coef > 0:
-            kl = k3(current, here(known.reference))
-            term = term - c.kl_coef * kl
-        if c.entropy_coef > 0:
-            # d entropy = -E[(log pi + entropy) d log pi]: estimated on the sampled tokens, unbiased on-policy
-            term = term - c.entropy_coef * (current.detach() + entropy) * (current - current.detach())
-        objective = (scale * here(known.weights) * term).sum()
-        (-objective).backward()
-        if measured is not None:
-            _note(measured, index, current, entropy, kl, made)
-        return float(objective.detach())
-
-    def _compared(self, known: Known, index: torch.Tensor, current: torch.Tensor) -> Logprobs:
-        """The log-probabilities a correction compares, with its segments as they are outside this micro-batch."""
-        rows, device, level = known.rows, current.device, self.correct.level
-        proximal, behaviour = (torch.as_tensor(a[index], device=device) for a in (known.proximal, rows.behaviour))
-        if level == "token":
-            return Logprobs(current, proximal, behaviour)
-        log = np.where(rows.sampled, known.standing - rows.behaviour, 0.0)
-        outside = np.bincount(known.segment, weights=log)
-        ids = known.segment[index]
-        np.subtract.at(outside, ids, log[index])
-        tokens = np.bincount(known.segment, weights=rows.sampled)
-        segments = Segments(
-            torch.as_tensor(ids, device=device),
-            torch.as_tensor(outside, dtype=torch.float32, device=device),
-            torch.as_tensor(tokens, dtype=torch.float32, device=device),
+def _check_finite(scheme: str, estimate: Estimate) -> None:
+    bad = int((~np.isfinite(estimate.advantages)).sum())
+    if bad:
+        raise ValueError(
+            f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} advantages are not finite: a score it reads is missing or"
+            " infinite; tools/dump shows the trees of this update"
         )
-        return Logprobs(current, proximal, behaviour, {level: segments})
-
-    def _measured(self, table: TurnTable, known: Known, untouched: np.ndarray, seen: np.ndarray) -> watch.Measured:
-        """The watch's view of the first epoch; seen: [6, tokens] as ``_note`` wrote it, the last row 0 where nothing was forwarded.
-
-        untouched: bool [turns], forwarded before the first optimizer step, when the learner's weights were still the engine's.
-        """
-        there = seen[5] > 0
-        current, entropy, kl, coefficient, cut, _ = seen[:, there]
-        stale = (self.version - known.rows.versions)[there]
-        oldest = np.array([known.rows.versions[span].min() for span in known.rows.spans])
-        fresh = table.per_token(untouched & (oldest == self.version))[there]
-        behaviour, turn = known.rows.behaviour[there], table.per_token(table.turn)[there]
-        return watch.Measured(current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn, fresh)
-
-
-def _note(
-    measured: torch.Tensor, index: torch.Tensor, current: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, made: Surrogate
-) -> None:  # fmt: skip
-    """Keep what the watch reads; a token is written by the one rank that forwarded it."""
-    cut = made.clipped.float() + 2 * made.masked.float()
-    columns = [current.detach(), entropy.detach(), kl.detach(), made.coefficient.detach(), cut, torch.ones_like(cut)]
-    measured[:, index] = torch.stack([column.float().cpu() for column in columns])
 
 
 def _table_metrics(table: TurnTable, rows: Rows, advantages: np.ndarray, version: int) -> dict[str, float]:

@@ -69,7 +69,7 @@ def pack(paths: Sequence[Path], share: bool = True) -> Forest:
     read = [node for i, path in enumerate(paths) for node in spine[i][path.start - 1 : -1]]
     target = [token for path in paths for token in path.tokens[path.start :]]
     return Forest(
-        np.array(tokens), np.array(depth), np.array(end), np.array(read), np.array(target),
+        np.array(tokens), np.array(depth), np.array(end), np.array(read, np.int64), np.array(target, np.int64),
         sum(len(path.tokens) for path in paths), len(tokens),
     )  # fmt: skip
 
@@ -87,31 +87,49 @@ def filled(forest: Forest, bucket: int) -> Forest:
     )
 
 
-def micro_batches(paths: Sequence[Path], budget: int) -> list[list[int]]:
-    """Indices of ``paths`` cut into forests of at most ``budget`` packed tokens (a single longer path stands alone).
+class Cuts(msgspec.Struct, frozen=True):
+    """Where a batch may be cut. order: indices of the paths, sorted, so that neighbours share the longest prefixes.
 
-    Neighbours in sorted order share the longest prefixes, so cutting there keeps the sharing high; the trunk is repeated in each.
+    length: int64 [paths], tokens of each path in that order; added: those that its left neighbour does not have already.
     """
-    batches: list[list[int]] = []
-    size, last = 0, []
-    for index in sorted(range(len(paths)), key=lambda i: paths[i].tokens):
-        tokens = paths[index].tokens
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(last, tokens, strict=False)) if a != b), min(len(last), len(tokens))
-        )
-        added = len(tokens) - shared
-        if not batches or size + added > budget:
-            batches.append([])
-            size, added = 0, len(tokens)
-        batches[-1].append(index)
-        size += added
+
+    order: list[int]
+    length: list[int]
+    added: list[int]
+
+    @property
+    def whole(self) -> int:
+        """Packed tokens of the forest that is never cut."""
+        return sum(self.added)
+
+
+def cuts(paths: Sequence[Path]) -> Cuts:
+    """The places to cut ``paths``."""
+    order = sorted(range(len(paths)), key=lambda i: paths[i].tokens)
+    length, added, last = [], [], np.zeros(0, np.int64)
+    for index in order:
+        tokens = np.array(paths[index].tokens)
+        both = min(len(last), len(tokens))
+        differ = np.flatnonzero(last[:both] != tokens[:both])
+        length.append(len(tokens))
+        added.append(len(tokens) - int(differ[0] if len(differ) else both))
         last = tokens
-    return batches
+    return Cuts(order, length, added)
 
 
-def packed_sizes(paths: Sequence[Path], batches: list[list[int]]) -> list[int]:
-    """Packed tokens of each micro-batch."""
-    return [len(pack([paths[i] for i in batch]).tokens) for batch in batches]
+def micro_batches(where: Cuts, budget: int) -> tuple[list[list[int]], list[int]]:
+    """Indices of the paths cut into forests of at most ``budget`` packed tokens (a single longer path stands alone), and the size
+    of each forest. The trunk that a cut goes through is repeated on both sides."""
+    batches: list[list[int]] = []
+    sizes: list[int] = []
+    for index, length, added in zip(where.order, where.length, where.added, strict=True):
+        if not batches or sizes[-1] + added > budget:
+            batches.append([])
+            sizes.append(0)
+            added = length
+        batches[-1].append(index)
+        sizes[-1] += added
+    return batches, sizes
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:

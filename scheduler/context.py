@@ -1,5 +1,6 @@
 """What a strategy may do: every slow thing is one awaited call, every result is in the tree and the journal when it returns."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -226,4 +227,4 @@ class Context:
 
 
 def _finite(scores: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in scores.items() if value == value}
+    return {name: value for name, value in scores.items() if math.isfinite(value)}

@@ -174,6 +174,15 @@ def _check_learner(w: LearnerConfig) -> None:
             raise ConfigError(
                 f"config: learner.{name} has no effect with learner.scheme = {w.scheme!r} and its options: remove the section"
             )
+    if w.scheme == "prime" and (w.prm is None or w.prm.loss != "cross_entropy"):
+        raise ConfigError(
+            "config: learner.scheme = 'prime' trains its reward model with learner.prm.loss = 'cross_entropy': set it"
+        )
+    if w.scheme_options.get("kl_coef") and w.kl_coef:
+        raise ConfigError(
+            f"config: learner.scheme_options.kl_coef = {w.scheme_options['kl_coef']} (in the reward) and learner.kl_coef = {w.kl_coef}"
+            " (in the loss) would count the KL twice: set one of them to 0"
+        )
     if (w.aggregation == "constant") != (w.constant_tokens > 0):
         raise ConfigError(
             f"config: learner.constant_tokens = {w.constant_tokens} with learner.aggregation = {w.aggregation!r}: 'constant' needs"

@@ -23,7 +23,7 @@ def advantages(
     """float64 [tokens]. Both std switches are off in the released code ("mean_norm"). A missing reward is 0."""
     if table.anchor is None:
         raise KeyError("gigpo needs the observations (anchor) of the turns, which this table does not have")
-    rewards = np.nan_to_num(table.column(column))
+    rewards = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)
     ahead = np.zeros(len(table))
     for rows in table.trajectories().rows:
         running = 0.0

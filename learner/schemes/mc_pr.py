@@ -19,7 +19,7 @@ def advantages(
 
 def temporal_differences(table: TurnTable, value: str = "mc_value", outcome: str = "outcome") -> np.ndarray:
     """V(s_{t+1}) - V(s_t) [turns]; an episode without an outcome ends at 0 (a timeout)."""
-    values, outcomes = table.column(value), np.nan_to_num(table.column(outcome))
+    values, outcomes = table.column(value), np.nan_to_num(table.column(outcome), posinf=np.inf, neginf=-np.inf)
     made = np.empty(len(table))
     for rows in table.trajectories().rows:
         after = np.append(values[rows[1:]], outcomes[rows[-1]])

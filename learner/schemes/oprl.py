@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from learner.schemes import gae
-from learner.statistics import leave_one_out, standardise, whiten, within
+from learner.statistics import centre, leave_one_out, standardise, whiten, within
 from learner.table import TurnTable
 from learner.targets import Estimate
 
@@ -38,7 +38,7 @@ def advantages(
     """Advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers its own row's outcome only."""
     episode = _episode(table, base, outcome, invalid_penalty, eps)
     if variant == "environment":
-        steps = np.nan_to_num(table.column(step_reward))
+        steps = np.nan_to_num(table.column(step_reward), posinf=np.inf, neginf=-np.inf)
     else:
         steps = table.per_turn(table.token_column("prm"))
     if variant == "merged":
@@ -52,7 +52,7 @@ def advantages(
 def _compared(table: TurnTable, values: np.ndarray, base: Base, eps: float) -> np.ndarray:
     """Values a turn [turns] compared over all turns of the question's trajectories [tokens]."""
     if base == "reinforce_pp":
-        centred = within(table.tree, values, lambda group: group - group.mean())
+        centred = within(table.tree, values, centre)
         return whiten(table.per_token(centred), table.mask())
     change = leave_one_out if base == "rloo" else lambda group: standardise(group, True, 1, eps)
     return table.per_token(within(table.tree, values, change))
@@ -69,10 +69,13 @@ def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: fl
     if base == "rloo":
         made = within(trajectories.tree, returns, leave_one_out)[trajectories.of] - fined
         return Estimate(table.per_token(made))
-    centred = within(trajectories.tree, returns, lambda group: group - group.mean())[trajectories.of] - fined
+    centred = within(trajectories.tree, returns, centre)[trajectories.of] - fined
     if base == "reinforce_pp":
         return Estimate(whiten(table.per_token(centred), table.mask()))
-    spread = within(trajectories.tree, returns, lambda g: np.full(len(g), g.std(ddof=1) + eps if len(g) > 1 else 1.0))
+    # Equal outcomes have no scale to divide by: there the penalty of an invalid step stands for itself.
+    spread = within(
+        trajectories.tree, returns, lambda g: np.full(len(g), g.std(ddof=1) + eps if np.ptp(g) > 0 else 1.0)
+    )
     return Estimate(table.per_token(centred / spread[trajectories.of]))
 
 

@@ -33,7 +33,7 @@ def advantages(
     targets: Kind = "gae",
     kl_coef: float = 0.0,
 ) -> Estimate:
-    """Advantages and value targets."""
+    """Advantages and value targets. Whitening and critic run over the policy's own tokens (methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))
     return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef)
 
@@ -53,9 +53,9 @@ def turn_rewards(
     trajectories = table.trajectories()
     last = trajectories.last()
     r_o = trajectories.total(np.where(last, table.column(outcome), 0.0))[trajectories.of]
-    r_hat = table.column(process)
+    r_hat = table.scores.get(process, np.full(len(table), np.nan))  # a batch may hold no judged turn
     judged = ~last & (~np.isnan(r_hat) if invalid == "skip" else True)
-    r_hat = np.nan_to_num(r_hat)
+    r_hat = np.nan_to_num(r_hat, posinf=np.inf, neginf=-np.inf)
     if normalisation == "reduced":
         return np.where(last, r_o + trajectories.total(r_hat * judged)[trajectories.of], 0.0)
     return np.where(judged, _normalised(r_hat, r_o, judged, trajectories.of, normalisation), np.where(last, r_o, 0.0))

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from learner.statistics import whiten, within
+from learner.statistics import centre, whiten, within
 from learner.table import TurnTable
 
 
@@ -16,5 +16,5 @@ def advantages(table: TurnTable, column: str = "reward", baseline: Literal["grou
     trajectories = table.trajectories()
     made = trajectories.total(table.column(column))
     if baseline == "group":
-        made = within(trajectories.tree, made, lambda group: group - group.mean())
+        made = within(trajectories.tree, made, centre)
     return whiten(table.per_token(made[trajectories.of]), table.mask())

@@ -10,9 +10,12 @@ from learner.table import TurnTable
 
 
 def advantages(table: TurnTable, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
-    """float64 [tokens]. ddof 1 is the sample standard deviation (methods.md 6, row 3), 0 the population's."""
+    """float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof 1 is the sample standard deviation (methods.md 6, row 3), 0 the population's."""
 
     def compare(rewards: np.ndarray) -> np.ndarray:
-        return rewards if len(rewards) == 1 else standardise(rewards, True, ddof, eps)
+        there, made = np.isfinite(rewards), np.zeros(len(rewards))
+        if there.any():
+            made[there] = rewards if len(rewards) == 1 else standardise(rewards[there], True, ddof, eps)
+        return made
 
     return table.per_token(within(table.group, table.column("reward"), compare))

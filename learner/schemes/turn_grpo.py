@@ -21,9 +21,10 @@ def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float) -> np
     made = np.zeros(len(rewards))
     if not there.any():
         return made
-    mean, std = rewards[there].mean(), rewards[there].std()
+    whole = np.zeros(len(rewards))
+    whole[there] = standardise(rewards[there], True, 0, eps)
     for t in np.unique(turn[there]):
         active = there & (turn == t)
         r = rewards[active]
-        made[active] = standardise(r, True, 0, eps) if len(r) >= max(2, n_min) else (r - mean) / (std + eps)
+        made[active] = standardise(r, True, 0, eps) if len(r) >= max(2, n_min) else whole[active]
     return made

@@ -20,7 +20,11 @@ from tests.updates import everything
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """Ranks that train on a batch some times. dies: a rank that exits in the first update; resume: a checkpoint's folder."""
+    """Ranks that train on a batch some times.
+
+    dies: a rank that exits in the first update; full_disk: one that cannot write its part of the checkpoint; resume: a checkpoint's
+    folder.
+    """
 
     process: LearnerProcess
     batch: str
@@ -28,7 +32,13 @@ class Scenario(msgspec.Struct, frozen=True):
     updates: int
     port: int
     dies: int = -1
+    full_disk: int = -1
     resume: str = ""
+
+
+def full(*_: object) -> None:
+    """A disk without room."""
+    raise OSError(28, "No space left on device")
 
 
 def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
@@ -42,6 +52,8 @@ def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
         if rank == scenario.dies:
             os._exit(9)
         made.update(msgspec.structs.replace(unpack_batch(payload), version=made.version))
+    if rank == scenario.full_disk:
+        checkpoint.shards.save = full
     if ranks.sharded or rank == 0:
         checkpoint.save(made, folder / name, {1, 2}, 3)
     save_file(everything(made), folder / f"{name}-{rank}.safetensors")
@@ -60,6 +72,9 @@ def run(folder: Path, name: str, scenario: Scenario) -> list[int]:
             os.environ["MASTER_PORT"] = str(scenario.port)
             try:
                 work(folder, name, scenario, rank)
+            except checkpoint.CheckpointError as error:
+                (folder / f"{name}-{rank}.error").write_text(str(error))
+                os._exit(4)
             except RuntimeError:
                 traceback.print_exc()
                 os._exit(3)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.engines import weights
 from learner import checkpoint
-from learner.config import LearnerConfig, LoraConfig
+from learner.config import LoraConfig
 from learner.model import check_fits
 from learner.publish import publish
 from learner.ranks import Ranks
@@ -115,8 +115,8 @@ def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(t
 def test_a_model_too_large_for_this_machine_is_refused_before_it_is_loaded(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     with pytest.raises(FileNotFoundError, match="safetensors"):
-        check_fits(tmp_path, LearnerConfig(), LoraConfig(), Ranks(60))
+        check_fits(tmp_path, LoraConfig(), Ranks(60))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2**42)  # sparse: takes no space
     with pytest.raises(MemoryError, match=r"learner\.count"):
-        check_fits(tmp_path, LearnerConfig(), LoraConfig(), Ranks(60))
+        check_fits(tmp_path, LoraConfig(), Ranks(60))

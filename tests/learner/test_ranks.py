@@ -45,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "slate").write_bytes(pack_batch(batch(5, 0)))
     (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
-    probes = [socket.socket() for _ in range(len(SCENARIOS) + 4)]
+    probes = [socket.socket() for _ in range(len(SCENARIOS) + 5)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
@@ -59,6 +59,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     made["mixed"] = msgspec.structs.replace(made["sharded_lora"], process=mixed, port=ports.pop())
     made["dead"] = msgspec.structs.replace(made["lora"], dies=2, port=ports.pop())
     made["dead_sharded"] = msgspec.structs.replace(made["sharded_lora"], dies=2, port=ports.pop())
+    made["full_disk"] = msgspec.structs.replace(made["sharded_lora"], full_disk=1, updates=1, port=ports.pop())
     resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
     made["fewer"] = msgspec.structs.replace(made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop())
     (folder / "scenarios.json").write_bytes(msgspec.json.encode(made))
@@ -129,6 +130,13 @@ def test_a_checkpoint_that_lost_a_shard_is_refused(ran: Path, tmp_path: Path, ll
 @pytest.mark.parametrize("name", ["dead", "dead_sharded"])
 def test_a_rank_that_dies_in_an_update_ends_the_others_with_an_error(ran: Path, name: str) -> None:
     assert json.loads((ran / "codes.json").read_text())[name] == [3, 3, 9, 3]
+
+
+def test_a_disk_full_for_one_rank_stops_all_of_them_with_the_reason_and_leaves_no_checkpoint(ran: Path) -> None:
+    assert json.loads((ran / "codes.json").read_text())["full_disk"] == [4] * 4
+    assert "No space left" in (ran / "full_disk-1.error").read_text()
+    assert "another rank failed" in (ran / "full_disk-0.error").read_text()
+    assert not list((ran / "full_disk" / "checkpoints").iterdir())
 
 
 def test_weights_trained_by_sharded_ranks_load_in_transformers(ran: Path, tmp_path: Path, llama: Path) -> None:

@@ -53,6 +53,7 @@ def test_set_changes_a_key() -> None:
         ("learner.correction_options.uper=2", "takes"),
         ("learner.correction_options.level=step", "expected one of"),
         ("learner.aggregation=constant", "learner.constant_tokens = 0"),
+        ("learner.scheme_options.ddof=one", "a whole number"),
         ("learner.epochs=0", "learner.epochs = 0"),
         ("noequals", "expected key=value"),
         ("seed.x=1", "is a value"),
@@ -71,6 +72,18 @@ def test_a_setting_without_effect_is_refused() -> None:
         load(DEFAULT, ["learner.critic.lr=1e-5"])
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"])
+    with pytest.raises(ConfigError, match="cross_entropy"):
+        load(DEFAULT, ["scheduler.strategy=full", "learner.scheme=prime"])
+    with pytest.raises(ConfigError, match="twice"):
+        load(
+            DEFAULT,
+            [
+                "scheduler.strategy=full",
+                "learner.scheme=gae",
+                "learner.scheme_options.kl_coef=0.1",
+                "learner.kl_coef=0.1",
+            ],
+        )
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["learner.sharding=fsdp", "learner.count=1"])
 

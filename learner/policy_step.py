@@ -1,0 +1,135 @@
+"""The policy's optimizer step: forests forwarded, corrected, weighed, backwarded; and what the numerics watch sees of them."""
+
+import msgspec
+import numpy as np
+import torch
+
+from learner import watch
+from learner.config import LearnerConfig
+from learner.corrections import Corrected, Logprobs, Segments, Surrogate, k3
+from learner.model import Policy
+from learner.optimizer import Stepper
+from learner.passes import Plan, Rows, plan
+from learner.ranks import Ranks
+from learner.table import TurnTable
+
+MEASURES = 6
+"""Rows of what is noted of each token: current, entropy, kl, coefficient, cut (1 clipped, 2 masked), forwarded."""
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What is known of the tokens of a batch before the policy steps, each [tokens], float32 unless said otherwise.
+
+    segment: int64, the turn or trajectory a correction takes its ratio over. proximal and reference are the behaviour's
+    log-probabilities where nothing reads them. standing: the policy's before this optimizer step, for the tokens of a segment that
+    lie in another micro-batch.
+    """
+
+    rows: Rows
+    advantages: np.ndarray
+    weights: np.ndarray
+    proximal: np.ndarray
+    reference: np.ndarray
+    segment: np.ndarray
+    standing: np.ndarray
+
+
+class PolicyStep:
+    """Makes the policy's steps on what is known of a batch."""
+
+    def __init__(self, policy: Policy, stepper: Stepper, correct: Corrected, config: LearnerConfig, ranks: Ranks):
+        self.policy, self.stepper, self.correct, self.config, self.ranks = policy, stepper, correct, config, ranks
+
+    def plan(self, known: Known, turns: list[int]) -> Plan | None:
+        """The forwards of a step: without a KL or entropy term a turn of zero advantage cannot move it and is left out."""
+        c = self.config
+        always = c.kl_coef > 0 or c.entropy_coef > 0
+        live = [
+            i for i in turns
+            if known.weights[known.rows.spans[i]].any() and (always or known.advantages[known.rows.spans[i]].any())
+        ]  # fmt: skip
+        return plan(known.rows.paths, live, c.micro_tokens, self.ranks) if live else None
+
+    def step(
+        self, known: Known, steps: Plan, scale: float, version: int, noted: torch.Tensor | None
+    ) -> dict[str, float]:
+        """Backward of all forests and one optimizer step; weights are multiplied by ``scale``. noted: filled for the watch."""
+        total = torch.zeros(1, dtype=torch.float64)
+        for chosen, filler in steps.mine:
+            total += self._micro_batch(known, chosen, 0.0 if filler else scale, None if filler else noted)
+        norm = self.stepper.step(version)
+        return {
+            "learner/grad_norm": norm,
+            "learner/surrogate": float(self.ranks.add(total)),
+            "learner/lr": self.stepper.rate(version),
+            "learner/forwarded_tokens": float(steps.forwarded),
+            "learner/path_tokens": float(sum(len(p.tokens) for p in known.rows.paths)),
+            "learner/trunk_repeat": steps.forwarded / max(1, steps.whole),
+        }
+
+    def _micro_batch(self, known: Known, chosen: list[int], scale: float, noted: torch.Tensor | None) -> float:
+        """Backward of one forest's share of the objective; returns that share."""
+        c, device = self.config, self.policy.device
+        index = known.rows.index(chosen)
+        live = torch.as_tensor(known.rows.sampled[index])
+        index = index[live]
+        current, entropy, _ = self.policy.logprobs([known.rows.paths[i] for i in chosen])
+        current, entropy = current[live.to(device)], entropy[live.to(device)]
+
+        def here(column: np.ndarray) -> torch.Tensor:
+            return torch.as_tensor(column[index], device=device)
+
+        made = self.correct(self._compared(known, index, current), here(known.advantages))
+        term, kl = made.term, torch.zeros_like(current)
+        if c.kl_coef > 0:
+            kl = k3(current, here(known.reference))
+            term = term - c.kl_coef * kl
+        if c.entropy_coef > 0:
+            # d entropy = -E[(log pi + entropy) d log pi]: estimated on the sampled tokens, unbiased on-policy
+            term = term - c.entropy_coef * (current.detach() + entropy) * (current - current.detach())
+        objective = (scale * here(known.weights) * term).sum()
+        (-objective).backward()
+        if noted is not None:
+            _note(noted, index, current, entropy, kl, made)
+        return float(objective.detach())
+
+    def _compared(self, known: Known, index: torch.Tensor, current: torch.Tensor) -> Logprobs:
+        """The log-probabilities a correction compares, with its segments as they are outside this micro-batch."""
+        rows, device, level = known.rows, current.device, self.correct.level
+        proximal, behaviour = (torch.as_tensor(a[index], device=device) for a in (known.proximal, rows.behaviour))
+        if level == "token":
+            return Logprobs(current, proximal, behaviour)
+        log = np.where(rows.sampled, known.standing - rows.behaviour, 0.0)
+        outside = np.bincount(known.segment, weights=log)
+        ids = known.segment[index]
+        np.subtract.at(outside, ids, log[index])
+        tokens = np.bincount(known.segment, weights=rows.sampled)
+        segments = Segments(
+            torch.as_tensor(ids, device=device),
+            torch.as_tensor(outside, dtype=torch.float32, device=device),
+            torch.as_tensor(tokens, dtype=torch.float32, device=device),
+        )
+        return Logprobs(current, proximal, behaviour, {level: segments})
+
+
+def _note(
+    noted: torch.Tensor, index: torch.Tensor, current: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, made: Surrogate
+) -> None:  # fmt: skip
+    """Keep what the watch reads; a token is written by the one rank that forwarded it."""
+    cut = made.clipped.float() + 2 * made.masked.float()
+    columns = [current.detach(), entropy.detach(), kl.detach(), made.coefficient.detach(), cut, torch.ones_like(cut)]
+    noted[:, index] = torch.stack([column.float().cpu() for column in columns])
+
+
+def measured(table: TurnTable, known: Known, untouched: np.ndarray, noted: np.ndarray, version: int) -> watch.Measured:
+    """The watch's view of the first epoch; noted: [6, tokens] as ``_note`` wrote it, the last row 0 where nothing was forwarded.
+
+    untouched: bool [turns], forwarded before the first optimizer step, when the learner's weights were still the engine's.
+    """
+    there = noted[5] > 0
+    current, entropy, kl, coefficient, cut, _ = noted[:, there]
+    stale = (version - known.rows.versions)[there]
+    oldest = np.array([known.rows.versions[span].min() for span in known.rows.spans])
+    fresh = table.per_token(untouched & (oldest == version))[there]
+    behaviour, turn = known.rows.behaviour[there], table.per_token(table.turn)[there]
+    return watch.Measured(current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn, fresh)

@@ -1,0 +1,114 @@
+"""Batches and models that would train wrong without a word: each is harmless or refused by name."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, GraniteConfig
+
+from learner import checkpoint, schemes
+from learner.batches import Inbox
+from learner.config import LoraConfig
+from learner.main import Leader
+from learner.model import TreeModel
+from learner.publish import Published
+from learner.ranks import Ranks
+from learner.selfcheck import check
+from learner.statistics import leave_one_out, standardise, whiten
+from learner.table import TurnTable
+from learner.trainer import Batch
+from learner.trees import Path as Tokens
+from tests.updates import batch, groups, process, trainer
+from wire.messages import TrainGroup
+
+
+def table(trajectories: int, **scores: list[float]) -> TurnTable:
+    """One question, one turn a trajectory, one token a turn."""
+    n = np.zeros(trajectories, np.int64)
+    columns = {name: np.array(values, np.float64) for name, values in scores.items()}
+    ones = n + 1
+    return TurnTable(n, n, np.arange(trajectories), ones, ones, columns, token_scores={"prm": np.zeros(trajectories)})
+
+
+@pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
+def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_not_a_hundred_thousand(base: str) -> None:
+    t = table(4, outcome=[0, 0, 0, 0], valid=[1, 0, 1, 1])
+    made = schemes.load("oprl", {"base": base})(t).advantages
+    assert np.abs(made).max() < 2
+    assert made[1] < 0
+
+
+@pytest.mark.parametrize("value", [2.05, 0.1, -1e9])
+def test_equal_scores_leave_exactly_no_advantage(value: float) -> None:
+    same = np.full(6, value)
+    for made in (standardise(same), standardise(same, eps=1e-8), leave_one_out(same), whiten(same, same == same)):
+        assert not made.any()
+
+
+def test_a_candidate_without_a_reward_gets_nothing_and_the_others_compare_without_it() -> None:
+    made = schemes.load("slate", {})(table(3, reward=[1, np.nan, 0])).advantages
+    np.testing.assert_allclose(made, [np.sqrt(0.5), 0, -np.sqrt(0.5)], atol=1e-5)
+
+
+def test_a_batch_without_judged_turns_still_trains_on_the_outcome() -> None:
+    t = msgspec.structs.replace(table(2, outcome=[1, 0]), token_scores={"value": np.zeros(2)})
+    assert schemes.load("ppr", {"whiten": False})(t).advantages.tolist() == [1, 0]
+
+
+def test_an_infinite_score_is_named_with_the_scheme_that_read_it(tmp_path: Path, llama: Path) -> None:
+    some, nodes = groups(7)
+    turns = [msgspec.structs.replace(t, scores={"reward": float("inf")}) for t in some[0].turns[:1]]
+    bad = TrainGroup(some[0].id, some[0].tree, some[0].nodes, turns + some[0].turns[1:])
+    with pytest.raises(ValueError, match=r"scheme 'grpo'.*not finite"), np.errstate(invalid="ignore"):
+        trainer(llama, tmp_path, scheme="grpo").update(Batch(0, 3, [bad, *some[1:]], nodes))
+
+
+def test_groups_without_turns_are_an_update_without_a_step(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path)
+    metrics = made.update(Batch(0, 1, [TrainGroup(1, 1, [], [])], []))
+    assert "learner/grad_norm" not in metrics
+    assert made.version == 1
+
+
+def test_the_self_check_waits_for_a_batch_that_shares_something(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path)
+    assert not check(made.policy, [Tokens([1, 2, 3], 1), Tokens([4, 5, 6], 1)])
+    assert check(made.policy, [Tokens([1, 2, 3, 4], 3), Tokens([1, 2, 3, 5], 3)])
+    made.update(batch(0, 0))
+    assert made.checked
+
+
+def test_a_model_that_scales_its_logits_is_refused_by_the_key_that_says_so(tmp_path: Path, llama: Path) -> None:
+    shape: dict[str, Any] = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = GraniteConfig(**shape, num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
+    with pytest.raises(ValueError, match=r"logits_scaling = 8\.0"):
+        TreeModel(str(tmp_path / "granite"), process(llama, tmp_path).learner, LoraConfig(4), 1.0, Ranks(60))
+
+
+def test_a_changed_adapter_rank_is_not_called_damage(tmp_path: Path, llama: Path) -> None:
+    folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, set(), 3)
+    with pytest.raises(checkpoint.CheckpointError, match=r"another model.*learner\.lora\.rank"):
+        checkpoint.restore(trainer(llama, tmp_path, 8), folder)
+
+
+async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(llama, tmp_path, collective_timeout_s=0.4)
+    heard = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(made.ranks, "broadcast", lambda _: loop.call_soon_threadsafe(heard.set))
+    leader = Leader(made, tmp_path, Inbox(3, set()), Published(0, "", ""))
+    stop = asyncio.Event()
+    working = asyncio.create_task(leader.work(stop))
+    async with asyncio.timeout(10):
+        while not heard.is_set():
+            leader._news.set()  # as when a group arrives that completes no batch
+            await asyncio.sleep(0.02)
+    stop.set()
+    leader._news.set()
+    await working
