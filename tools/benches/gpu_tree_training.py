@@ -47,7 +47,7 @@ def measure() -> dict[str, Any]:
         settings = LearnerConfig(dtype="bfloat16", kl_coef=0.0)
         model = TreeModel(str(FilePath(folder)), settings, LoraConfig(rank=0), 1.0, Ranks(60))
         rng = np.random.default_rng(0)
-        paths = [p for _ in range(4) for p in slate(rng, question=200, action=80, retrieved=400)]
+        paths = [p for _ in range(4) for p in slate(rng)]
         packed = pack(paths)
         shared, apart = _seconds(forest, model, paths), _seconds(varlen, model, paths)
     weights = sum(p.numel() for n, p in model.tower.named_parameters() if "layers" in n)

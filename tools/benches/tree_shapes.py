@@ -1,5 +1,6 @@
 """Batches of token paths in the shapes the four methods train on, for the learner's benchmarks. Tokens are random; only lengths and
-shared prefixes matter. Half the lengths of a real batch, so that the padded reference ends in seconds."""
+shared prefixes matter. The lengths of ``slate`` are
+a real batch's; the others have half of theirs, so that the padded reference ends soon."""
 
 import numpy as np
 
@@ -13,7 +14,7 @@ def _words(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(0, VOCABULARY, count).tolist()
 
 
-def slate(rng: np.random.Generator, question: int = 100, steps: int = 4, k: int = 5, action: int = 40, retrieved: int = 200) -> list[Path]:  # fmt: skip
+def slate(rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80, retrieved: int = 400) -> list[Path]:  # fmt: skip
     """One question: at every step k actions from one prefix, one of them continued."""
     made, prefix = [], _words(rng, question)
     for _ in range(steps):

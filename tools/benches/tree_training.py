@@ -27,7 +27,7 @@ from tools.benches.slate_shape import model_folder
 from tools.benches.tree_shapes import SHAPES
 from tools.model import DEFAULT
 
-LAYERS, PADDED_ROWS, REPEATS = 10, 4, 2
+LAYERS, PADDED_ROWS, REPEATS = 10, 4, 1
 GOALS = {"slate": 0.7, "mc_pr": 0.6}
 """Least share of the token ratio; other shapes need only not be slower than path by path."""
 
