@@ -237,11 +237,6 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     return Corrected(function, options, level, name == "decoupled" or whole, whole and name != "decoupled")
 
 
-def k1(behaviour: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The k1 estimate of KL(behaviour || reference) per token: the log-ratio itself; goes into the reward, never into the loss."""
-    return behaviour - reference
-
-
 def k3(current: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """The k3 estimate of KL(current || reference) per token: exp(d) - d - 1, d = reference - current; clamped to [-10, 10]."""
     d = (reference - current).clamp(-20, 20)  # beyond the clamp of the result: only keeps exp, and its gradient, finite

@@ -121,6 +121,7 @@ class Trainer:
         if self.needs_reference or self.config.kl_coef > 0:
             with self.policy.inference():
                 made["reference"] = sweep(rows, steps, self.ranks, self.policy.reference_logprobs)
+            # k1, the log-ratio itself: it goes into the reward of schemes with a critic
             made["kl"] = np.where(rows.sampled, rows.behaviour - made["reference"], 0.0)
         if self.critic is not None:
             made["value"] = self.critic.values(rows, steps)

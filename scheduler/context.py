@@ -27,6 +27,7 @@ from wire.messages import (
     Passage,
     RetrieveRequest,
     RetrieveResult,
+    Sample,
     Sampling,
     Turn,
 )
@@ -66,22 +67,10 @@ class Context:
         """``n`` actions sampled from the prefix that ends in ``node``, at the actor that holds it unless that is overloaded."""
         sampling = self._sampling(self.shop.environment.stop)
         result = await self._generate(self.tree.prefix(node), n, sampling)
-        made = []
-        for index, sample in enumerate(result.samples):
-            made.append(
-                self.tree.add(
-                    node,
-                    "action",
-                    sample.tokens,
-                    self.shop.text.decode(sample.tokens),
-                    logprobs=sample.logprobs,
-                    versions=sample.versions,
-                    sampled=np.ones(len(sample.tokens), bool),
-                    finish=sample.finish,
-                    cached=result.cached_tokens if index == 0 else 0,
-                    trajectory=node.trajectory if trajectory is None else trajectory,
-                )
-            )
+        place = node.trajectory if trajectory is None else trajectory
+        made = [self._sampled(node, sample, trajectory=place) for sample in result.samples]
+        if made:
+            made[0].cached = result.cached_tokens
         return made
 
     def action(self, node: Node) -> Action:
@@ -135,19 +124,7 @@ class Context:
             node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state
         )
         result = await self._generate(self.tree.prefix(opening), 1, self._sampling(["</answer>"]))
-        sample = result.samples[0]
-        made = self.tree.add(
-            opening,
-            "action",
-            sample.tokens,
-            self.shop.text.decode(sample.tokens),
-            logprobs=sample.logprobs,
-            versions=sample.versions,
-            sampled=np.ones(len(sample.tokens), bool),
-            finish=sample.finish,
-            forced=True,
-            chosen=True,
-        )
+        made = self._sampled(opening, result.samples[0], forced=True, chosen=True)
         self.save([opening, made])
         return made
 
@@ -199,6 +176,20 @@ class Context:
             deadline=self.settings.generate_deadline_s,
             prefer=self._home,
             served_by=remember,
+        )
+
+    def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
+        """A sampled action as a node of the tree."""
+        return self.tree.add(
+            parent,
+            "action",
+            sample.tokens,
+            self.shop.text.decode(sample.tokens),
+            logprobs=sample.logprobs,
+            versions=sample.versions,
+            sampled=np.ones(len(sample.tokens), bool),
+            finish=sample.finish,
+            **settings,
         )
 
     def _state(self, node: Node) -> Any:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.corrections import CORRECTIONS, LEVELS, Level, Logprobs, Segments, Surrogate, k1, load
+from learner.corrections import CORRECTIONS, LEVELS, Level, Logprobs, Segments, Surrogate, load
 
 EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -294,7 +294,3 @@ def test_each_correction_says_its_level_and_whether_it_reads_the_proximal_policy
         assert load(name, {"level": "turn"}).needs_proximal == (name == "decoupled")
         assert load(name, {"level": "sequence"}).needs_proximal == (name != "none")
     assert [load(name, {}).level for name in ("sequence_mask", "geometric_mask", "gspo")] == ["sequence"] * 3
-
-
-def test_k1_is_the_log_ratio_itself() -> None:
-    assert k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist() == [0.5, -1.0]
