@@ -144,16 +144,20 @@ def wait_for_update(run: Path, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"no update came: {process.communicate()[0] if process.poll() is not None else ''}")
 
 
-def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = launch(config, run)
+def kill(run: Path, process: subprocess.Popen[str]) -> None:
+    """Kill -9 the launcher after the first update; no process outlives it."""
     wait_for_update(run, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     end = time.monotonic() + 30
     while left_over(run) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not left_over(run)  # no process outlives its launcher
+    assert not left_over(run)
+
+
+def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kill(run, launch(config, run))
     resumed = launch(config, run, "--resume", str(run))
     out = finish(resumed)
     assert resumed.returncode == 0, out
@@ -195,7 +199,7 @@ def test_a_dead_learner_ends_the_run_with_its_log_and_the_way_to_go_on(config: P
     assert not left_over(run)
 
 
-def test_whole_trajectories_train_policy_critic_and_reward_model_on_sharded_ranks(config: Path, tmp_path: Path) -> None:
+def test_policy_critic_and_reward_model_train_on_sharded_ranks_and_survive_kill_9(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = [
         "scheduler.strategy=full",
@@ -207,13 +211,14 @@ def test_whole_trajectories_train_policy_critic_and_reward_model_on_sharded_rank
         "learner.prm.loss=cross_entropy",
         "learner.prm.threshold=-1.0",
     ]
-    process = launch(config, run, *(part for setting in settings for part in ("--set", setting)))
+    kill(run, launch(config, run, *(part for setting in settings for part in ("--set", setting))))
+    process = launch(config, run, "--resume", str(run))
     out = finish(process)
     assert process.returncode == 0, out
     check_whole(run)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "learner/grad_norm" in record]
-    assert len(trained) == UPDATES
+    assert {record["version"] for record in trained} == set(range(1, UPDATES + 1))
     assert all({"critic/loss", "prm/loss", "watch/ratio_p50", "learner/trunk_repeat"} <= set(r) for r in trained)
     assert max(r["watch/engine_gap_max"] for r in trained if "watch/engine_gap_max" in r) < 1e-3
     assert len(list((run / "checkpoints" / f"v{UPDATES:06d}").glob("*-0000?.safetensors"))) == 6  # 3 models on 2 ranks

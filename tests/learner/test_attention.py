@@ -94,6 +94,7 @@ def test_flexattentions_rule_is_ancestry_and_fillers_see_and_are_seen_by_nothing
     assert (rule[:n, n:] == False).all()  # noqa: E712
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flexattentions_forward_equals_the_dense_mask() -> None:
     made = pack(forest(1))
     n = len(made.end)
