@@ -145,10 +145,10 @@ class Journal:
         return msgspec.msgpack.decode(body, type=list[Turn])
 
     def untrained_trees(self) -> list[TreeRow]:
-        """Training trees that still grow, or closed with a group that no version holds."""
+        """Training trees that still grow, or ended (a quarantined one may have given some) with a group that no version holds."""
         return self.trees(
-            "split='train' AND (status='growing' OR (status='closed' AND EXISTS"
-            " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL)))"
+            "split='train' AND (status='growing' OR EXISTS"
+            " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL))"
         )
 
     def next_tree(self) -> int:

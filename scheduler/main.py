@@ -199,7 +199,7 @@ class Run:
         for group, trained in self.journal.groups(row.id):
             if trained is None:
                 self.stream.resend(tree, group)
-        if row.status == "closed":
+        if row.status != "growing":
             self.stream.close(tree)
             return
         context = self._context(self.tasks.at(row.position), tree, self.settings, row.position)

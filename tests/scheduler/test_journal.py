@@ -74,6 +74,17 @@ def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(tm
     assert journal.next_position() == 3
 
 
+def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for number in range(2):
+        journal.start_tree(small(number), number, 0)
+        journal.close_tree(number, "quarantined", "a judge refused it")
+    journal.save_group(small(1), 7, [], [])
+    assert [row.id for row in journal.untrained_trees()] == [1]
+    journal.mark_trained(7, 1)
+    assert journal.untrained_trees() == []
+
+
 def test_quarantined_tasks_keep_their_reasons(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     journal.reject([Rejected("file:3", "no gold answer")])
