@@ -159,7 +159,7 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
             future.cancel()  # their groups stay in the journal and are sent again on resume
         await serving
         await asyncio.to_thread(trainer.ranks.broadcast, _STOP)
-    except BaseException:
+    except Exception:  # logged before the group is left, which may itself wait; never swallowed
         # No stop is sent: the other ranks are inside another collective, and fail as soon as this process is gone.
         log.exception("rank 0 failed")
         raise

@@ -133,6 +133,11 @@ class TreeModel:
         layout = Layout(forest, self.config.attention, self.device)
         return Row(layout.forest.tokens, layout.forest.depth, forest.read, forest.target, layout, forest.nodes)
 
+    def plain_row(self, path: Path) -> Row:
+        """One path by the model's own causal attention: what the forest is checked against."""
+        n, start = len(path.tokens), path.start
+        return Row(path.tokens, torch.arange(n), torch.arange(start - 1, n - 1), path.tokens[start:], None, n)
+
     def read(self, row: Row, initial: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The tower's two outputs [targets]."""
         return self.tower(row, self.device, self.compute, initial)
@@ -160,17 +165,13 @@ class Policy(TreeModel):
             self._reference = TreeModel(folder, config, LoraConfig(rank=0), temperature, ranks, seed)
             self._reference.tower.requires_grad_(False)
 
-    def logprobs(self, paths: Sequence[Path]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Log-probabilities and entropies [trained tokens], paths in order, and the packed tokens forwarded."""
-        row = self.row(paths)
-        return *self.read(row), row.nodes
+    def logprobs(self, paths: Sequence[Path]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [trained tokens], paths in order."""
+        return self.read(self.row(paths))
 
     def plain_logprobs(self, path: Path) -> torch.Tensor:
-        """The same for one path by the model's own causal attention: what the forest is checked against."""
-        n = len(path.tokens)
-        read = torch.arange(path.start - 1, n - 1)
-        row = Row(torch.tensor(path.tokens), torch.arange(n), read, torch.tensor(path.tokens[path.start :]), None, n)
-        return self.read(row)[0]
+        """Log-probabilities of one path without a forest."""
+        return self.read(self.plain_row(path))[0]
 
     def reference_logprobs(self, paths: Sequence[Path]) -> torch.Tensor:
         """Log-probabilities under the initial policy, no gradient: the adapters switched off, or the frozen copy."""

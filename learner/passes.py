@@ -47,8 +47,11 @@ def rows_of(turns: list[TurnTokens]) -> Rows:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The forwards of one pass. densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows, filler). forwarded: packed tokens of all ranks;
-    whole: of the forest that was never cut, so forwarded / whole is what repeating trunks costs."""
+    """The forwards of one pass.
+
+    densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows, filler). forwarded: packed
+    tokens of all ranks; whole: of the forest that was never cut, so forwarded / whole is what repeating trunks costs.
+    """
 
     densest: list[int]
     mine: list[tuple[list[int], bool]]

@@ -73,7 +73,7 @@ class PolicyStep:
         index = known.rows.index(chosen)
         live = torch.as_tensor(known.rows.sampled[index])
         index = index[live]
-        current, entropy, _ = self.policy.logprobs([known.rows.paths[i] for i in chosen])
+        current, entropy = self.policy.logprobs([known.rows.paths[i] for i in chosen])
         current, entropy = current[live.to(device)], entropy[live.to(device)]
 
         def here(column: np.ndarray) -> torch.Tensor:

@@ -192,12 +192,13 @@ class Trainer:
 
 
 def _check_finite(scheme: str, estimate: Estimate) -> None:
-    bad = int((~np.isfinite(estimate.advantages)).sum())
-    if bad:
-        raise ValueError(
-            f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} advantages are not finite: a score it reads is missing or"
-            " infinite; tools/dump shows the trees of this update"
-        )
+    for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
+        bad = 0 if values is None else int((~np.isfinite(values)).sum())
+        if bad:
+            raise ValueError(
+                f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} {name} are not finite: a score it reads is missing or"
+                " infinite; tools/dump shows the trees of this update"
+            )
 
 
 def _table_metrics(table: TurnTable, rows: Rows, advantages: np.ndarray, version: int) -> dict[str, float]:

@@ -170,21 +170,13 @@ def compare(model: TreeModel, paths: list[Path], logprob_bound: float, gradient_
     (together * scale).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.trained().items() if p.grad is not None}
     model.tower.zero_grad()
-    pieces = [_alone(model, path) for path in paths]
+    pieces = [model.read(model.plain_row(path))[0] for path in paths]
     (torch.cat(pieces) * scale).sum().backward()
     assert (together - torch.cat(pieces)).abs().max() < logprob_bound
     assert gradients
     for name, parameter in model.trained().items():
         if parameter.grad is not None:
             assert (gradients[name] - parameter.grad).norm() < gradient_bound * (parameter.grad.norm() + 1e-8), name
-
-
-def _alone(model: TreeModel, path: Path) -> torch.Tensor:
-    from learner.model import Row
-
-    n = len(path.tokens)
-    target = torch.tensor(path.tokens[path.start :])
-    return model.read(Row(torch.tensor(path.tokens), torch.arange(n), torch.arange(path.start - 1, n - 1), target, None, n))[0]  # fmt: skip
 
 
 KINDS = ["llama", "qwen2", "qwen3", "gemma3"]
@@ -234,13 +226,21 @@ def test_the_critic_on_the_forest_equals_the_critic_path_by_path(
     compare(model, forest(5), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
-@given(seed=st.integers(0, 10_000), small=st.integers(0, 30), steps=st.integers(1, 4))
-@settings(deadline=None, max_examples=12)
+@given(
+    seed=st.integers(0, 10_000),
+    small=st.integers(0, 30),
+    steps=st.integers(1, 4),
+    kind=st.sampled_from(KINDS),
+    rank=st.sampled_from([0, 4]),
+    recomputed=st.booleans(),
+    critic=st.booleans(),
+)
+@settings(deadline=None, max_examples=20)
 def test_any_random_tree_trains_as_its_paths_do(
-    folders: dict[str, FilePath], seed: int, small: int, steps: int
-) -> None:
+    folders: dict[str, FilePath], seed: int, small: int, steps: int, kind: str, rank: int, recomputed: bool, critic: bool
+) -> None:  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SMALL_SUBTREE", small)
-        config = LearnerConfig(dtype="float32", lora=LoraConfig(4, 8.0))
-        model = Policy(str(folders["qwen3"]), config, 1.0, Ranks(60))
+        config = LearnerConfig(dtype="float32", gradient_checkpointing=recomputed)
+        model = TreeModel(str(folders[kind]), config, LoraConfig(rank, 8.0), 1.0, Ranks(60), values=critic)
         compare(model, forest(seed, trees=3, steps=steps), LOGPROB_BOUND, GRADIENT_BOUND)
