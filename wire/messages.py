@@ -7,7 +7,7 @@ the tagged ``Message`` structs; the body is one of the request or result structs
 Units: times in seconds, lengths in tokens unless a name says otherwise. Log-probabilities are natural logarithms.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -175,6 +175,8 @@ class JudgedTurn(msgspec.Struct, frozen=True):
     ``context`` is the text of the earlier turns as the method renders it; ``response`` the whole action as
     generated; think / query / answer its parsed parts (None when absent). ``step`` counts from 1 to ``budget``.
     ``evidence`` holds, one text a hop, the passages known to support the gold answer (empty when unknown).
+    Of a game: ``state`` is the environment's state before the action as plain values, ``move`` the parsed action (None when it
+    could not be read; it may be illegal).
     """
 
     question: str
@@ -190,6 +192,8 @@ class JudgedTurn(msgspec.Struct, frozen=True):
     past_queries: list[str] = []
     past_observations: list[str] = []
     evidence: list[str] = []
+    state: Any = None
+    move: list[int] | None = None
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
@@ -232,6 +236,22 @@ class RetrieveResult(msgspec.Struct, frozen=True):
     """passages[i] answers queries[i], best first."""
 
     passages: list[list[Passage]]
+
+
+# ---------------------------------------------------------------------------------------------- playing
+
+
+class PlayRequest(msgspec.Struct, frozen=True):
+    """Service ``player.<name>``: an opponent's move. state: the environment's state as plain values; seed: of its randomness."""
+
+    state: Any
+    seed: int
+
+
+class PlayResult(msgspec.Struct, frozen=True):
+    """The chosen move, in the environment's own integers."""
+
+    move: list[int]
 
 
 # ---------------------------------------------------------------------------------------------- training
@@ -308,7 +328,8 @@ SERVICES: dict[str, tuple[type, type]] = {
     "load": (LoadRequest, LoadResult),
     "retrieve": (RetrieveRequest, RetrieveResult),
     "judge": (JudgeRequest, JudgeResult),
+    "player": (PlayRequest, PlayResult),
     "train": (TrainGroup, Trained),
     "close": (TreeClosed, Closed),
 }
-"""Request and result struct by service; a service named ``judge.<name>`` uses the row ``judge``."""
+"""Request and result struct by service; a service named ``judge.<name>`` uses the row ``judge``, ``player.<name>`` likewise."""

@@ -49,7 +49,7 @@ class Rejected(ConnectionError):
 
 @functools.cache
 def service_types(service: str) -> tuple[type, type]:
-    """Request and result struct of a service; ``judge.<name>`` shares the row ``judge``."""
+    """Request and result struct of a service; all ``judge.<name>`` share the row ``judge``, all ``player.<name>`` likewise."""
     row = SERVICES.get(service.split(".", 1)[0])
     if row is None:
         raise WireError(f"unknown service {service!r}: expected one of {sorted(SERVICES)}")

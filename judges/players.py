@@ -1,0 +1,20 @@
+"""The opponent plug-in: a class with one coroutine, served as ``player.<name>`` beside the judges."""
+
+from typing import Any
+
+
+class Player:
+    """Subclass this, set ``name``, write ``play``. concurrency: requests in flight at once."""
+
+    name: str = ""
+    concurrency: int = 64
+
+    async def start(self) -> None:
+        """Acquire what playing needs; called once before the first request."""
+
+    async def play(self, state: Any, seed: int) -> tuple[int, ...]:
+        """A legal move in ``state`` (plain values of the environment's state); ``seed`` decides all randomness."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement play")
+
+    async def close(self) -> None:
+        """Release what ``start`` acquired."""
