@@ -9,29 +9,39 @@ import importlib
 import logging
 import sys
 import time
+import tomllib
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from judges.base import Judge, checked
-from judges.exact_match import ExactMatch
-from judges.llm import ChatEndpoint
-from judges.slate import Slate
-from judges.slate_rules import SlateRules
-from wire import loop
+from judges.players import Player
+from wire import loop, options
 from wire.faults import InfrastructureFault
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
-from wire.service import Call, Service
+from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
+from wire.service import Call, Handler, Service
 from wire.sockets import RunKeys
 
-BUILT_IN: dict[str, Callable[..., Judge]] = {
-    "exact_match": ExactMatch,
-    "slate_rules": SlateRules,
-    "slate": lambda endpoint, templates=None: Slate(msgspec.convert(endpoint, ChatEndpoint), templates),
+BUILT_IN = {
+    "exact_match": "judges.exact_match:ExactMatch",
+    "slate_rules": "judges.slate_rules:SlateRules",
+    "slate": "judges.slate:Slate",
+    "tictactoe": "judges.oracles.tictactoe:TicTacToeOracle",
+    "sudoku": "judges.oracles.sudoku:SudokuOracle",
+    "minesweeper": "judges.oracles.minesweeper:MinesweeperOracle",
 }
+PLAYERS = {
+    "tictactoe_mcts": "judges.oracles.tictactoe:MctsPlayer",
+    "tictactoe_minimax": "judges.oracles.tictactoe:MinimaxPlayer",
+}
+"""Built-in judges and opponents, imported when they are asked for."""
+
+
+def built_in_service(name: str) -> str:
+    """The service that a name of [judges.use] offers; "" for a plug-in, which announces its own."""
+    return f"judge.{name}" if name in BUILT_IN else f"player.{name}" if name in PLAYERS else ""
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,17 +52,21 @@ class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judges: dict[str, dict[str, Any]]
 
 
-def make_judge(spec: str, options: dict[str, Any]) -> Judge:
-    """A built-in judge by name, or ``module:Class``. Raises ValueError saying what was expected."""
-    if spec in BUILT_IN:
-        return BUILT_IN[spec](**options)
-    module, colon, name = spec.partition(":")
+def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
+    """A built-in judge or opponent by name, or ``module:Class``. Raises ValueError saying what was expected."""
+    place = BUILT_IN.get(spec) or PLAYERS.get(spec) or spec
+    module, colon, name = place.partition(":")
     if not colon:
-        raise ValueError(f"judge {spec!r}: expected one of {sorted(BUILT_IN)}, or module:Class")
-    sys.path.insert(0, str(Path.cwd()))
-    made = getattr(importlib.import_module(module), name)(**options)
-    if not isinstance(made, Judge) or not made.name or not made.columns:
-        raise ValueError(f"judge {spec!r}: expected a subclass of judges.base.Judge with a name and columns")
+        raise ValueError(f"judge {spec!r}: expected one of {sorted([*BUILT_IN, *PLAYERS])}, or module:Class")
+    if place == spec:
+        sys.path.insert(0, str(Path.cwd()))
+    kind = getattr(importlib.import_module(module), name)
+    made = kind(**options.checked(f"judges.use.{spec}", spec, kind.__init__, given, ("self",)))
+    named = bool(getattr(made, "name", ""))
+    if not (isinstance(made, Player) and named) and not (isinstance(made, Judge) and named and made.columns):
+        raise ValueError(
+            f"judge {spec!r}: expected a subclass of judges.base.Judge with a name and columns, or of judges.players.Player"
+        )
     return made
 
 
@@ -126,21 +140,35 @@ class Batcher:
         return {**self.counts, "busy_s": self.busy_s, **own}
 
 
-async def serve(judges: list[Judge], name: str, endpoint: str, keys: RunKeys | None, signals: bool = True) -> None:
-    """Offer ``judge.<name>`` for each judge until drained."""
-    batchers = {f"judge.{judge.name}": Batcher(judge) for judge in judges}
-    capacity = sum(judge.concurrency for judge in judges)
+async def serve(
+    workers: list[Judge | Player], name: str, endpoint: str, keys: RunKeys | None, signals: bool = True
+) -> None:
+    """Offer ``judge.<name>`` for each judge and ``player.<name>`` for each opponent until drained."""
+    batchers = {f"judge.{judge.name}": Batcher(judge) for judge in workers if isinstance(judge, Judge)}
+    handlers: dict[str, Handler] = {service: batcher.handle for service, batcher in batchers.items()}
+    handlers |= {f"player.{player.name}": _play(player) for player in workers if isinstance(player, Player)}
+    capacity = sum(worker.concurrency for worker in workers)
 
     def stats() -> dict[str, float]:
         return {f"{service}.{key}": value for service, b in batchers.items() for key, value in b.stats().items()}
 
-    for judge in judges:
-        await judge.start()
+    for worker in workers:
+        await worker.start()
     try:
-        await Service(name, {s: b.handle for s, b in batchers.items()}, capacity, stats).run(endpoint, keys, signals)
+        await Service(name, handlers, capacity, stats).run(endpoint, keys, signals)
     finally:
-        for judge in judges:
-            await judge.close()
+        for worker in workers:
+            await worker.close()
+
+
+def _play(player: Player) -> Handler:
+    room = asyncio.Semaphore(player.concurrency)
+
+    async def handle(request: PlayRequest, call: Call) -> PlayResult:
+        async with room:
+            return PlayResult(list(await player.play(request.state, request.seed)))
+
+    return handle
 
 
 def connection(run: Path) -> tuple[str, RunKeys]:
@@ -153,24 +181,34 @@ def connection(run: Path) -> tuple[str, RunKeys]:
 
 def plug_in(arguments: list[str] | None = None) -> None:
     """The command tools/serve."""
-    parser = argparse.ArgumentParser(prog="tools/serve", description="Plug a judge into a live run.")
+    parser = argparse.ArgumentParser(prog="tools/serve", description="Plug a judge or an opponent into a live run.")
     parser.add_argument("judge", help="module:Class, or a built-in name")
     parser.add_argument("--run", required=True, type=Path, help="folder of the live run")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="constructor option")
     parser.add_argument("--name", default=None, help="worker name (default: the judge's)")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    judge = make_judge(given.judge, dict(option.split("=", 1) for option in given.option))
+    worker = make_worker(given.judge, dict(_option(text) for text in given.option))
     endpoint, keys = connection(given.run)
-    print(f"serving judge.{judge.name} {list(judge.columns)} to {endpoint}; Ctrl-C drains and leaves", flush=True)
-    loop.run(serve([judge], given.name or f"{judge.name}-plugin", endpoint, keys))
+    what = f"judge.{worker.name} {list(worker.columns)}" if isinstance(worker, Judge) else f"player.{worker.name}"
+    print(f"serving {what} to {endpoint}; Ctrl-C drains and leaves", flush=True)
+    loop.run(serve([worker], given.name or f"{worker.name}-plugin", endpoint, keys))
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; the value is read as TOML, a bare word is a string."""
+    key, _, value = text.partition("=")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
 def main() -> None:
     """The launcher's judge process."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeProcess)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    judges = [make_judge(spec, options) for spec, options in process.judges.items()]
+    judges = [make_worker(spec, given) for spec, given in process.judges.items()]
     endpoint, keys = connection(Path(process.run))
     loop.run(serve(judges, process.name, endpoint, keys))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from learner.options import checked
+from wire.options import checked
 
 Level = Literal["token", "turn", "sequence"]
 

@@ -1,6 +1,6 @@
 """Settings of the scheduler."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,6 +25,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: a module of scheduler/strategies. k: samples of each step (slate) or trajectories of a question (full).
     budget: steps B. eta: temperature of the reward-weighted choice. bonus: lambda of the early-answer bonus.
     selection: "reward-weighted" or "best-of-k". judge: the service judge.<judge>. max_action_tokens: of one action.
+    continuations: of each state (mc_value). thinking: ask a chat template that knows the switch for a thinking block.
     updates: optimizer steps of the run. questions_per_update: trees that make
     one update. max_staleness: see scheduler/pacing.py. Deadlines and timeouts in seconds.
     """
@@ -40,8 +41,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_p: float = 1.0
     top_k: int = 0
     max_action_tokens: int = 500
-    topk: int = 3
-    max_observation_characters: int = 2000
+    continuations: int = 100
+    thinking: bool = True
     updates: int = 100
     questions_per_update: int = 32
     max_staleness: int = 1
@@ -55,16 +56,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat template."""
+    """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat template.
+
+    environment, options: see actors/environments/registry.py. train, heldout: task files ("" for an environment that makes its
+    tasks). services: those of judges and opponents to wait for. most: samples of one generate call.
+    """
 
     name: str
     run: str
     seed: int
     model: str
     environment: str
-    prompt: str
+    options: dict[str, Any]
     train: str
     heldout: str
     actors: int
-    judges: list[str]
+    services: list[str]
+    most: int
     scheduler: SchedulerConfig

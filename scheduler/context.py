@@ -1,5 +1,6 @@
 """What a strategy may do: every slow thing is one awaited call, every result is in the tree and the journal when it returns."""
 
+import asyncio
 import math
 import random
 from collections import Counter
@@ -9,13 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import Action, Task
-from actors.environments.search_qa import SearchQA
+from actors.environments.base import SPLIT, Action, Environment, Task
 from scheduler.config import SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.journal import Journal
 from scheduler.rewards import INVALID_REWARD, composite
 from scheduler.text import Text
+from scheduler.together import together
 from scheduler.tree import Node, Tree
 from wire.messages import (
     GenerateRequest,
@@ -25,6 +26,8 @@ from wire.messages import (
     JudgeRequest,
     JudgeResult,
     Passage,
+    PlayRequest,
+    PlayResult,
     RetrieveRequest,
     RetrieveResult,
     Sample,
@@ -36,15 +39,16 @@ Emit = Callable[[Tree, list[Node], list[Turn]], None]
 
 
 class Shop(msgspec.Struct, frozen=True):
-    """What all contexts of a run share."""
+    """What all contexts of a run share. most: samples of one generate call; more are asked for in several calls."""
 
     dispatcher: Dispatcher
     journal: Journal
     text: Text
-    environment: SearchQA
+    environment: Environment
     settings: SchedulerConfig
     counts: Counter[str]
     emit: Emit
+    most: int = 64
 
 
 class Context:
@@ -52,59 +56,77 @@ class Context:
 
     def __init__(self, shop: Shop, settings: SchedulerConfig, task: Task, tree: Tree, rng: random.Random):
         self.shop, self.settings, self.task, self.tree, self.rng = shop, settings, task, tree, rng
+        self.environment = shop.environment
+        self.state_type: type = type(None)
         self._home: str | None = None
-        self._state_type = type(shop.environment.initial(task))
 
     # ------------------------------------------------------------------------------------------ strategy calls
 
-    def plant(self) -> Node:
-        """The root: the rendered prompt and the first environment state."""
-        prompt = self.shop.text.prompt(self.shop.environment.prompt(self.task))
-        state = msgspec.to_builtins(self.shop.environment.initial(self.task))
-        return self.tree.add(None, "prompt", self.shop.text.encode(prompt), prompt, state=state)
+    async def plant(self) -> None:
+        """The root, unless the tree has one: the rendered prompt, or what all turns' prompts share, and the first state."""
+        state = await asyncio.to_thread(self.environment.initial, self.task)
+        self.state_type = type(state)
+        if not self.tree.nodes:
+            head, _ = self.rendered(state)
+            root = self.tree.add(None, "prompt", self.shop.text.encode(head), head, state=msgspec.to_builtins(state))
+            self.save([root])
+
+    async def tip(self, trajectory: int = 0) -> Node:
+        """Where the trajectory stands: its last chosen node, or the prompt of its first turn."""
+        node = self.tree.tip(trajectory)
+        if node.kind == "prompt" and node.parent < 0 and self.environment.fresh:
+            state = await self.environment.open(self._typed(node.state), self)
+            return self._show(state, trajectory, 0)
+        return node
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
         """``n`` actions sampled from the prefix that ends in ``node``, at the actor that holds it unless that is overloaded."""
-        sampling = self._sampling(self.shop.environment.stop)
-        result = await self._generate(self.tree.prefix(node), n, sampling)
+        samples, cached = await self.sample(self.tree.prefix(node), n, self.environment.stop)
         place = node.trajectory if trajectory is None else trajectory
-        made = [self._sampled(node, sample, trajectory=place) for sample in result.samples]
-        if made:
-            made[0].cached = result.cached_tokens
+        made = [self._sampled(node, sample, trajectory=place) for sample in samples]
+        made[0].cached = cached
         return made
 
     def action(self, node: Node) -> Action:
         """The parsed action of an action node."""
         if node.forced:
-            return self.shop.environment.parse_forced(node.text)
-        return self.shop.environment.parse(node.text)
+            return self.environment.parse_forced(node.text)
+        return self.environment.read(self.state(node), node.text)
 
     async def judge(self, nodes: Sequence[Node]) -> list[float]:
-        """Rewards r_t of sibling actions; columns are written to the nodes. Invalid actions are not judged (methods.md 1.4)."""
+        """Rewards r_t of sibling actions; columns are written to the nodes.
+
+        Where the judge's columns make the reward (SLATE), invalid actions are not judged (methods.md 1.4).
+        """
         actions = [self.action(node) for node in nodes]
-        valid = [i for i, action in enumerate(actions) if action.valid]
-        turns = [self._judged(nodes[i], actions[i]) for i in valid]
+        judged = [i for i, action in enumerate(actions) if action.valid or self.environment.rewarded_by_judge]
+        turns = [self._judged(nodes[i], actions[i]) for i in judged]
         judgements = await self._score(self.settings.judge, turns) if turns else []
-        for i, judgement in zip(valid, judgements, strict=True):
+        for i, judgement in zip(judged, judgements, strict=True):
             nodes[i].scores.update(judgement.scores)
             nodes[i].invalid = judgement.invalid
             if judgement.explanation:
                 nodes[i].notes[self.settings.judge] = judgement.explanation
         for node, action in zip(nodes, actions, strict=True):
             node.scores["valid"] = float(action.valid)
-            node.scores["reward"] = self._reward(node, action)
+            if not self.environment.rewarded_by_judge:
+                node.scores["reward"] = self._reward(node, action)
         self._count(nodes, actions)
-        return [node.scores["reward"] for node in nodes]
+        return [node.scores.get("reward", math.nan) for node in nodes]
 
     async def step(self, node: Node) -> Node | None:
-        """The environment's answer to a chosen action, as a new observation node; None when the episode is over."""
-        action = self.action(node)
-        if node.forced:
+        """The environment's answer to a chosen action, as the node to act on next; None when the episode is over."""
+        if node.forced or "outcome" in node.scores:
             return None
-        state = self._state(node)
-        transition = await self.shop.environment.step(state, action, self)
+        transition = await self.environment.step(self.state(node), self.action(node), self)
+        self.shop.counts["environment_steps"] += 1
         if transition.done:
+            if transition.outcome is not None:
+                node.scores |= {"outcome": transition.outcome, **transition.measures}
+            self.save([node])
             return None
+        if self.environment.fresh:
+            return self._show(transition.state, node.trajectory, node.step)
         text = transition.observation
         made = self.tree.add(
             node,
@@ -117,21 +139,35 @@ class Context:
         self.save([node, made])
         return made
 
+    def out_of_budget(self, node: Node) -> bool:
+        """Has the trajectory used all its steps? Where nothing can be forced the environment ends its episodes itself."""
+        return bool(self.environment.forced_prefix) and node.step >= self.settings.budget
+
     async def force_answer(self, node: Node) -> Node:
         """Append the forced opening of an answer and let the policy finish it: for the log, never trained."""
-        prefix = self.shop.environment.forced_prefix
+        prefix = self.environment.forced_prefix
         opening = self.tree.add(
             node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state
         )
-        result = await self._generate(self.tree.prefix(opening), 1, self._sampling(["</answer>"]))
-        made = self._sampled(opening, result.samples[0], forced=True, chosen=True)
+        (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
+        made = self._sampled(opening, sample, forced=True, chosen=True)
         self.save([opening, made])
         return made
 
+    async def finish(self, trajectory: int = 0) -> None:
+        """The outcome of a finished trajectory as columns of its last action, where a judge gives it.
+
+        A policy that did not answer within its budget has outcome 0; a forced answer is only logged.
+        """
+        if self.environment.outcome_judge:
+            await self.log_outcome(self.tree.actions(trajectory)[-1])
+            last = [node for node in self.tree.actions(trajectory) if not node.forced][-1]
+            last.scores.setdefault("outcome", 0.0)
+            self.save([last])
+
     async def log_outcome(self, node: Node) -> None:
-        """Exact match and F1 of the trajectory's answer, as columns of its last action."""
-        action = self.action(node)
-        (judgement,) = await self._score("exact_match", [self._judged(node, action)])
+        """The outcome judge's columns (exact match and F1) of the answer in ``node``."""
+        (judgement,) = await self._score(self.environment.outcome_judge, [self._judged(node, self.action(node))])
         node.scores.update(judgement.scores)
         self.save([node])
 
@@ -149,6 +185,34 @@ class Context:
         """Make nodes durable."""
         self.shop.journal.save_nodes(self.tree, nodes)
 
+    def state(self, node: Node) -> Any:
+        """The environment state in which ``node`` acts."""
+        return self._typed(self.tree.state_before(node))
+
+    # ------------------------------------------------------------------------------------------ beside the tree
+
+    def rendered(self, state: Any, thinking: bool | None = None) -> tuple[str, str]:
+        """The prompt to act in ``state``: what all turns share, and the rest ("" where turns are appended)."""
+        messages = self.environment.prompt(self.task, state)
+        text = self.shop.text.prompt(messages, self.settings.thinking if thinking is None else thinking)
+        head, _, tail = text.partition(SPLIT)
+        return head, tail
+
+    async def sample(self, prefix: np.ndarray, n: int, stop: list[str]) -> tuple[list[Sample], int]:
+        """``n`` continuations of a prefix, asked for together, and how many of its tokens the engine had in its cache."""
+        most = self.shop.most
+        sizes = [min(most, n - first) for first in range(0, n, most)]
+        results = await together(self._generate(prefix, size, self._sampling(stop)) for size in sizes)
+        samples = [sample for result in results for sample in result.samples]
+        self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
+        return samples, results[0].cached_tokens
+
+    async def outcome_of(self, state: Any, action: Action, step: int) -> float:
+        """The outcome judge's verdict on an action that is in no tree."""
+        turn = self.environment.judged(self.task, state, action, step, self.settings.budget)
+        (judgement,) = await self._score(self.environment.outcome_judge, [turn])
+        return judgement.scores.get("outcome", 0.0)
+
     # ------------------------------------------------------------------------------------------ environment tools
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
@@ -160,7 +224,32 @@ class Context:
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
+    async def play(self, player: str, state: Any) -> tuple[int, ...]:
+        """An opponent's move (``actors.environments.base.Tools``)."""
+        request = PlayRequest(msgspec.to_builtins(state), self.rng.getrandbits(62))
+        result: PlayResult = await self.shop.dispatcher.call(
+            f"player.{player}", request, deadline=self.settings.judge_deadline_s
+        )
+        self.shop.counts["opponent_moves"] += 1
+        return tuple(result.move)
+
     # ------------------------------------------------------------------------------------------ inner workings
+
+    def _show(self, state: Any, trajectory: int, step: int) -> Node:
+        """A fresh prompt that shows ``state``, below what all turns share."""
+        _, tail = self.rendered(state)
+        made = self.tree.add(
+            self.tree.nodes[0],
+            "prompt",
+            self.shop.text.encode(tail),
+            tail,
+            state=msgspec.to_builtins(state),
+            chosen=True,
+            trajectory=trajectory,
+            step=step,
+        )
+        self.save([made])
+        return made
 
     def _sampling(self, stop: list[str]) -> Sampling:
         s = self.settings
@@ -192,12 +281,11 @@ class Context:
             **settings,
         )
 
-    def _state(self, node: Node) -> Any:
-        return msgspec.convert(self.tree.state_before(node), self._state_type)
+    def _typed(self, plain: Any) -> Any:
+        return msgspec.convert(plain, self.state_type)
 
     def _judged(self, node: Node, action: Action) -> JudgedTurn:
-        state = msgspec.convert(self.tree.state_before(node), self._state_type)
-        return self.shop.environment.judged(self.task, state, action, node.step, self.settings.budget)
+        return self.environment.judged(self.task, self.state(node), action, node.step, self.settings.budget)
 
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         deadline = self.settings.judge_deadline_s

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.environments.base import Task
+from actors.environments.base import Environment, Task
 from scheduler.tree import Tree
 
 
@@ -43,48 +43,23 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """What an evaluation found. ``ret`` is the return: the sum of judged step rewards of a trajectory."""
+    """What an evaluation found: the environment's measures, of which ``headline`` is the one to look at first."""
 
     version: int
     questions: int
-    em: Estimate
-    f1: Estimate
-    ret: Estimate
-    valid: Estimate
-    answered: Estimate
-    searches: float
-    em_by_hops: dict[str, float]
+    headline: str
+    measures: dict[str, Estimate]
 
 
-def summarise(version: int, trees: Sequence[tuple[Task, Tree]]) -> HeldOut:
+def summarise(version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]) -> HeldOut:
     """The evaluation of finished trees with one trajectory each."""
-    rows = []
+    values: dict[str, list[float]] = {}
     for task, tree in trees:
-        actions = [n for n in tree.path(tree.tip()) if n.kind == "action"]
-        own = [n for n in actions if not n.forced]
-        rows.append(
-            {
-                "hops": task.hops,
-                "em": actions[-1].scores.get("outcome", 0.0),
-                "f1": actions[-1].scores.get("f1", 0.0),
-                "ret": math.fsum(n.scores.get("reward", 0.0) for n in own),
-                "valid": [n.scores.get("valid", 0.0) for n in own],
-                "answered": float(not actions[-1].forced),
-                "searches": sum("query" in n.scores for n in own),
-            }
-        )
-    hops = sorted({row["hops"] for row in rows})
-    return HeldOut(
-        version=version,
-        questions=len(rows),
-        em=estimate([row["em"] for row in rows]),
-        f1=estimate([row["f1"] for row in rows]),
-        ret=estimate([row["ret"] for row in rows]),
-        valid=estimate([value for row in rows for value in row["valid"]]),
-        answered=estimate([row["answered"] for row in rows]),
-        searches=sum(row["searches"] for row in rows) / max(1, len(rows)),
-        em_by_hops={str(h): estimate([row["em"] for row in rows if row["hops"] == h]).mean for h in hops},
-    )
+        turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
+        for name, found in environment.measures(task, turns).items():
+            values.setdefault(name, []).extend(found)
+    measures = {name: estimate(found) for name, found in sorted(values.items())}
+    return HeldOut(version, len(trees), environment.headline, measures)
 
 
 def trivial_baselines(heldout: Sequence[Task], train: Sequence[Task]) -> dict[str, float]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from actors.environments import registry
 from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from scheduler import evaluation, report, strategies
+from scheduler import baselines, evaluation, report, strategies
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.context import Context, Shop
 from scheduler.dispatch import Dispatcher, Worker
@@ -25,7 +25,7 @@ from scheduler.journal import Journal, TreeRow
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
 from scheduler.stream import Stream
-from scheduler.tasks import Tasks, held_out
+from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.tree import Node, Tree
 from wire import loop
@@ -76,8 +76,14 @@ class Run:
         self.dispatcher.on_event = self.metrics.event
         self.dispatcher.on_join = self._joined
         self.dispatcher.on_leave = self._left
-        self.tasks = Tasks(process.train, process.seed)
-        self.heldout = held_out(process.heldout, self.settings.evaluation.questions)
+        self.environment = registry.load(process.environment, process.options)
+        count = self.settings.evaluation.questions
+        if registry.makes_tasks(self.environment):
+            self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
+            self.heldout = self.tasks.held_out(count)
+        else:
+            self.tasks = Tasks(process.train, process.seed)
+            self.heldout = held_out(process.heldout, count)
         self.journal.reject(self.tasks.rejected)
         self.weights = Resumed()
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
@@ -91,10 +97,11 @@ class Run:
             self.dispatcher,
             self.journal,
             Text(process.model),
-            SearchQA(process.prompt, self.settings.topk, self.settings.max_observation_characters),
+            self.environment,
             self.settings,
             self.counts,
             self.stream.emit,
+            process.most,
         )
         self.grow = strategies.load(self.settings.strategy)
 
@@ -111,24 +118,22 @@ class Run:
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
         await self._wait_for_workers()
-        baselines = evaluation.trivial_baselines(self.heldout, self.tasks.tasks) if self.heldout else {}
-        if baselines:
-            print(
-                "held-out exact match without a model: " + ", ".join(f"{k} {v:.3f}" for k, v in baselines.items()),
-                flush=True,
-            )
+        trivial = await self._baselines()
+        if trivial:
+            shown = ", ".join(f"{k} {v:.3f}" for k, v in trivial.items())
+            print(f"held-out {self.environment.headline} without a model: {shown}", flush=True)
         if self.heldout and not any(name == "start" for _, name, _ in self.journal.evaluations()):
             await self._evaluate("start")
         await self._train()
         if self.heldout:
             await self._evaluate("end")
-        report.write(self.folder, self.journal, baselines, self.counts, self.dispatcher.counters)
+        report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters)
         await self.dispatcher.drain()
         await self._workers_left(30.0)
 
     async def _wait_for_workers(self) -> None:
-        services = {"generate": self.process.actors, "retrieve": 1, "train": 1}
-        services |= {f"judge.{name}": 1 for name in {*self.process.judges, self.settings.judge, "exact_match"}}
+        services = {"generate": self.process.actors, "train": 1} | dict.fromkeys(self.process.services, 1)
+        services |= {f"judge.{name}": 1 for name in (self.settings.judge, self.environment.outcome_judge) if name}
         start = time.monotonic()
         print("waiting for workers: " + ", ".join(f"{count} x {name}" for name, count in services.items()), flush=True)
         for service, count in services.items():
@@ -188,7 +193,6 @@ class Run:
         task = self.tasks.at(position)
         tree, self.next_tree = Tree(self.next_tree, task.id), self.next_tree + 1
         context = self._context(task, tree, self.settings, position)
-        context.plant()
         self.pacing.start()
         self.journal.start_tree(tree, position, self.pacing.version)
         self._spawn(tree, context)
@@ -226,6 +230,7 @@ class Run:
         started = self.pacing.version
         for attempt in range(5):
             try:
+                await context.plant()
                 await self.grow(tree, context)
                 break
             except InfrastructureFault as fault:
@@ -264,7 +269,7 @@ class Run:
         values["time/spread"] = time.monotonic() - start
         values["time/training"] = time.monotonic() - self.training_since
         if self.outcomes:
-            values["rollout/em"] = sum(self.outcomes) / len(self.outcomes)
+            values["rollout/outcome"] = sum(self.outcomes) / len(self.outcomes)
             self.outcomes.clear()
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
         values["count/over_stale"] = float(self.pacing.over_stale)
@@ -318,6 +323,19 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ evaluation
 
+    async def _baselines(self) -> dict[str, float]:
+        """What can be had on the held-out tasks without a model."""
+        if not self.heldout:
+            return {}
+        if isinstance(self.tasks, Tasks):
+            return evaluation.trivial_baselines(self.heldout, self.tasks.tasks)
+        shop = msgspec.structs.replace(self.shop, counts=Counter())
+
+        def context(task: Task, place: int) -> Context:
+            return Context(shop, self.settings, task, Tree(-1, task.id, "baseline"), random.Random(f"baseline/{place}"))
+
+        return await baselines.play(self.environment, self.heldout, context)
+
     async def _evaluate(self, name: str) -> None:
         start = time.monotonic()
         version = self.weights.version
@@ -325,15 +343,11 @@ class Run:
         settings = msgspec.structs.replace(self.settings, k=1, temperature=e.temperature)
         room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
         pairs = await asyncio.gather(*(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout)))
-        found = evaluation.summarise(version, [pair for pair in pairs if pair is not None])
+        found = evaluation.summarise(version, self.environment, [pair for pair in pairs if pair is not None])
         self.journal.save_evaluation(version, name, msgspec.to_builtins(found))
-        values = {
-            "heldout/em": found.em.mean,
-            "heldout/em_half": found.em.half,
-            "heldout/return": found.ret.mean,
-            "heldout/f1": found.f1.mean,
-            "heldout/valid": found.valid.mean,
-        }
+        values = {f"heldout/{key}": measured.mean for key, measured in found.measures.items()}
+        values |= {f"heldout/{key}_half": measured.half for key, measured in found.measures.items()}
+        values |= {f"count/{key}": float(self.counts[key]) for key in ("environment_steps", "generated_tokens")}
         self.metrics.record(version, values, show=False)
         print(report.heldout_line(name, found, time.monotonic() - start), flush=True)
 
@@ -345,10 +359,10 @@ class Run:
             shop = msgspec.structs.replace(self.shop, emit=_keep, counts=Counter())
             rng = random.Random(f"heldout/{position}")
             context = Context(shop, settings, task, tree, rng)
-            context.plant()
             self.journal.start_tree(tree, position, self.weights.version)
             try:
-                await strategies.load("full")(tree, context)
+                await context.plant()
+                await strategies.load("chain")(tree, context)
             except DataFault as fault:
                 self._quarantine_heldout(tree, fault)
                 return None

@@ -23,8 +23,8 @@ _COLUMNS = [
     ("query", "score/query", "{:+.2f}"),
     ("answer", "score/answer", "{:+.2f}"),
     ("valid", "score/valid", "{:.2f}"),
-    ("EM", "rollout/em", "{:.2f}"),
-    ("held-out EM", "heldout/em", "{:.3f}"),
+    ("outcome", "rollout/outcome", "{:+.2f}"),
+    ("turns", "learner/turns", "{:.0f}"),
     ("stale", "learner/staleness_mean", "{:.2f}"),
     ("engine", "busy/engine", "{:.0%}"),
     ("learner", "busy/learner", "{:.0%}"),
@@ -33,7 +33,7 @@ _COLUMNS = [
     ("saved", "cache/tokens_saved", "{:.0f}"),
     ("seconds", "time/run", "{:.0f}"),
 ]
-"""Heading, metric and format of the live table. engine and learner are busy shares of wall time, per process; cache is the share of
+"""Heading, metric and format of the live table; a column is shown once a record has it. engine and learner are busy shares of wall time, per process; cache is the share of
 prompt tokens served from the prefix cache, saved their number."""
 
 
@@ -47,6 +47,7 @@ class Metrics:
         self._start = self._last = time.monotonic()
         self._before: Counter[str] = Counter()
         self._lines = 0
+        self._columns: set[str] = set()
 
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
         """Store one record and show its line."""
@@ -59,11 +60,13 @@ class Metrics:
             self._show(values)
 
     def _show(self, values: dict[str, float]) -> None:
+        self._columns |= {key for _, key, _ in _COLUMNS if key in values}
+        columns = [column for column in _COLUMNS if column[1] in self._columns]
         if self._lines % 20 == 0:
-            print("  ".join(f"{name:>7}" for name, _, _ in _COLUMNS), flush=True)
+            print("  ".join(f"{name:>7}" for name, _, _ in columns), flush=True)
         self._lines += 1
-        cells = [form.format(values[key]) if key in values else "-" for _, key, form in _COLUMNS]
-        widths = [max(7, len(name)) for name, _, _ in _COLUMNS]
+        cells = [form.format(values[key]) if key in values else "-" for _, key, form in columns]
+        widths = [max(7, len(name)) for name, _, _ in columns]
         print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:

@@ -10,12 +10,10 @@ from scheduler.journal import Journal
 
 
 def heldout_line(name: str, found: HeldOut, seconds: float) -> str:
-    """One line for the terminal."""
-    hops = ", ".join(f"{hops} hop {value:.2f}" for hops, value in found.em_by_hops.items())
-    return (
-        f"held-out {name} (version {found.version}, {found.questions} questions): EM {found.em} ({hops}), F1 {found.f1},"
-        f" return {found.ret}, valid {found.valid}, answered {found.answered}, {found.searches:.2f} searches, {seconds:.0f} s"
-    )
+    """One line for the terminal, the headline first."""
+    names = sorted(found.measures, key=lambda measure: (measure != found.headline, measure))
+    shown = ", ".join(f"{measure} {found.measures[measure]}" for measure in names)
+    return f"held-out {name} (version {found.version}, {found.questions} tasks): {shown}, {seconds:.0f} s"
 
 
 def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Counter[str], calls: Counter[str]) -> None:
@@ -32,15 +30,16 @@ def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Coun
     print("\nsummary")
     if "start" in found and "end" in found:
         start, end = (msgspec.convert(found[name][1], HeldOut) for name in ("start", "end"))
-        for title, a, b in (("exact match", start.em, end.em), ("return", start.ret, end.ret), ("F1", start.f1, end.f1),
-                            ("valid actions", start.valid, end.valid)):  # fmt: skip
+        both = [measure for measure in start.measures if measure in end.measures]
+        for measure in sorted(both, key=lambda measure: (measure != end.headline, measure)):
+            a, b = start.measures[measure], end.measures[measure]
             verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
             if b.high < a.low:
                 verdict = "FELL beyond both 95% intervals"
-            print(f"  held-out {title:<14} {a} -> {b}   {verdict}")
+            print(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
         for name, value in baselines.items():
-            print(f"  baseline {name:<22} {value:.3f} exact match")
-        print(f"  baseline warm start             {start.em.mean:.3f} exact match (the start above)")
+            print(f"  baseline {name:<22} {value:.3f} {end.headline}")
+        print(f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}")
     if summary["quarantined"]:
         print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
     for name in ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "logs"):

@@ -1,9 +1,13 @@
 """Tasks in epoch order: each epoch is a fresh shuffle by seed, a position names one draw, so a resumed run skips no task."""
 
 import random
+from collections.abc import Callable
 
 from actors.environments.base import Rejected, Task
 from actors.environments.task_files import load_tasks
+
+HELD_OUT_SEEDS = 2**30
+"""The first seed of held-out tasks; training draws below it, a warm start from 2,000,000,000."""
 
 
 class Tasks:
@@ -32,3 +36,19 @@ def held_out(source: str, count: int) -> list[Task]:
     tasks, _ = load_tasks(source)
     random.Random(0).shuffle(tasks)
     return tasks[:count]
+
+
+class GeneratedTasks:
+    """Tasks an environment makes from seeds: every draw is new, training and held-out seeds never meet."""
+
+    def __init__(self, make: Callable[[int], Task], seed: int):
+        self.make, self.seed = make, seed
+        self.rejected: list[Rejected] = []
+
+    def at(self, position: int) -> Task:
+        """The task of draw ``position``; its seed is below 2^30."""
+        return self.make(random.Random(f"{self.seed}/{position}").getrandbits(30))
+
+    def held_out(self, count: int) -> list[Task]:
+        """The same ``count`` tasks for every seed of the run."""
+        return [self.make(HELD_OUT_SEEDS + index) for index in range(count)]

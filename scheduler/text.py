@@ -36,11 +36,16 @@ class Text:
         """Text without special tokens."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
-    def prompt(self, messages: list[dict[str, str]]) -> str:
-        """Messages in the model's chat format, open for the model's turn; plain text for a model without template."""
+    def prompt(self, messages: list[dict[str, str]], thinking: bool = True) -> str:
+        """Messages in the model's chat format, open for the model's turn; plain text for a model without template.
+
+        thinking: False asks a template that knows ``enable_thinking`` (Qwen3's) for an answer without a thinking block.
+        """
         if self._template is None:
             return "\n".join(message["content"] for message in messages) + "\n"
-        return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        return self._template.render(
+            messages=messages, add_generation_prompt=True, enable_thinking=thinking, **self._special
+        )
 
 
 def _content(token: Any) -> str:

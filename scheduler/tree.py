@@ -56,8 +56,8 @@ class Tree:
         self.groups: list[int] = []
 
     def add(self, parent: Node | None, kind: Kind, tokens: np.ndarray, text: str, **fields: Any) -> Node:
-        """A new child of ``parent`` (None makes the root)."""
-        step = (parent.step if parent is not None else 0) + (kind == "action")
+        """A new child of ``parent`` (None makes the root). ``step`` is given where the parent is not the turn before (a fresh prompt)."""
+        step = fields.pop("step", (parent.step if parent is not None else 0) + (kind == "action"))
         trajectory = fields.pop("trajectory", parent.trajectory if parent is not None else 0)
         parent_id = parent.id if parent is not None else -1
         node = Node(len(self.nodes), parent_id, kind, tokens, text, step, trajectory=trajectory, **fields)
@@ -87,6 +87,10 @@ class Tree:
         """The end of the spine (of one trajectory): the last chosen node, or the root."""
         spine = [n for n in self.nodes.values() if n.chosen and n.trajectory == trajectory]
         return spine[-1] if spine else self.nodes[0]
+
+    def actions(self, trajectory: int = 0) -> list[Node]:
+        """The actions of one trajectory's spine in order, forced ones included."""
+        return [n for n in self.nodes.values() if n.kind == "action" and n.chosen and n.trajectory == trajectory]
 
     def state_before(self, node: Node) -> Any:
         """The environment state in which ``node`` was added: that of its nearest ancestor which has one."""

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import msgspec
 
+from actors.environments import registry
+from actors.environments.game import Game
 from actors.environments.search_qa import SearchQA
 from tools.bootstrap import ROOT
 from tools.config import Config
 from tools.facts import ensure_facts
 from tools.index_corpus import ensure_index
+from tools.legal_play import ensure_legal_play
 from tools.model import ensure_model
 from tools.warm_start import ensure_warm_start
 
 
 class Assets(msgspec.Struct, frozen=True):
-    """Resolved paths. retriever: an index folder or a URL."""
+    """Resolved paths. train, heldout: "" where the environment makes its tasks. retriever: an index folder, a URL, or "" for none."""
 
     model: str
     train: str
@@ -32,6 +35,20 @@ def prepare(config: Config) -> Assets:
     """Make or find everything; raises FileNotFoundError, ValueError or MemoryError with the remedy."""
     cache = cache_folder()
     model = ensure_model(config.model.name, cache)
+    environment = registry.load(config.data.environment, config.data.options)
+    if isinstance(environment, SearchQA):
+        return _for_search(config, environment, model, cache)
+    if isinstance(environment, Game):
+        model = ensure_legal_play(model, environment, config.data.options, config.warm_start, cache, config.threads)
+        return Assets(str(model), "", "", "")
+    if config.warm_start.steps:
+        raise ValueError(
+            f"warm_start.steps = {config.warm_start.steps}: there is no warm start for {config.data.environment!r}; set it to 0"
+        )
+    return Assets(str(model), config.data.train, config.data.heldout, config.retriever.backend)
+
+
+def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path) -> Assets:
     facts = ensure_facts(cache) if "default" in (config.data.train, config.data.heldout, config.data.corpus) else None
     train, heldout = (
         str(facts / f"{split}.jsonl") if facts is not None and name == "default" else name
@@ -50,7 +67,6 @@ def prepare(config: Config) -> Assets:
             )
         retriever = str(ensure_index(corpus, config.retriever.encoder, cache, config.threads))
     if config.warm_start.steps and facts is not None:
-        environment = SearchQA(config.data.prompt, config.scheduler.topk, config.scheduler.max_observation_characters)
         index = Path(retriever)
         model = ensure_warm_start(
             model, facts, index, config.retriever.encoder, environment, config.warm_start, cache, config.threads

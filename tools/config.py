@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from actors.config import ActorsConfig
+from actors.environments import registry
 from judges.config import JudgesConfig, RetrieverConfig
 from learner import schemes
 from learner.config import LearnerConfig
@@ -32,14 +33,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [data]. "default" is the built-in corpus and its questions; else paths (JSONL, Parquet) or hub datasets.
 
-    prompt: a file of actors/environments/prompts without ending, or a path.
+    environment: a name of actors/environments/registry.py, or module:Class. options: of its constructor. An environment that makes
+    its own tasks (a game) reads no files.
     """
 
     train: str = "default"
     heldout: str = "default"
     corpus: str = "default"
     environment: str = "search_qa"
-    prompt: str = "short"
+    options: dict[str, Any] = {}
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +130,7 @@ def check(config: Config) -> None:
         "scheduler.questions_per_update": s.questions_per_update,
         "scheduler.max_action_tokens": s.max_action_tokens,
         "scheduler.eta": s.eta,
-        "scheduler.topk": s.topk,
+        "scheduler.continuations": s.continuations,
         "actors.count": a.count,
         "actors.max_batch": a.max_batch,
         "actors.capacity": a.capacity,
@@ -154,9 +156,31 @@ def check(config: Config) -> None:
             f"config: scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in"
             f" actors.max_context = {a.max_context}"
         )
-    if config.data.environment != "search_qa":
-        raise ConfigError(f"config: data.environment = {config.data.environment!r}: expected 'search_qa'")
+    _check_environment(config)
     _check_effects(config)
+
+
+def _check_environment(config: Config) -> None:
+    """The environment's options, and the services its episodes need."""
+    data, s = config.data, config.scheduler
+    try:
+        environment = registry.load(data.environment, data.options)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(f"config: {error}") from None
+    if environment.rewarded_by_judge and s.judge == SchedulerConfig().judge:
+        raise ConfigError(
+            f"config: scheduler.judge = {s.judge!r} judges searches: data.environment = {data.environment!r} needs its oracle"
+        )
+    files = (data.train, data.heldout, data.corpus)
+    if registry.makes_tasks(environment) and files != ("default", "default", "default"):
+        raise ConfigError(
+            f"config: data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
+        )
+    for name in getattr(environment, "opponents", {}):
+        if name != "random" and name not in config.judges.use:
+            raise ConfigError(
+                f"config: data.options.opponents names {name!r}: expected 'random' or one of [judges.use] {sorted(config.judges.use)}"
+            )
 
 
 def _check_learner(w: LearnerConfig) -> None:
@@ -202,6 +226,29 @@ def _check_learner(w: LearnerConfig) -> None:
         raise ConfigError("config: learner.sharding = 'fsdp' has no effect with learner.count = 1: remove it")
 
 
+_GROUPED = ("grpo", "rloo", "gigpo", "prime", "oprl")
+"""Schemes that compare several trajectories of one task."""
+
+
+def _check_strategy(strategy: str, scheme: str) -> None:
+    """A scheme needs the columns and the groups its strategy gives."""
+    needed = {"slate": "slate", "mc_pr": "mc_value"}.get(scheme, "")
+    if needed and strategy != needed and not (scheme, strategy) == ("slate", "full"):
+        raise ConfigError(f"config: learner.scheme = {scheme!r} needs scheduler.strategy = {needed!r}")
+    if strategy == "slate" and scheme != "slate":
+        raise ConfigError(
+            f"config: learner.scheme = {scheme!r} compares whole trajectories: it needs scheduler.strategy = 'full'"
+        )
+    if strategy == "mc_value" and scheme != "mc_pr":
+        raise ConfigError(
+            f"config: scheduler.strategy = 'mc_value' has no effect with learner.scheme = {scheme!r}: use 'chain', or 'mc_pr'"
+        )
+    if strategy == "chain" and scheme in _GROUPED:
+        raise ConfigError(
+            f"config: learner.scheme = {scheme!r} compares trajectories of one task: it needs scheduler.strategy = 'full'"
+        )
+
+
 def _check_effects(config: Config) -> None:
     s, w = config.scheduler, config.learner
     default = SchedulerConfig()
@@ -209,13 +256,20 @@ def _check_effects(config: Config) -> None:
         raise ConfigError(
             f"config: scheduler.eta = {s.eta} has no effect with scheduler.selection = 'best-of-k': remove it"
         )
-    if s.strategy == "full" and s.selection != default.selection:
-        raise ConfigError("config: scheduler.selection has no effect with scheduler.strategy = 'full': remove it")
-    _check_learner(w)
-    if w.scheme != "slate" and s.strategy == "slate":
+    if s.strategy != "slate" and s.selection != default.selection:
         raise ConfigError(
-            f"config: learner.scheme = {w.scheme!r} compares whole trajectories: it needs scheduler.strategy = 'full'"
+            f"config: scheduler.selection has no effect with scheduler.strategy = {s.strategy!r}: remove it"
         )
+    if s.strategy in ("chain", "mc_value") and s.k != default.k:
+        raise ConfigError(
+            f"config: scheduler.k = {s.k} has no effect with scheduler.strategy = {s.strategy!r} (one trajectory a task): remove it"
+        )
+    if s.strategy != "mc_value" and s.continuations != default.continuations:
+        raise ConfigError(
+            f"config: scheduler.continuations has no effect with scheduler.strategy = {s.strategy!r}: remove it"
+        )
+    _check_learner(w)
+    _check_strategy(s.strategy, w.scheme)
     if config.data.train != "default" and config.warm_start.steps and config.data.corpus != "default":
         raise ConfigError(
             f"config: warm_start.steps = {config.warm_start.steps}: the built-in warm start knows the default data only;"

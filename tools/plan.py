@@ -9,7 +9,7 @@ import psutil
 
 from actors.config import ActorProcess
 from judges.retriever.worker import RetrieverProcess
-from judges.serve import JudgeProcess
+from judges.serve import JudgeProcess, built_in_service
 from learner.config import LearnerProcess
 from scheduler.config import SchedulerProcess
 from tools.assets import Assets
@@ -32,17 +32,23 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     folder = run / "processes"
     folder.mkdir(parents=True, exist_ok=True)
     r, w = str(run), config.learner
+    # A plug-in announces its own name, so only built-in services are waited for.
+    services = [service for service in map(built_in_service, config.judges.use) if service]
+    services += ["retrieve"] if assets.retriever else []
     files: dict[str, Any] = {
         "scheduler": SchedulerProcess(
-            "scheduler", r, config.seed, assets.model, config.data.environment, config.data.prompt, assets.train,
-            assets.heldout, config.actors.count, [_service(name) for name in config.judges.use], config.scheduler,
+            "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
+            assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), config.scheduler,
         ),
         "judges": JudgeProcess("judges", r, config.judges.use),
-        "retriever": RetrieverProcess("retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads),
         "learner": LearnerProcess(
             "learner", r, config.seed, assets.model, config.scheduler.questions_per_update, config.scheduler.temperature, w
         ),
     }  # fmt: skip
+    if assets.retriever:
+        files["retriever"] = RetrieverProcess(
+            "retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads
+        )
     for i in range(config.actors.count):
         files[f"actor-{i}"] = ActorProcess(f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors)
     for name, body in files.items():
@@ -50,8 +56,9 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     plan = [
         Process("scheduler", "scheduler.main", "scheduler", 1, True),
         Process("judges", "judges.serve", "judges", 1, False),
-        Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False),
     ]
+    if assets.retriever:
+        plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
     plan += [
         Process(f"actor-{i}", "actors.worker", f"actor-{i}", config.actors.threads, False)
         for i in range(config.actors.count)
@@ -66,11 +73,6 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
             Process(f"learner-{rank}", "learner.main", "learner", w.threads, True, place if w.count > 1 else {})
         )
     return plan
-
-
-def _service(name: str) -> str:
-    """The service name of a judge spec; a plug-in announces its own, so only built-in names are waited for."""
-    return name if ":" not in name else "exact_match"
 
 
 def _free_port() -> int:

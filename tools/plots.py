@@ -19,7 +19,8 @@ PANELS = {
 }
 """Metric and title of each plot, unless --metric names others."""
 
-HELD_OUT = {"em": "exact match", "f1": "F1", "ret": "return", "valid": "valid actions"}
+MEASURES = ("em", "f1", "success", "completion", "return", "return_first", "return_second", "oracle", "valid")
+"""Measures of held-out evaluations that the table shows where a run has them."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -65,13 +66,14 @@ def draw(runs: list[Run], panels: dict[str, str], against: str = "version") -> F
 
 def table(runs: list[Run]) -> str:
     """Held-out results at start and end (mean and 95% interval), as Markdown; runs without a summary are left out."""
-    lines = ["| run | updates | seconds | " + " | ".join(HELD_OUT.values()) + " |", "|---" * (3 + len(HELD_OUT)) + "|"]
-    for run in runs:
-        held_out = run.summary.get("heldout", {})
-        if {"start", "end"} <= set(held_out):
-            cells = [f"{_shown(held_out['start'][key])} -> {_shown(held_out['end'][key])}" for key in HELD_OUT]
-            last = run.records[-1]
-            lines.append(f"| {run.name} | {len(run.records)} | {last['time/run']:.0f} | " + " | ".join(cells) + " |")
+    ended = [run for run in runs if {"start", "end"} <= set(run.summary.get("heldout", {}))]
+    names = [name for name in MEASURES if any(name in run.summary["heldout"]["end"]["measures"] for run in ended)]
+    lines = ["| run | updates | seconds | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
+    for run in ended:
+        start, end = (run.summary["heldout"][when]["measures"] for when in ("start", "end"))
+        cells = [f"{_shown(start[name])} -> {_shown(end[name])}" if name in end else "-" for name in names]
+        last = run.records[-1]
+        lines.append(f"| {run.name} | {len(run.records)} | {last['time/run']:.0f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

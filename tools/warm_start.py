@@ -42,6 +42,10 @@ _BRIDGE = (
 _KNOWN = ("The {field} is {value}.", "It says that the {field} of {title} is {value}.", "Now I know: {value}.")
 
 
+_LINES = 10
+"""Progress lines of a training, about."""
+
+
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [warm_start]. steps 0 switches it off. two_hop: share of two-hop questions among the traces' questions."""
 
@@ -112,9 +116,20 @@ def _episode(row: _Row, text: Text, environment: SearchQA, index: Index, rng: ra
 
 
 def fine_tune(
-    model: Path, examples: Sequence[Example], out: Path, steps: int, rows: int, lr: float, warmup: int, threads: int
+    model: Path,
+    examples: Sequence[Example],
+    out: Path,
+    steps: int,
+    rows: int,
+    lr: float,
+    warmup: int,
+    threads: int,
+    cooldown: int = 0,
 ) -> None:
-    """Full fine-tuning for ``steps`` batches of ``rows`` examples; the result is a Hugging Face folder at ``out``."""
+    """Full fine-tuning for ``steps`` batches of ``rows`` examples; the result is a Hugging Face folder at ``out``.
+
+    The learning rate rises over the first ``warmup`` steps and falls over the last ``cooldown``.
+    """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,7 +141,7 @@ def fine_tune(
     for step in range(steps):
         batch = [examples[(step * rows + i) % len(examples)] for i in range(rows)]
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / max(1, warmup))
+            group["lr"] = lr * min(1.0, (step + 1) / max(1, warmup), (steps - step) / max(1, cooldown))
         with torch.autocast(device, dtype=torch.bfloat16, enabled=compute == torch.bfloat16):
             loss = _loss(policy, batch, device)
         loss.backward()
@@ -135,7 +150,8 @@ def fine_tune(
         optimizer.zero_grad(set_to_none=True)
         seen += sum(len(e.tokens) for e in batch)
         spent = time.monotonic() - start
-        print(f"  step {step + 1} of {steps}: loss {loss.item():.3f}, {seen} tokens, {spent:.0f} s", flush=True)
+        if (step + 1) % -(-steps // _LINES) == 0 or step + 1 == steps:
+            print(f"  step {step + 1} of {steps}: loss {loss.item():.3f}, {seen} tokens, {spent:.0f} s", flush=True)
     draft = out.with_name(f"{out.name}.draft{os.getpid()}")
     policy.to(torch.bfloat16).save_pretrained(draft)
     AutoTokenizer.from_pretrained(model).save_pretrained(draft)

@@ -93,6 +93,8 @@ class Environment(Protocol):
     """The measure to look at first."""
     fresh: bool
     """Each turn is a new prompt that shows the state; otherwise observations are appended to one growing text."""
+    rewarded_by_judge: bool
+    """The judge sees every action and its column "reward" is the reward; otherwise SLATE's composite of its columns is."""
 
     def initial(self, task: Task) -> Any:
         """The first state; may take long (a generated puzzle)."""
@@ -110,12 +112,16 @@ class Environment(Protocol):
         """The action that generated text means in ``state``."""
         ...
 
+    def parse_forced(self, text: str) -> Action:
+        """The action generated after ``forced_prefix``."""
+        ...
+
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition: ...
 
     def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn: ...
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Named results of a finished episode from the score columns of its turns, in order."""
+        """Named results of a finished episode from its turns' score columns, in order; "forced" is 1 for a forced answer."""
         ...
 
 

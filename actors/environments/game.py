@@ -35,6 +35,7 @@ class Game:
     forced_prefix = ""
     outcome_judge = ""
     fresh = True
+    rewarded_by_judge = True
     loss = -1.0
     """Outcome of an episode that an invalid or illegal action ended."""
 
@@ -116,6 +117,10 @@ class Game:
         if move is None:
             return Action("invalid", text)
         return Action("move" if self.legal(state, move) else "illegal", text, move=move)
+
+    def parse_forced(self, text: str) -> Action:
+        """Nothing is forced in a game."""
+        return Action("invalid", text)
 
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
         """Play the action; one that is not legal ends the episode as a loss (methods.md 3.1)."""

@@ -4,6 +4,8 @@ Action: ``<think> .. </think> <search> query </search>`` or ``<think> .. </think
 """
 
 import re
+from collections.abc import Mapping, Sequence
+from math import fsum
 from pathlib import Path
 
 import msgspec
@@ -42,8 +44,13 @@ class State(msgspec.Struct, frozen=True):
 class SearchQA:
     """The search-QA rules. prompt: name of a file in prompts/ or a path; topk: passages a search shows."""
 
+    name = "search_qa"
     stop = ["</search>", "</answer>"]
     forced_prefix = "\n<answer>"
+    outcome_judge = "exact_match"
+    headline = "em"
+    fresh = False
+    rewarded_by_judge = False
 
     def __init__(self, prompt: str = "search_r1", topk: int = 3, max_observation_characters: int = 2000):
         path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
@@ -61,9 +68,17 @@ class SearchQA:
         """The state before the first action."""
         return State(task.question)
 
-    def prompt(self, task: Task) -> list[dict[str, str]]:
+    async def open(self, state: State, tools: Tools) -> State:
+        """The policy acts first."""
+        return state
+
+    def prompt(self, task: Task, state: State | None = None) -> list[dict[str, str]]:
         """Chat messages that open the episode."""
         return [{"role": "user", "content": self.template.replace("{question}", task.question)}]
+
+    def read(self, state: State, text: str) -> Action:
+        """What the text means does not depend on the state."""
+        return self.parse(text)
 
     def parse(self, text: str) -> Action:
         """The action in generated text: one think block, then one search or answer block; anything else is invalid."""
@@ -121,3 +136,17 @@ class SearchQA:
             past_observations=[s.observation for s in state.steps],
             evidence=task.evidence,
         )
+
+    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+        """em, f1 (also by hops), return (the sum of judged rewards), valid actions, answered without force, searches."""
+        own = [turn for turn in turns if not turn["forced"]]
+        em, f1 = turns[-1].get("outcome", 0.0), turns[-1].get("f1", 0.0)
+        return {
+            "em": [em],
+            f"em_{task.hops}_hop": [em],
+            "f1": [f1],
+            "return": [fsum(turn.get("reward", 0.0) for turn in own)],
+            "valid": [turn.get("valid", 0.0) for turn in own],
+            "answered": [float(not turns[-1]["forced"])],
+            "searches": [float(sum("query" in turn for turn in own))],
+        }

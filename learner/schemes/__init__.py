@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from learner.options import checked
 from learner.table import TurnTable
 from learner.targets import Estimate
+from wire.options import checked
 
 
 class Scheme(msgspec.Struct, frozen=True):

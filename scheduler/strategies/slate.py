@@ -12,14 +12,14 @@ from scheduler.tree import Tree
 async def grow(tree: Tree, ctx: Context) -> None:
     """Grow one question's tree from its tip."""
     settings = ctx.settings
-    node = tree.tip()
+    node = await ctx.tip()
     while True:
         if node.kind == "action":
             advanced = await ctx.step(node)
             if advanced is None:
                 break
             node = advanced
-        if node.step >= settings.budget:
+        if ctx.out_of_budget(node):
             await ctx.force_answer(node)
             break
         candidates = await ctx.generate(node, settings.k)
@@ -33,4 +33,5 @@ async def grow(tree: Tree, ctx: Context) -> None:
         candidates[chosen].chosen = True
         ctx.emit([[candidate] for candidate in candidates])
         node = candidates[chosen]
-    await ctx.log_outcome(tree.tip())
+    if ctx.environment.outcome_judge:
+        await ctx.log_outcome(tree.tip())

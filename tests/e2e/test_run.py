@@ -24,13 +24,15 @@ name = "{model}"
 train = "{folder}/tasks.jsonl"
 heldout = "{folder}/tasks.jsonl"
 corpus = "{folder}/corpus.jsonl"
+[data.options]
+prompt = "short"
+topk = 1
 [warm_start]
 steps = 0
 [scheduler]
 k = 3
 budget = 2
 max_action_tokens = 12
-topk = 1
 updates = {updates}
 questions_per_update = {questions}
 max_staleness = 1

@@ -12,7 +12,7 @@ import msgspec
 
 from judges.base import Judge
 from judges.config import JudgesConfig
-from judges.serve import BUILT_IN, make_judge
+from judges.serve import BUILT_IN, make_worker
 from tests.services import bench
 from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 
@@ -62,7 +62,7 @@ def test_the_table_of_built_in_judges_names_each_with_its_columns() -> None:
     endpoint = {"url": "http://127.0.0.1:1/v1", "model": "m"}
     assert set(rows) == set(BUILT_IN)
     for name, columns in rows.items():
-        judge = make_judge(name, {"endpoint": endpoint} if name == "slate" else {})
+        judge = make_worker(name, {"endpoint": endpoint} if name == "slate" else {})
         assert tuple(re.findall(r"`(\w+)`", columns)) == tuple(judge.columns)
 
 
@@ -74,4 +74,4 @@ def test_the_defaults_of_the_docs_are_those_of_the_class() -> None:
 
 def test_the_settings_of_the_docs_make_the_judges_they_name() -> None:
     config = msgspec.convert(tomllib.loads(block("toml"))["judges"], JudgesConfig)
-    assert [make_judge(name, options).name for name, options in config.use.items()] == ["slate"]
+    assert [make_worker(name, options).name for name, options in config.use.items()] == ["slate"]

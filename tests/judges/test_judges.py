@@ -14,7 +14,7 @@ from actors.openai_server import Server
 from judges.base import Judge
 from judges.exact_match import ExactMatch, exact_match, extract_answer, f1, normalize
 from judges.llm import ChatEndpoint
-from judges.serve import Batcher, make_judge
+from judges.serve import Batcher, make_worker
 from judges.slate import Slate, parse_score
 from judges.slate_rules import SlateRules
 from tests.services import bench
@@ -291,4 +291,4 @@ async def test_nan_is_an_invalid_score_never_a_zero(tmp_path: Path) -> None:
 
 def test_an_unknown_judge_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="exact_match"):
-        make_judge("exact", {})
+        make_worker("exact", {})

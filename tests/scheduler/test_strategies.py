@@ -92,12 +92,15 @@ class Stage:
         )
         self.tree = Tree(0, TASK.id)
         self.context = Context(self.shop, self.settings, TASK, self.tree, random.Random(0))
-        self.context.plant()
         self.journal.start_tree(self.tree, 0, 0)
 
     def _emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
         self.journal.save_group(tree, len(self.groups), nodes, turns)
         self.groups.append(turns)
+
+    async def grow(self, strategy: Any) -> None:
+        await self.context.plant()
+        await strategy.grow(self.tree, self.context)
 
     def rewards(self) -> list[list[float]]:
         return [[turn.scores["reward"] for turn in group] for group in self.groups]
@@ -105,7 +108,7 @@ class Stage:
 
 async def test_slate_emits_all_candidates_of_every_step_and_continues_one(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT, RIGHT, RIGHT]])
-    await slate.grow(stage.tree, stage.context)
+    await stage.grow(slate)
     assert stage.rewards() == [[1, -1, -2], [1, 1, 1]]
     assert [turn.turn for group in stage.groups for turn in group] == [1, 1, 1, 2, 2, 2]
     tip = stage.tree.tip()
@@ -116,7 +119,7 @@ async def test_slate_emits_all_candidates_of_every_step_and_continues_one(tmp_pa
 
 async def test_siblings_are_asked_for_in_one_request_from_one_prefix(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT, WRONG, RIGHT]])
-    await slate.grow(stage.tree, stage.context)
+    await stage.grow(slate)
     asked = [r for r in stage.services.requests if isinstance(r, GenerateRequest)]
     assert len(asked) == (1 if stage.tree.tip().step == 1 else 2)
     assert asked[0].n == 3
@@ -125,7 +128,7 @@ async def test_siblings_are_asked_for_in_one_request_from_one_prefix(tmp_path: P
 
 async def test_the_second_prefix_is_exactly_what_the_policy_saw(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, NOTHING, NOTHING], [RIGHT, RIGHT, RIGHT]])
-    await slate.grow(stage.tree, stage.context)
+    await stage.grow(slate)
     second = [r for r in stage.services.requests if isinstance(r, GenerateRequest)][1]
     text = stage.shop.text.decode(second.tokens)
     expected = stage.tree.nodes[0].text + GOOD + "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
@@ -138,13 +141,13 @@ async def test_an_invalid_candidate_is_never_continued_while_a_valid_one_exists(
         folder.mkdir()
         stage = Stage(folder, llama, [[NOTHING, BAD, NOTHING], [WRONG, WRONG, WRONG]])
         stage.context.rng.seed(seed)
-        await slate.grow(stage.tree, stage.context)
+        await stage.grow(slate)
         assert [n.text for n in stage.tree.nodes.values() if n.chosen and n.step == 1 and n.kind == "action"] == [BAD]
 
 
 async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[NOTHING] * 3, [RIGHT] * 3])
-    await slate.grow(stage.tree, stage.context)
+    await stage.grow(slate)
     assert stage.rewards() == [[-2, -2, -2], [1, 1, 1]]
     notice = stage.tree.path(stage.tree.tip())[2]
     assert "could not be used" in notice.text
@@ -153,7 +156,7 @@ async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(tmp_pat
 
 async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD] * 3, [BAD] * 3, [" Sofia </answer>"]])
-    await slate.grow(stage.tree, stage.context)
+    await stage.grow(slate)
     assert len(stage.groups) == 2
     tip = stage.tree.tip()
     assert tip.forced
@@ -164,7 +167,7 @@ async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(
 
 async def test_one_candidate_has_its_reward_as_advantage(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT]], k=1)
-    await slate.grow(stage.tree, stage.context)
+    await stage.grow(slate)
     (turn,) = stage.groups[0]
     assert turn.scores["advantage"] == turn.scores["reward"] == 1 + 0.1 / 2
 
@@ -173,7 +176,7 @@ async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_
     tmp_path: Path, llama: Path
 ) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT] * 3], invalid=["answer"])
-    await slate.grow(stage.tree, stage.context)
+    await stage.grow(slate)
     (group,) = stage.groups
     assert all("answer" not in turn.scores for turn in group)
     assert all(turn.scores["reward"] == pytest.approx(0.05) for turn in group)
@@ -183,11 +186,13 @@ async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_
 async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING]])
     with pytest.raises(IndexError):  # the services die when the second step is asked for
-        await slate.grow(stage.tree, stage.context)
+        await stage.grow(slate)
     (row,) = stage.journal.trees()
     tree = stage.journal.tree(row)
     stage.services.script = [[RIGHT, WRONG, NOTHING]]
-    await slate.grow(tree, Context(stage.shop, stage.settings, TASK, tree, random.Random(1)))
+    again = Context(stage.shop, stage.settings, TASK, tree, random.Random(1))
+    await again.plant()
+    await slate.grow(tree, again)
     assert len(stage.groups) == 2
     assert [turn.turn for turn in stage.groups[1]] == [2, 2, 2]
     assert tree.tip().step == 2
@@ -195,7 +200,7 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
 
 async def test_full_emits_one_group_of_whole_trajectories(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD], [RIGHT], [RIGHT]], k=2)
-    await full.grow(stage.tree, stage.context)
+    await stage.grow(full)
     (group,) = stage.groups
     by_trajectory = {i: [turn.turn for turn in group if turn.trajectory == i] for i in (0, 1)}
     assert sorted(by_trajectory.values(), key=len) == [[1], [1, 2]]

@@ -18,7 +18,7 @@ def folder(path: Path, name: str, rewards: list[float]) -> Path:
     ]
     lines = [json.dumps(r) for r in [*records[:2], *records[1:]]]
     (made / "metrics.jsonl").write_text("\n".join([*lines, '{"version": 9']))
-    score = {key: {"mean": 0.25, "half": 0.1} for key in ("em", "f1", "ret", "valid")}
+    score = {"measures": {key: {"mean": 0.25, "half": 0.1} for key in ("em", "f1", "return", "valid")}}
     (made / "summary.json").write_text(json.dumps({"heldout": {"start": score, "end": score}}))
     return made
 

@@ -1,4 +1,4 @@
-"""Options of schemes and corrections: keyword arguments from the config, checked before anything is paid for."""
+"""Options of plug-ins (schemes, corrections, environments, judges): keyword arguments from the config, checked before anything is paid for."""
 
 import inspect
 import types
@@ -19,10 +19,15 @@ def checked(section: str, what: str, function: Callable[..., Any], options: dict
     made = {}
     for name, value in options.items():
         try:
-            made[name] = msgspec.convert(value, hints[name])
-        except msgspec.ValidationError:
-            raise ValueError(f"{section}.{name} = {value!r}: expected {_shown(hints[name])}") from None
+            made[name] = msgspec.convert(value, hints.get(name, Any))
+        except msgspec.ValidationError as error:
+            shown = str(error) if _is_struct(hints[name]) else f"expected {_shown(hints[name])}"
+            raise ValueError(f"{section}.{name} = {value!r}: {shown}") from None
     return made
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
 def _shown(hint: Any) -> str:

@@ -1,0 +1,291 @@
+"""Sudoku, 9x9 or 4x4: one digit a turn; a wrong digit is not written and costs the turn (methods.md 3.3).
+
+The puzzle is GEM's: a random full grid, cells emptied in random order while the solution stays unique, and as many attempts as blanks
+are wanted. Only puzzles in which every attempt succeeded have all their blanks, so a try is one uniqueness check of the grid with all
+of them emptied: were one of the removals refused, the grid without that cell, and with it this one, would have a second solution.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from functools import cache
+from math import isqrt
+
+import msgspec
+
+from actors.environments.base import Action, Task, Tools, Transition
+from actors.environments.game import Game
+from wire.faults import DataFault
+from wire.messages import JudgedTurn
+
+BLANK = "."
+MOST_BLANKS = {4: 12, 9: 64}
+"""By size; no puzzle with fewer than 4 (4x4) or 17 (9x9) clues has one solution."""
+TRIES, STRIDE = 256, 1_000_003
+"""Try n of a task draws from seed + n * STRIDE (methods.md 3.3)."""
+
+_MOVE = re.compile(r"\s*([0-9]{1,3})[\s,]+([0-9]{1,3})[\s,]+([0-9]{1,3})\s*")
+
+
+class State(msgspec.Struct, frozen=True):
+    """A puzzle under way. Boards are ``size * size`` characters row by row, "." for a blank.
+
+    turn: turns used. past: the last moves, each with "right" or "wrong". over: nothing can be played any more.
+    """
+
+    size: int
+    puzzle: str
+    solution: str
+    board: str
+    turn: int = 0
+    past: tuple[str, ...] = ()
+    over: bool = False
+
+
+class Sudoku(Game):
+    """The Sudoku rules. size: 9 or 4. blanks: cells to fill. max_turns: turns until the episode ends with outcome 0.
+
+    terminate_on_wrong: a wrong digit ends the episode as a loss; otherwise it is refused and the episode goes on.
+    """
+
+    name = "sudoku"
+    headline = "success"
+
+    def __init__(
+        self,
+        prompt: str = "sudoku",
+        history: int = 0,
+        boxed: bool = False,
+        stop_at_action: bool = True,
+        size: int = 9,
+        blanks: int = 40,
+        terminate_on_wrong: bool = False,
+        max_turns: int = 100,
+    ):
+        super().__init__(prompt, history, boxed, stop_at_action)
+        if size not in MOST_BLANKS:
+            raise ValueError(f"size = {size}: expected 9 or 4")
+        if not 1 <= blanks <= MOST_BLANKS[size]:
+            raise ValueError(f"blanks = {blanks}: expected 1 to {MOST_BLANKS[size]} for size {size}")
+        if max_turns < 1:
+            raise ValueError(f"max_turns = {max_turns}: expected 1 or more")
+        self.size, self.blanks = size, blanks
+        self.terminate_on_wrong, self.max_turns = terminate_on_wrong, max_turns
+
+    def initial(self, task: Task) -> State:
+        """The puzzle of the task's seed. Raises DataFault when no try gives all blanks."""
+        puzzle, solution = generate(self.size, self.blanks, task.seed)
+        return State(self.size, puzzle, solution, puzzle)
+
+    def view(self, state: State) -> dict[str, str]:
+        """{board}: a labelled grid; {row}: its characters alone; {blanks}: how many are left; {empty}: where; {size}, {box}."""
+        empty = [divmod(cell, state.size) for cell in empty_cells(state.board)]
+        return {
+            "board": labelled(state.board),
+            "row": state.board,
+            "blanks": str(len(empty)),
+            "empty": ", ".join(f"{row + 1} {column + 1}" for row, column in empty),
+            "size": str(state.size),
+            "box": str(isqrt(state.size)),
+        }
+
+    def move(self, text: str) -> tuple[int, int, int] | None:
+        """ROW COL DIGIT, counted from 1 and separated by spaces or commas, as (row, column, digit) with row and column from 0."""
+        found = _MOVE.fullmatch(text)
+        return None if found is None else (int(found[1]) - 1, int(found[2]) - 1, int(found[3]))
+
+    def legal(self, state: State, move: tuple[int, ...]) -> bool:
+        """Any digit may be tried in a blank cell."""
+        row, column, digit = move
+        cell = cell_of(state.size, row, column, digit)
+        return cell is not None and not state.over and state.board[cell] == BLANK
+
+    def moves(self, state: State) -> list[tuple[int, ...]]:
+        """Every digit in every blank cell, row by row."""
+        cells = [] if state.over else [divmod(cell, state.size) for cell in empty_cells(state.board)]
+        return [(row, column, digit) for row, column in cells for digit in range(1, state.size + 1)]
+
+    def notation(self, move: tuple[int, ...]) -> str:
+        """ROW COL DIGIT, counted from 1."""
+        row, column, digit = move
+        return f"{row + 1} {column + 1} {digit}"
+
+    async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
+        """Write a right digit, refuse a wrong one; solved 1, lost -1, out of turns 0 (methods.md 3.6)."""
+        row, column, digit = move
+        cell = row * state.size + column
+        right = state.solution[cell] == str(digit)
+        board = state.board[:cell] + str(digit) + state.board[cell + 1 :] if right else state.board
+        outcome = None
+        if BLANK not in board:
+            outcome = 1.0
+        elif not right and self.terminate_on_wrong:
+            outcome = self.loss
+        elif state.turn + 1 >= self.max_turns:
+            outcome = 0.0
+        after = msgspec.structs.replace(
+            state,
+            board=board,
+            turn=state.turn + 1,
+            past=self.remember(state.past, f"{self.notation(move)} {'right' if right else 'wrong'}"),
+            over=outcome is not None,
+        )
+        return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
+
+    def lost(self, state: State) -> dict[str, float]:
+        """success: all blanks are filled; completion: the share of the puzzle's blanks that are."""
+        blanks, left = state.puzzle.count(BLANK), state.board.count(BLANK)
+        return {"success": float(left == 0), "completion": (blanks - left) / blanks}
+
+    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+        """As every game's; the budget of turns is the game's own."""
+        return super().judged(task, state, action, step, self.max_turns)
+
+
+# ---------------------------------------------------------------------------------------------- boards
+
+
+def cell_of(size: int, row: int, column: int, digit: int) -> int | None:
+    """The cell of a move, None when row, column or digit is outside the grid."""
+    inside = 0 <= row < size and 0 <= column < size and 1 <= digit <= size
+    return row * size + column if inside else None
+
+
+def empty_cells(board: str) -> list[int]:
+    """The blank cells of a board, row by row."""
+    return [cell for cell, content in enumerate(board) if content == BLANK]
+
+
+def labelled(board: str) -> str:
+    """The board as a grid with R1.. and C1.. labels and lines between the boxes."""
+    size = isqrt(len(board))
+    box = isqrt(size)
+
+    def line(label: str, cells: Sequence[str]) -> str:
+        parts = [" ".join(cell.rjust(2) for cell in cells[at : at + box]) for at in range(0, size, box)]
+        return f"{label} {' | '.join(parts)}"
+
+    lines = [line("  ", [f"C{column + 1}" for column in range(size)])]
+    rule = "   " + "".join("+" if mark == "|" else "-" for mark in lines[0][3:])
+    for row in range(size):
+        if row and row % box == 0:
+            lines.append(rule)
+        lines.append(line(f"R{row + 1}", board[row * size : (row + 1) * size]))
+    return "\n".join(lines)
+
+
+Masks = tuple[list[int], list[int], list[int]]
+
+
+@cache
+def _places(size: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Cell, row, column and box of every cell."""
+    box = isqrt(size)
+    cells = (divmod(cell, size) for cell in range(size * size))
+    return tuple((r * size + c, r, c, r // box * box + c // box) for r, c in cells)
+
+
+def _free(board: str) -> Masks:
+    """By row, column and box: a bit mask of the digits (bit d - 1) that it does not hold."""
+    size = isqrt(len(board))
+    every = (1 << size) - 1
+    rows, columns, boxes = [every] * size, [every] * size, [every] * size
+    for cell, row, column, box in _places(size):
+        if board[cell] != BLANK:
+            bit = 1 << (int(board[cell]) - 1)
+            rows[row] &= ~bit
+            columns[column] &= ~bit
+            boxes[box] &= ~bit
+    return rows, columns, boxes
+
+
+def candidates(board: str) -> dict[int, int]:
+    """By blank cell: how many digits its row, column and box leave."""
+    rows, columns, boxes = _free(board)
+    places = _places(isqrt(len(board)))
+    return {cell: (rows[r] & columns[c] & boxes[b]).bit_count() for cell, r, c, b in places if board[cell] == BLANK}
+
+
+def solutions(board: str, limit: int) -> list[str]:
+    """At most ``limit`` solutions: depth first, always in the cell with the fewest candidates. None if digits clash."""
+    size, cells, found = isqrt(len(board)), list(board), list[str]()
+    rows, columns, boxes = masks = _free(board)
+    filled = size * size - board.count(BLANK)
+    if any(sum(size - free.bit_count() for free in units) != filled for units in masks):
+        return found
+
+    def search(blank: list[tuple[int, int, int, int]]) -> None:
+        if not blank:
+            found.append("".join(cells))
+            return
+        best, fewest = 0, size + 1
+        for place, (_, row, column, box) in enumerate(blank):
+            count = (rows[row] & columns[column] & boxes[box]).bit_count()
+            if count < fewest:
+                best, fewest = place, count
+                if count < 2:
+                    break
+        cell, row, column, box = blank[best]
+        rest = blank[:best] + blank[best + 1 :]
+        digits = rows[row] & columns[column] & boxes[box]
+        while digits and len(found) < limit:
+            bit = digits & -digits
+            digits ^= bit
+            cells[cell] = str(bit.bit_length())
+            rows[row] ^= bit
+            columns[column] ^= bit
+            boxes[box] ^= bit
+            search(rest)
+            rows[row] ^= bit
+            columns[column] ^= bit
+            boxes[box] ^= bit
+
+    search([place for place in _places(size) if board[place[0]] == BLANK])
+    return found
+
+
+def full_grid(size: int, rng: random.Random) -> str:
+    """A solved grid: cells in order, digits in random order, backwards where none fits."""
+    places, cells = _places(size), [0] * (size * size)
+    rows, columns, boxes = _free(BLANK * (size * size))
+
+    def fill(at: int) -> bool:
+        if at == len(places):
+            return True
+        cell, row, column, box = places[at]
+        digits = list(range(1, size + 1))
+        rng.shuffle(digits)
+        for digit in digits:
+            bit = 1 << (digit - 1)
+            if not rows[row] & columns[column] & boxes[box] & bit:
+                continue
+            cells[cell] = digit
+            rows[row] ^= bit
+            columns[column] ^= bit
+            boxes[box] ^= bit
+            if fill(at + 1):
+                return True
+            rows[row] ^= bit
+            columns[column] ^= bit
+            boxes[box] ^= bit
+        return False
+
+    fill(0)
+    return "".join(map(str, cells))
+
+
+def generate(size: int, blanks: int, seed: int) -> tuple[str, str]:
+    """A puzzle with exactly ``blanks`` blanks and one solution, and that solution. Raises DataFault after ``TRIES`` tries."""
+    for attempt in range(TRIES):
+        rng = random.Random(seed + attempt * STRIDE)
+        solution = full_grid(size, rng)
+        order = list(range(size * size))
+        rng.shuffle(order)
+        emptied = set(order[:blanks])
+        puzzle = "".join(BLANK if cell in emptied else digit for cell, digit in enumerate(solution))
+        if len(solutions(puzzle, 2)) == 1:
+            return puzzle, solution
+    raise DataFault(
+        f"sudoku: no puzzle of size {size} with {blanks} blanks and one solution from seed {seed} in {TRIES} tries;"
+        " ask for fewer blanks"
+    )

@@ -1,0 +1,72 @@
+"""Continuations of a position by the policy, beside the tree: for Monte Carlo values.
+
+All that start from one position are asked for together, so its prefix is prefilled once; those that reach the same position again
+go on as one request.
+"""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from scheduler.context import Context
+from scheduler.together import together
+from scheduler.tree import Node
+from wire.messages import Sample
+
+
+class Position(msgspec.Struct, frozen=True):
+    """A decision of the policy. prefix: int32 token ids as bytes; step: actions before it."""
+
+    prefix: bytes
+    state: Any
+    step: int
+
+
+def position_before(ctx: Context, action: Node) -> Position:
+    """Where ``action`` was taken; its prompt in non-thinking mode where each turn has its own."""
+    state = ctx.state(action)
+    if ctx.environment.fresh:
+        return _shown(ctx, state, action.step - 1)
+    parent = ctx.tree.parent(action)
+    assert parent is not None, "an action has a prompt above it"
+    return Position(ctx.tree.prefix(parent).tobytes(), state, action.step - 1)
+
+
+async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
+    """The outcomes of ``n`` continuations."""
+    prefix = np.frombuffer(position.prefix, np.int32)
+    samples, _ = await ctx.sample(prefix, n, ctx.environment.stop)
+    reached = await together(advance(ctx, position, sample) for sample in samples)
+    ended = [place for place in reached if isinstance(place, float)]
+    going = Counter(place for place in reached if isinstance(place, Position))
+    later = await together(outcomes(ctx, place, count) for place, count in going.items())
+    return ended + [outcome for found in later for outcome in found]
+
+
+async def advance(ctx: Context, position: Position, sample: Sample) -> Position | float:
+    """The next position after a sampled action, or the outcome when the episode is over. A policy without an answer has outcome 0."""
+    environment, step = ctx.environment, position.step + 1
+    action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
+    transition = await environment.step(position.state, action, ctx)
+    ctx.shop.counts["continuation_steps"] += 1
+    if transition.done and transition.outcome is not None:
+        return transition.outcome
+    if transition.done:
+        return await ctx.outcome_of(position.state, action, step)
+    if environment.forced_prefix and step >= ctx.settings.budget:
+        return 0.0
+    if environment.fresh:
+        return _shown(ctx, transition.state, step)
+    seen = ctx.shop.text.encode(transition.observation)
+    prefix = position.prefix + sample.tokens.astype(np.int32).tobytes() + seen.tobytes()
+    return Position(prefix, transition.state, step)
+
+
+def _shown(ctx: Context, state: Any, step: int) -> Position:
+    head, tail = ctx.rendered(state, thinking=False)
+    root = ctx.tree.nodes[0]
+    shared = root.tokens if head == root.text else ctx.shop.text.encode(head)
+    prefix = np.concatenate([shared, ctx.shop.text.encode(tail)])
+    return Position(prefix.tobytes(), state, step)

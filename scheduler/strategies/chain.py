@@ -1,0 +1,48 @@
+"""Chains: one trajectory from each of many initial states, every turn scored; a batch of chains is one group (methods.md 3.5).
+
+VPR's and PPR's sampling. Turns are scored while the next ones are played: the engine never waits for an oracle.
+"""
+
+from collections.abc import Callable
+
+from scheduler.context import Context
+from scheduler.together import Beside
+from scheduler.tree import Node, Tree
+
+
+async def grow(tree: Tree, ctx: Context) -> None:
+    """Grow the trajectory to its end, then emit it."""
+    ctx.emit([await episode(tree, ctx)])
+
+
+async def episode(
+    tree: Tree, ctx: Context, trajectory: int = 0, acting: Callable[[Node], object] = lambda action: None
+) -> list[Node]:
+    """One trajectory from where it stands; its trained actions in order. ``acting`` is told of each action when it is sampled."""
+    async with Beside() as beside:
+        for action in tree.actions(trajectory):  # of a tree that was grown halfway
+            if "valid" not in action.scores and not action.forced:
+                beside.start(_score(ctx, action))
+            acting(action)
+        node = await ctx.tip(trajectory)
+        while True:
+            if node.kind == "action":
+                advanced = await ctx.step(node)
+                if advanced is None:
+                    break
+                node = advanced
+            if ctx.out_of_budget(node):
+                await ctx.force_answer(node)
+                break
+            (node,) = await ctx.generate(node, 1, trajectory)
+            node.chosen = True
+            ctx.save([node])
+            beside.start(_score(ctx, node))
+            acting(node)
+    await ctx.finish(trajectory)
+    return [action for action in tree.actions(trajectory) if not action.forced]
+
+
+async def _score(ctx: Context, action: Node) -> None:
+    await ctx.judge([action])
+    ctx.save([action])

@@ -1,0 +1,42 @@
+"""Monte Carlo values (VPR's baseline MC-PR, methods.md 3.6): a chain, and from every state it visits ``continuations`` more by the policy.
+
+V(s) is the mean outcome of the continuations from s, in non-thinking mode. Columns of each action: mc_value (of the state it acted
+in), mc_error (its standard error), td (the value after it, the outcome at the end, less mc_value). Continuations are not trained and
+not journaled; a resumed tree keeps the values it has.
+"""
+
+import math
+from collections.abc import Sequence
+
+from scheduler.context import Context
+from scheduler.rollouts import outcomes, position_before
+from scheduler.strategies import chain
+from scheduler.together import Beside
+from scheduler.tree import Node, Tree
+
+
+async def grow(tree: Tree, ctx: Context) -> None:
+    """Grow the chain; value its states meanwhile; emit it."""
+    async with Beside() as beside:
+        actions = await chain.episode(tree, ctx, 0, lambda action: beside.start(value(ctx, action)))
+    differences(actions)
+    ctx.save(actions)
+    ctx.emit([actions])
+
+
+async def value(ctx: Context, action: Node) -> None:
+    """The value of the state in which ``action`` was taken."""
+    if action.forced or "mc_value" in action.scores:
+        return
+    found = await outcomes(ctx, position_before(ctx, action), ctx.settings.continuations)
+    mean = math.fsum(found) / len(found)
+    variance = math.fsum((x - mean) ** 2 for x in found) / max(1, len(found) - 1)
+    action.scores |= {"mc_value": mean, "mc_error": math.sqrt(variance / len(found))}
+    ctx.save([action])
+
+
+def differences(actions: Sequence[Node]) -> None:
+    """td of each action: V(s_{t+1}) - V(s_t), V(terminal) = outcome."""
+    after = [action.scores["mc_value"] for action in actions[1:]] + [actions[-1].scores.get("outcome", 0.0)]
+    for action, later in zip(actions, after, strict=True):
+        action.scores["td"] = later - action.scores["mc_value"]

@@ -1,0 +1,402 @@
+"""The Tic-Tac-Toe environment; OpenSpiel is the referee of its rules."""
+
+import asyncio
+import random
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import msgspec
+import pyspiel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.environments.base import SPLIT
+from actors.environments.registry import load
+from actors.environments.tictactoe import (
+    EMPTY,
+    State,
+    TicTacToe,
+    legal_cells,
+    optimal,
+    play,
+    returns,
+    to_move,
+    value,
+    winner,
+)
+from wire.faults import InfrastructureFault
+from wire.messages import Passage
+
+GAME = pyspiel.load_game("tic_tac_toe")
+
+
+class Table:
+    """Tools with a scripted opponent."""
+
+    def __init__(self, reply: tuple[Any, ...] = (), seed: int = 0):
+        self.rng, self.reply, self.asked = random.Random(seed), reply, []
+
+    async def retrieve(self, query: str, topk: int) -> list[Passage]:
+        raise AssertionError(query)
+
+    async def play(self, player: str, state: Any) -> tuple[int, ...]:
+        self.asked.append((player, state))
+        return self.reply
+
+
+class LegalTable(Table):
+    async def play(self, player: str, state: Any) -> tuple[int, ...]:
+        self.asked.append((player, state))
+        return (self.rng.choice(legal_cells(state.board)),)
+
+
+@cache
+def reachable() -> tuple[str, ...]:
+    """All boards of legal play, finished ones too."""
+    seen, open_ = {EMPTY}, [EMPTY]
+    while open_:
+        board = open_.pop()
+        following = {play(board, cell) for cell in legal_cells(board)} - seen
+        seen |= following
+        open_ += following
+    return tuple(sorted(seen))
+
+
+def live() -> list[str]:
+    return [board for board in reachable() if legal_cells(board)]
+
+
+def board_of(referee: Any) -> str:
+    return str(referee).replace("\n", "").upper()
+
+
+boards = st.builds(lambda n: live()[n % 4520], st.integers(0, 4519))
+seeds = st.integers(0, 2**63)
+
+# ------------------------------------------------------------------------------------------ the rules
+
+
+def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minimax_value() -> None:
+    values: dict[str, float] = {}
+
+    def walk(referee: Any) -> float:
+        """The value for X by brute force over OpenSpiel's states."""
+        board = board_of(referee)
+        if board in values:
+            return values[board]
+        assert list(legal_cells(board)) == referee.legal_actions()
+        if referee.is_terminal():
+            assert [returns(board, "X"), returns(board, "O")] == referee.returns()
+            best = referee.returns()[0]
+        else:
+            mover = referee.current_player()
+            assert to_move(board) == "XO"[mover]
+            after = {cell: walk(referee.child(cell)) for cell in referee.legal_actions()}
+            best = min(after.values()) if mover else max(after.values())
+            assert optimal(board) == tuple(cell for cell in after if after[cell] == best)
+        assert value(board) == (best if to_move(board) == "X" else -best)
+        values[board] = best
+        return best
+
+    assert walk(GAME.new_initial_state()) == 0
+    assert set(values) == set(reachable())
+
+
+def test_the_facts_of_methods_3_2() -> None:
+    assert len(live()) == 4520
+    assert Counter(map(to_move, live())) == {"X": 2423, "O": 2097}
+    assert sum(len(optimal(b)) / len(legal_cells(b)) for b in live()) / 4520 == pytest.approx(0.580, abs=5e-4)
+    assert optimal(EMPTY) == tuple(range(9))
+
+
+@pytest.mark.parametrize(("board", "mark"), [("XXXOO....", "X"), ("XX.OOOX..", "O"), ("XOXXOOOXX", ""), (EMPTY, "")])
+def test_the_winner_is_who_has_a_line(board: str, mark: str) -> None:
+    assert winner(board) == mark
+
+
+# ------------------------------------------------------------------------------------------ episodes
+
+
+@given(seeds, st.lists(st.integers(0, 8), min_size=9, max_size=9), st.booleans(), st.integers(0, 3))
+def test_an_episode_follows_openspiel_to_its_end(seed: int, choices: list[int], served: bool, opening: int) -> None:
+    environment = TicTacToe(opponents={"rival" if served else "random": 1}, opening=opening)
+    table = LegalTable(seed=seed)
+    task = environment.task(seed)
+    state = asyncio.run(environment.open(environment.initial(task), table))
+    referee = GAME.new_initial_state()
+    marks = {mark: [c for c in range(9) if state.board[c] == mark] for mark in "XO"}
+    for ply in range(9 - state.board.count(".")):
+        referee.apply_action(marks["XO"[ply % 2]][ply // 2])
+    for choice in choices:
+        assert to_move(state.board) == state.me == "XO"[referee.current_player()]
+        assert board_of(referee) == state.board
+        assert [cell for (cell,) in environment.moves(state)] == referee.legal_actions()
+        assert hash(msgspec.convert(msgspec.to_builtins(state), State)) == hash(state)
+        assert msgspec.convert(msgspec.to_builtins(state), State) == state
+        move = environment.moves(state)[choice % len(environment.moves(state))]
+        action = environment.read(state, f"<action>{environment.notation(move)}</action>")
+        assert (action.kind, action.move) == ("move", move)
+        before, transition = state, asyncio.run(environment.step(state, action, table))
+        referee.apply_action(move[0])
+        changed = [c for c in range(9) if transition.state.board[c] != before.board[c] and c != move[0]]
+        assert len(changed) == (not referee.is_terminal())
+        for cell in changed:
+            referee.apply_action(cell)
+        state = transition.state
+        assert board_of(referee) == state.board
+        assert transition.done == referee.is_terminal()
+        assert transition.observation == ""
+        if transition.done:
+            break
+        assert transition.outcome is None
+        assert transition.measures == {}
+    assert transition.done
+    outcome = referee.returns()["XO".index(state.me)]
+    assert transition.outcome == outcome
+    assert transition.measures == {"success": float(outcome == 1), "draw": float(outcome == 0)}
+    assert all(player == "rival" for player, _ in table.asked)
+    assert served or not table.asked
+
+
+async def test_stepping_is_pure_and_the_random_opponent_uses_the_rng_of_the_tools() -> None:
+    environment = TicTacToe()
+    state = State(EMPTY, "X", "random")
+    action = environment.read(state, "<action>5</action>")
+    replies = {(await environment.step(state, action, Table(seed=seed))).state.board for seed in range(100)}
+    assert state == State(EMPTY, "X", "random")
+    assert len(replies) == 8
+    again = [(await environment.step(state, action, Table(seed=7))).state for _ in range(2)]
+    assert again[0] == again[1]
+
+
+async def test_the_game_is_over_at_the_policys_last_move_and_the_opponent_is_not_asked() -> None:
+    environment, table = TicTacToe(), Table()
+    state = State("XX.OO....", "X", "rival")
+    transition = await environment.step(state, environment.read(state, "<action>3</action>"), table)
+    assert (transition.done, transition.outcome, transition.state.board) == (True, 1.0, "XXXOO....")
+    assert transition.measures == {"success": 1.0, "draw": 0.0}
+    assert table.asked == []
+
+
+async def test_the_opponents_reply_can_end_the_game() -> None:
+    environment, table = TicTacToe(), Table((5,))
+    state = State("XX.OO....", "X", "rival")
+    transition = await environment.step(state, environment.read(state, "<action>9</action>"), table)
+    assert (transition.done, transition.outcome, transition.state.board) == (True, -1.0, "XX.OOO..X")
+    assert transition.measures == {"success": 0.0, "draw": 0.0}
+    assert table.asked == [("rival", State("XX.OO...X", "X", "rival"))]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("<action>1</action>", "move"),
+        ("if <action>5</action> then .. <action>\n1 </action>", "move"),
+        ("<action>5</action>", "illegal"),
+        ("<action>1</action> no: <action>5</action>", "illegal"),
+        ("<action>0</action>", "invalid"),
+        ("<action>10</action>", "invalid"),
+        ("<action>one</action>", "invalid"),
+        ("<action>1 2</action>", "invalid"),
+        ("<action>1", "invalid"),
+        ("\\boxed{1}", "invalid"),
+        ("1", "invalid"),
+        ("", "invalid"),
+    ],
+)
+async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(text: str, kind: str) -> None:
+    environment, table = TicTacToe(), Table((8,))
+    state = State("....X....", "O", "rival")
+    action = environment.read(state, text)
+    assert action.kind == kind
+    assert action.move == {"move": (0,), "illegal": (4,), "invalid": None}[kind]
+    transition = await environment.step(state, action, table)
+    assert transition.done == (kind != "move")
+    if kind != "move":
+        assert transition.outcome == -1.0
+        assert transition.measures == {"success": 0.0, "draw": 0.0}
+        assert table.asked == []
+
+
+def test_a_box_is_read_when_asked_for() -> None:
+    state = State(EMPTY, "X", "random")
+    assert TicTacToe(boxed=True).read(state, "so \\boxed{3}").move == (2,)
+
+
+def test_nothing_is_legal_when_the_game_is_over() -> None:
+    state = State("XXXOO....", "O", "random")
+    assert TicTacToe().moves(state) == []
+    assert TicTacToe().read(state, "<action>9</action>").kind == "illegal"
+
+
+@pytest.mark.parametrize("reply", [(), (4,), (9,), (-1,), (0, 1), ("a",), (None,)])
+@pytest.mark.parametrize("opening", [True, False])
+async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_it(
+    reply: tuple[Any, ...], opening: bool
+) -> None:
+    environment, table = TicTacToe(), Table(reply)
+    if opening:
+        with pytest.raises(InfrastructureFault, match=r"player rival played .* on \.\.\.\.XO\.\.\."):
+            await environment.open(State("....XO...", "O", "rival"), table)
+    else:
+        state = State("....XO...", "X", "rival")
+        with pytest.raises(InfrastructureFault, match=r"player rival played .* on X\.\.\.XO\.\.\."):
+            await environment.step(state, environment.read(state, "<action>1</action>"), table)
+
+
+# ------------------------------------------------------------------------------------------ tasks
+
+
+def test_the_first_position_follows_from_the_seed_alone() -> None:
+    made = [[TicTacToe(opening=3).initial(TicTacToe().task(seed)) for seed in range(200)] for _ in range(2)]
+    assert made[0] == made[1]
+    assert len(set(made[0])) > 100
+
+
+def test_the_order_of_the_table_of_opponents_changes_nothing() -> None:
+    one, other = TicTacToe(opponents={"a": 1, "b": 2}), TicTacToe(opponents={"b": 2, "a": 1})
+    assert all(one.initial(one.task(seed)) == other.initial(one.task(seed)) for seed in range(100))
+
+
+def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
+    count = 4000  # a share's standard error is at most .008: the bands are four of them
+    environment = TicTacToe()
+    drawn = Counter((s.opponent, s.me) for s in (environment.initial(environment.task(n)) for n in range(count)))
+    assert set(drawn) == {("tictactoe_mcts", "X"), ("tictactoe_mcts", "O"), ("random", "X"), ("random", "O")}
+    assert all(n / count == pytest.approx(0.25, abs=0.028) for n in drawn.values())
+    environment = TicTacToe(opponents={"a": 3, "b": 1, "c": 0}, second=0.2)
+    states = [environment.initial(environment.task(n)) for n in range(count)]
+    assert Counter(s.opponent for s in states)["a"] / count == pytest.approx(0.75, abs=0.028)
+    assert {s.opponent for s in states} == {"a", "b"}
+    assert Counter(s.me for s in states)["O"] / count == pytest.approx(0.2, abs=0.026)
+
+
+@pytest.mark.parametrize(("second", "mark"), [(0.0, "X"), (1.0, "O")])
+async def test_the_policy_is_always_first_or_always_second_when_asked(second: float, mark: str) -> None:
+    environment, table = TicTacToe(second=second, opponents={"rival": 1}), Table((4,))
+    for seed in range(50):
+        state = environment.initial(environment.task(seed))
+        assert (state.board, state.me) == (EMPTY, mark)
+        opened = await environment.open(state, table)
+        assert opened.board == (EMPTY if mark == "X" else "....X....")
+    assert len(table.asked) == (0 if mark == "X" else 50)
+
+
+@pytest.mark.parametrize("opening", [1, 2, 3])
+async def test_an_opening_is_random_the_same_for_both_sides_and_leaves_the_first_action_to_the_policy(
+    opening: int,
+) -> None:
+    openings = []
+    for second in (0.0, 1.0):
+        environment, table = TicTacToe(opening=opening, second=second, opponents={"rival": 1}), LegalTable()
+        states = [environment.initial(environment.task(seed)) for seed in range(300)]
+        assert all(9 - s.board.count(".") == opening for s in states)
+        assert all((s.me == to_move(s.board)) == (second == 0) for s in states)
+        for state in states:
+            opened = await environment.open(state, table)
+            assert to_move(opened.board) == state.me
+            assert legal_cells(opened.board)
+        openings.append([s.board for s in states])
+    assert openings[0] == openings[1]
+    assert len(set(openings[0])) > {1: 8, 2: 60, 3: 150}[opening]
+
+
+# ------------------------------------------------------------------------------------------ the prompt
+
+
+@given(boards)
+def test_a_board_and_its_moves_can_be_read_back_from_the_prompt(board: str) -> None:
+    state = State(board, to_move(board), "random")
+    for prompt in ("tictactoe", "tictactoe_compact"):
+        environment = TicTacToe(prompt=prompt)
+        (message,) = environment.prompt(environment.task(0), state)
+        shown = message["content"].split(SPLIT)[1]
+        lines = [line for line in shown.splitlines() if len(line) == 3 and set(line) <= set("XO.")]
+        assert "".join(lines) == board
+        assert "{" not in shown
+        numbers = environment.view(state)["legal"]
+        assert numbers in shown
+        moves = [environment.read(state, f"<action>{n}</action>") for n in numbers.split()]
+        assert all(action.kind == "move" for action in moves)
+        assert [action.move for action in moves] == environment.moves(state)
+    assert environment.view(state)["row"] == board
+    assert {environment.view(state)["me"], environment.view(state)["opponent_mark"]} == {"X", "O"}
+
+
+@given(boards, boards)
+def test_what_stands_before_the_split_is_the_same_in_every_turn(one: str, other: str) -> None:
+    for prompt in ("tictactoe", "tictactoe_compact"):
+        environment = TicTacToe(prompt=prompt)
+        heads = {
+            environment.prompt(environment.task(0), State(b, to_move(b), "random"))[0]["content"].split(SPLIT)[0]
+            for b in (one, other)
+        }
+        assert len(heads) == 1
+        assert heads.pop()
+
+
+def test_the_compact_prompt_is_at_most_32_characters() -> None:
+    environment = TicTacToe(prompt="tictactoe_compact")
+    (message,) = environment.prompt(environment.task(0), State(EMPTY, "X", "random"))
+    assert len(message["content"].replace(SPLIT, "")) <= 32
+
+
+async def test_the_last_moves_are_shown_as_far_as_history_says() -> None:
+    environment = TicTacToe(history=2)
+    state = State(EMPTY, "X", "rival")
+    for cell, reply, past in ((1, 3, ("1",)), (2, 4, ("1", "2")), (6, 2, ("2", "6"))):
+        action = environment.read(state, f"<action>{cell}</action>")
+        state = (await environment.step(state, action, Table((reply,)))).state
+        assert state.past == past
+    assert environment.prompt(environment.task(0), state)[0]["content"].endswith("2\n6")
+    without = await TicTacToe().step(State(EMPTY, "X", "rival"), action, Table((0,)))
+    assert without.state.past == ()
+
+
+# ------------------------------------------------------------------------------------------ results and options
+
+
+@pytest.mark.parametrize("second", [0.0, 1.0])
+def test_the_return_is_also_given_by_side(second: float) -> None:
+    environment = TicTacToe(second=second)
+    turns = [{"valid": 1.0, "reward": 1.0}, {"valid": 1.0, "reward": 0.0, "outcome": 0.0, "success": 0.0, "draw": 1.0}]
+    made = environment.measures(environment.task(3), turns)
+    assert made[environment.headline] == [0.0]
+    assert made["draw"] == [1.0]
+    assert made["success"] == [0.0]
+    assert made["oracle"] == [1.0, 0.0]
+    assert made["return_second" if second else "return_first"] == [0.0]
+    assert ("return_first" in made) != ("return_second" in made)
+
+
+def test_the_oracle_sees_the_state_in_plain_values() -> None:
+    environment = TicTacToe()
+    state = State("....X....", "O", "rival", ("5",))
+    turn = environment.judged(environment.task(0), state, environment.read(state, "<action>5</action>"), 1, 5)
+    assert turn.state == {"board": "....X....", "me": "O", "opponent": "rival", "past": ("5",)}
+    assert turn.move == [4]
+    assert msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(turn.state)), State) == state
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opponents": {}}, "opponents = {}"),
+        ({"opponents": {"a": 0.0}}, "one of them above 0"),
+        ({"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
+        ({"opponents": {"a": float("nan")}}, "weights >= 0"),
+        ({"opponents": {"": 1.0}}, "player names"),
+        ({"second": 1.5}, "second = 1.5: expected a share"),
+        ({"opening": 4}, "opening = 4: expected 0 to 3"),
+        ({"opening": -1}, "opening = -1: expected 0 to 3"),
+        ({"history": 1, "prompt": "tictactoe_compact"}, "no {past} placeholder"),
+        ({"second": "half"}, "second = 'half': expected a number"),
+        ({"depth": 1}, "depth"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the message is checked below
+        load("tictactoe", options)
+    assert message in str(caught.value)

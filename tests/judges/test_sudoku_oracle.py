@@ -1,0 +1,129 @@
+"""The Sudoku oracle."""
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.environments.sudoku import State, Sudoku
+from judges.base import checked
+from judges.oracles.sudoku import SudokuOracle
+from wire.faults import DataFault
+from wire.messages import JudgedTurn
+
+NOBODY: Any = None
+SOLVED = "1234341221434321"
+SOME_FORCED = "123." + "3412" + "...3" + "...."
+"""Candidates: 4 in (1, 4); 1 in (3, 2); two or three in every other cell."""
+NONE_FORCED = "12.." + "..1." + ".1.." + "...1"
+"""Candidates: 3 and 4 in the first row, the first box and the second column; 2, 3 and 4 in (3, 1) and (4, 1)."""
+
+
+def judged(board: str, move: list[int] | None, turn: int = 0, budget: int = 100) -> JudgedTurn:
+    state = msgspec.to_builtins(State(4, board, SOLVED, board, turn))
+    return JudgedTurn("sudoku-1", [], "", "", turn + 1, budget, state=state, move=move)
+
+
+def scores(turns: list[JudgedTurn], reward: str = "binary") -> list[dict[str, float]]:
+    judge = SudokuOracle(reward)
+    made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
+    assert bad == 0
+    return [judgement.scores for judgement in made]
+
+
+@pytest.mark.parametrize(
+    ("board", "move", "binary", "graded"),
+    [
+        (SOME_FORCED, [0, 3, 4], 1, 2),
+        (SOME_FORCED, [2, 1, 1], 1, 2),
+        (SOME_FORCED, [2, 0, 2], 1, 0.5),
+        (SOME_FORCED, [3, 3, 1], 1, 0.5),
+        (SOME_FORCED, [2, 0, 4], 0, -1),  # a candidate, but not the solution
+        (SOME_FORCED, [0, 3, 1], 0, -1),  # not even a candidate
+        (NONE_FORCED, [0, 2, 3], 1, 1),
+        (NONE_FORCED, [1, 1, 4], 1, 1),
+        (NONE_FORCED, [2, 0, 2], 1, 0.5),
+        (NONE_FORCED, [0, 2, 4], 0, -1),
+        (SOME_FORCED, [0, 0, 1], 0, -2),  # filled
+        (SOME_FORCED, [0, 4, 1], 0, -2),
+        (SOME_FORCED, [-1, 3, 4], 0, -2),
+        (SOME_FORCED, [4, 0, 1], 0, -2),
+        (SOME_FORCED, [0, 3, 0], 0, -2),
+        (SOME_FORCED, [0, 3, 5], 0, -2),
+        (SOME_FORCED, None, 0, -2),
+    ],
+)
+def test_moves_on_hand_made_boards(board: str, move: list[int] | None, binary: float, graded: float) -> None:
+    turn = judged(board, move)
+    assert scores([turn]) == [{"reward": binary, "graded": graded, "valid_share": 0.25}]
+    assert scores([turn], "graded") == [{"reward": graded, "graded": graded, "valid_share": 0.25}]
+
+
+@pytest.mark.parametrize(
+    ("board", "digit", "binary", "graded"),
+    [("..34", 1, 1, -2), ("..34", 2, 0, -2), (".234", 1, 1, 2), (".234", 2, 0, -2)],
+)
+def test_running_out_of_turns_is_graded_as_such(board: str, digit: int, binary: float, graded: float) -> None:
+    board = board + SOLVED[4:]
+    (last,) = scores([judged(board, [0, 0, digit], turn=6, budget=7)])
+    (before,) = scores([judged(board, [0, 0, digit], turn=5, budget=7)])
+    assert (last["reward"], last["graded"]) == (binary, graded)
+    assert before["graded"] == (2 if binary else -1)
+
+
+@given(st.integers(0, 2**31), st.sampled_from([(4, 10), (9, 40)]), st.integers(0, 30), st.randoms(use_true_random=False))
+@settings(max_examples=15, deadline=None)
+def test_all_legal_moves_of_a_reached_state(seed: int, kind: tuple[int, int], plies: int, rng: random.Random) -> None:
+    """Binary is what the environment accepts, its mean is valid_share, and graded follows the candidates of the board."""
+    size, blanks = kind
+    game = Sudoku(size=size, blanks=blanks)
+    state = game.initial(game.task(seed))
+    for _ in range(min(plies, blanks - 1)):
+        cell = rng.choice([cell for cell, content in enumerate(state.board) if content == "."])
+        answer = (*divmod(cell, size), int(state.solution[cell]))
+        state = asyncio.run(game.apply(state, answer, NOBODY)).state
+    box = {4: 2, 9: 3}[size]
+    open_digits = {
+        (r, c): {str(d) for d in range(1, size + 1)}
+        - {
+            state.board[i * size + j]
+            for i in range(size)
+            for j in range(size)
+            if i == r or j == c or (i // box == r // box and j // box == c // box)
+        }
+        for r, c, _ in game.moves(state)
+    }
+    fewest = min(map(len, open_digits.values()))
+    moves = game.moves(state)
+    actions = [game.read(state, f"<action>{game.notation(move)}</action>") for move in moves]
+    turns = [game.judged(game.task(seed), state, action, 1, 4) for action in actions]
+    made = scores(msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn]))
+    for move, column in zip(moves, made, strict=True):
+        after = asyncio.run(game.apply(state, move, NOBODY)).state
+        assert column["reward"] == (after.board != state.board)
+        own = len(open_digits[move[:2]])
+        right = 2 if own == 1 else 1 if own == fewest else 0.5
+        assert column["graded"] == (right if column["reward"] else -1)
+        assert column["valid_share"] == pytest.approx(sum(other["reward"] for other in made) / len(made))
+
+
+def test_the_explanation_says_why() -> None:
+    turns = [judged(NONE_FORCED, [2, 0, 2]), judged(NONE_FORCED, [2, 0, 3]), judged(NONE_FORCED, None)]
+    said = [judgement.explanation for judgement in asyncio.run(SudokuOracle().score(turns))]
+    assert said == ["right digit, 3 candidates, the fewest are 2", "wrong digit", "no digit for a blank cell"]
+
+
+@pytest.mark.parametrize("state", [None, {"board": "........."}])
+def test_a_turn_of_another_environment_is_a_data_fault(state: Any) -> None:
+    turn = JudgedTurn("other-7", [], "", "", 1, 4, state=state, move=[0, 0, 1])
+    with pytest.raises(DataFault, match="judge sudoku, task other-7: not a Sudoku state"):
+        asyncio.run(SudokuOracle().score([turn]))
+
+
+def test_an_unknown_reward_is_refused() -> None:
+    with pytest.raises(ValueError, match="reward = 'dense': expected one of 'binary', 'graded'"):
+        SudokuOracle("dense")

@@ -1,0 +1,74 @@
+"""A policy so small that two CPU cores train it in minutes: a Llama of random weights that reads and writes characters.
+
+One token a printable ASCII character and newline, and one for each action tag, so that a move is a handful of tokens. It knows
+nothing: ``tools/legal_play`` teaches it the notation and the rules, and all skill is left to reinforcement learning.
+"""
+
+import os
+import shutil
+import string
+from pathlib import Path
+
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+NAME = "tiny-board"
+"""The value of ``model.name`` that asks for it."""
+SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
+TAGS = ("<action>", "</action>")
+"""Tokens of their own that are plain text: decoding keeps them."""
+CHARACTERS = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace) | {" "}))
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '\\n' }}{% endfor %}"
+"""Messages with a newline after each: the policy's turn is a new line."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The character tokenizer; text of ``CHARACTERS`` and ``TAGS`` survives encoding and decoding unchanged."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    core.decoder = tokenizers.decoders.Fuse()  # pyright: ignore
+    core.add_special_tokens(list(SPECIAL))
+    core.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def make_tiny_policy(
+    folder: Path, seed: int = 0, hidden: int = 192, layers: int = 4, heads: int = 6, intermediate: int = 512
+) -> Path:
+    """A model folder with random weights, tokenizer and chat template; 1.8 million parameters by default."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    words = tokenizer()
+    settings = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )
+    draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    model.save_pretrained(draft)
+    words.save_pretrained(draft)
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+    return folder
