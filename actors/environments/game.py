@@ -50,8 +50,8 @@ class Game:
             raise ValueError(f"history = {history}: expected 0 (the state alone) or more earlier moves")
         self.template = path.read_text().strip()
         found = _PLACEHOLDER.search(self.template)
-        if found is None or "{board}" not in self.template:
-            raise ValueError(f"prompt file {path} has no {{board}} placeholder")
+        if found is None or not {"board", "row"} & set(_PLACEHOLDER.findall(self.template)):
+            raise ValueError(f"prompt file {path} has neither a {{board}} nor a {{row}} placeholder")
         if history and "{past}" not in self.template:
             raise ValueError(f"history = {history} has no effect: prompt file {path} has no {{past}} placeholder")
         self._shared = found.start()

@@ -107,7 +107,7 @@ class TicTacToeOracle(Judge):
         seed: int = 0,
     ):
         if kind not in ("mcts", "minimax"):
-            raise ValueError(f"kind = {kind!r}: expected 'mcts' or 'minimax'")
+            raise ValueError(f"kind = {kind!r}: expected one of 'mcts', 'minimax'")
         self.search = Search(simulations, rollouts, uct_c, solve)
         if not 0 <= tolerance <= 2:
             raise ValueError(f"tolerance = {tolerance}: expected 0 to 2, the width of the range of returns")
