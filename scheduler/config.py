@@ -11,12 +11,14 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler.evaluation]: held-out evaluation by whole trajectories.
 
     questions: size of the fixed held-out subset (the same for every seed; 0 switches evaluation off). every: updates between
-    evaluations besides the first and the last (0: none). temperature 0 is greedy.
+    evaluations besides the first and the last (0: none). temperature 0 is greedy. options: of the environment, where they differ
+    from data.options (a fixed opponent).
     """
 
     questions: int = 128
     every: int = 0
     temperature: float = 0.0
+    options: dict[str, Any] = {}
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

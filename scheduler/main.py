@@ -77,6 +77,8 @@ class Run:
         self.dispatcher.on_join = self._joined
         self.dispatcher.on_leave = self._left
         self.environment = registry.load(process.environment, process.options)
+        examined = process.options | self.settings.evaluation.options
+        self.examination = registry.load(process.environment, examined) if examined != process.options else self.environment
         count = self.settings.evaluation.questions
         if registry.makes_tasks(self.environment):
             self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
@@ -329,12 +331,12 @@ class Run:
             return {}
         if isinstance(self.tasks, Tasks):
             return evaluation.trivial_baselines(self.heldout, self.tasks.tasks)
-        shop = msgspec.structs.replace(self.shop, counts=Counter())
+        shop = msgspec.structs.replace(self.shop, counts=Counter(), environment=self.examination)
 
         def context(task: Task, place: int) -> Context:
             return Context(shop, self.settings, task, Tree(-1, task.id, "baseline"), random.Random(f"baseline/{place}"))
 
-        return await baselines.play(self.environment, self.heldout, context)
+        return await baselines.play(self.examination, self.heldout, context)
 
     async def _evaluate(self, name: str) -> None:
         start = time.monotonic()
@@ -343,7 +345,7 @@ class Run:
         settings = msgspec.structs.replace(self.settings, k=1, temperature=e.temperature)
         room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
         pairs = await asyncio.gather(*(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout)))
-        found = evaluation.summarise(version, self.environment, [pair for pair in pairs if pair is not None])
+        found = evaluation.summarise(version, self.examination, [pair for pair in pairs if pair is not None])
         self.journal.save_evaluation(version, name, msgspec.to_builtins(found))
         values = {f"heldout/{key}": measured.mean for key, measured in found.measures.items()}
         values |= {f"heldout/{key}_half": measured.half for key, measured in found.measures.items()}
@@ -356,7 +358,7 @@ class Run:
     ) -> tuple[Task, Tree] | None:
         async with room:
             tree, self.next_tree = Tree(self.next_tree, task.id, "heldout"), self.next_tree + 1
-            shop = msgspec.structs.replace(self.shop, emit=_keep, counts=Counter())
+            shop = msgspec.structs.replace(self.shop, emit=_keep, counts=Counter(), environment=self.examination)
             rng = random.Random(f"heldout/{position}")
             context = Context(shop, settings, task, tree, rng)
             self.journal.start_tree(tree, position, self.weights.version)

@@ -165,6 +165,7 @@ def _check_environment(config: Config) -> None:
     data, s = config.data, config.scheduler
     try:
         environment = registry.load(data.environment, data.options)
+        examined = registry.load(data.environment, data.options | s.evaluation.options)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(f"config: {error}") from None
     if environment.rewarded_by_judge and s.judge == SchedulerConfig().judge:
@@ -176,10 +177,10 @@ def _check_environment(config: Config) -> None:
         raise ConfigError(
             f"config: data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
         )
-    for name in getattr(environment, "opponents", {}):
+    for name in {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}:
         if name != "random" and name not in config.judges.use:
             raise ConfigError(
-                f"config: data.options.opponents names {name!r}: expected 'random' or one of [judges.use] {sorted(config.judges.use)}"
+                f"config: the environment's opponents name {name!r}: expected 'random' or one of [judges.use] {sorted(config.judges.use)}"
             )
 
 

@@ -1,7 +1,7 @@
 """Warm start for games: a policy that writes legal moves and nothing more, learnt from uniformly random play.
 
 The task seeds begin at ``FIRST_SEED``, where neither training nor held-out tasks are. Every example has exactly the token format of a
-rollout, and its target is one random legal move of the position, so that no skill is taught: that is left to reinforcement learning.
+rollout, and its target is one random legal move of the position: no skill is taught, that is left to reinforcement learning.
 """
 
 import asyncio
@@ -40,37 +40,57 @@ class RandomPlayers:
         return self.rng.choice(self.environment.moves(state))
 
 
-def legal_play(environment: Game, text: Text, count: int, seed: int, first_seed: int = FIRST_SEED) -> list[Example]:
-    """``count`` positions of random legal episodes, shuffled, each with the move played there as target."""
+class Turn(msgspec.Struct, frozen=True):
+    """A position of random play and the legal move made there."""
+
+    task: Task
+    state: Any
+    move: tuple[int, ...]
+
+
+def random_play(environment: Game, count: int, seed: int, first_task: int = FIRST_SEED) -> list[Turn]:
+    """``count`` turns of whole episodes of random legal play, shuffled."""
     rng = random.Random(seed)
-    made: list[Example] = []
-    number = first_seed
+    made: list[Turn] = []
+    number = first_task
     while len(made) < count:
-        made += asyncio.run(_episode(environment, text, environment.task(number), rng))
+        made += asyncio.run(_episode(environment, environment.task(number), rng))
         number += 1
     rng.shuffle(made)
     return made[:count]
 
 
-async def _episode(environment: Game, text: Text, task: Task, rng: random.Random) -> list[Example]:
+async def _episode(environment: Game, task: Task, rng: random.Random) -> list[Turn]:
     players = RandomPlayers(environment, rng)
     state = await environment.open(environment.initial(task), players)
-    made: list[Example] = []
-    done = not environment.moves(state)
-    while not done:
+    made: list[Turn] = []
+    while environment.moves(state):
         move = _random_move(environment, state, rng)
-        written = f"<action>{environment.notation(move)}</action>"
-        prompt = rendered(environment, text, task, state)
-        made.append(Example(prompt + text.encode(written).tolist(), len(prompt)))
-        transition = await environment.step(state, Action("move", written, move=move), players)
-        state, done = transition.state, transition.done
+        made.append(Turn(task, state, move))
+        transition = await environment.step(state, Action("move", _written(environment, move), move=move), players)
+        if transition.done:
+            break
+        state = transition.state
     return made
 
 
-def rendered(environment: Game, text: Text, task: Task, state: Any) -> list[int]:
-    """Tokens of the prompt as a rollout has them: what all turns share and the rest are encoded apart."""
-    parts = text.prompt(environment.prompt(task, state)).split(SPLIT)
-    return [token for part in parts for token in text.encode(part).tolist()]
+def legal_play(environment: Game, text: Text, count: int, seed: int) -> list[Example]:
+    """The turns of ``random_play`` as a rollout's tokens, with the move as target."""
+    made: list[Example] = []
+    for turn in random_play(environment, count, seed):
+        prompt = prompt_tokens(environment, text, turn.task, turn.state)
+        made.append(Example(prompt + text.encode(_written(environment, turn.move)).tolist(), len(prompt)))
+    return made
+
+
+def prompt_tokens(environment: Game, text: Text, task: Task, state: Any) -> list[int]:
+    """The prompt as a rollout has it: what all turns share and the rest are encoded apart."""
+    head, _, tail = text.prompt(environment.prompt(task, state)).partition(SPLIT)
+    return text.encode(head).tolist() + text.encode(tail).tolist()
+
+
+def _written(environment: Game, move: tuple[int, ...]) -> str:
+    return f"<action>{environment.notation(move)}</action>"
 
 
 def _random_move(environment: Game, state: Any, rng: random.Random) -> tuple[int, ...]:

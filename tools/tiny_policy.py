@@ -65,9 +65,9 @@ def make_tiny_policy(
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
         tie_word_embeddings=True,
         initializer_range=INITIAL,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
+        bos_token_id=SPECIAL.index("<s>"),
+        eos_token_id=SPECIAL.index("</s>"),
+        pad_token_id=SPECIAL.index("<pad>"),
     )
     draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
     with torch.random.fork_rng():

@@ -1,0 +1,330 @@
+"""Chains and Monte Carlo values on the real games, with an engine that plays scripted or random legal moves."""
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.environments.base import Task
+from actors.environments.game import Game
+from actors.environments.sudoku import Sudoku
+from actors.environments.tictactoe import TicTacToe
+from judges.oracles.sudoku import SudokuOracle
+from judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.journal import Journal
+from scheduler.strategies import chain, full, mc_value
+from scheduler.text import Text
+from scheduler.together import Beside, together
+from scheduler.tree import Node, Tree
+from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG
+from tests.scheduler.test_strategies import Stage as SearchStage
+from wire.faults import InfrastructureFault
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    JudgeRequest,
+    JudgeResult,
+    PlayRequest,
+    PlayResult,
+    Sample,
+    Turn,
+)
+
+
+class Services:
+    """Real oracles and players; an engine that answers from the prompt's list of legal moves."""
+
+    def __init__(self, text: Text, game: Game, script: list[str]):
+        self.text, self.game, self.script = text, game, script
+        self.oracle = SudokuOracle() if isinstance(game, Sudoku) else TicTacToeOracle(kind="minimax")
+        self.rng = random.Random(5)
+        self.generated: list[GenerateRequest] = []
+        self.hold: asyncio.Event | None = None
+        self.judged = 0
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        if isinstance(request, GenerateRequest):
+            self.generated.append(request)
+            prompt = self.text.decode(request.tokens)
+            return GenerateResult([self._sample(self._move(prompt)) for _ in range(request.n)], len(request.tokens), 0)
+        if isinstance(request, PlayRequest):
+            assert service == "player.tictactoe_minimax"
+            return PlayResult(list(await MinimaxPlayer().play(request.state, request.seed)))
+        assert isinstance(request, JudgeRequest)
+        if self.hold is not None:
+            await self.hold.wait()
+        self.judged += len(request.turns)
+        return JudgeResult(await self.oracle.score(request.turns))
+
+    def _move(self, prompt: str) -> str:
+        if self.script:
+            return self.script.pop(0)
+        if isinstance(self.game, TicTacToe):
+            legal = prompt.replace("<|assistant|>", "").strip().splitlines()[-1].split()
+            return f"<action>{self.rng.choice(legal)}</action>"
+        row = prompt.replace("<|assistant|>", "").strip()[-16:]
+        cell = self.rng.choice([i for i, c in enumerate(row) if c == "."])
+        return f"<action>{cell // 4 + 1} {cell % 4 + 1} {self.rng.randint(1, 4)}</action>"
+
+    def _sample(self, text: str) -> Sample:
+        tokens = self.text.encode(text)
+        return Sample(tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop")
+
+
+class Stage:
+    """A context over those services."""
+
+    def __init__(self, tmp_path: Path, llama: Path, game: Game, seed: int = 3, script: list[str] | None = None, **settings: Any):  # fmt: skip
+        text = Text(str(llama))
+        self.services = Services(text, game, script or [])
+        self.groups: list[list[Turn]] = []
+        self.settings = msgspec.structs.replace(SchedulerConfig(judge="oracle", max_action_tokens=40), **settings)
+        self.journal = Journal(tmp_path / "journal")
+        self.counts: Counter[str] = Counter()
+        services: Any = self.services
+        self.shop = Shop(services, self.journal, text, game, self.settings, self.counts, self._emit, most=8)
+        self.task = game.task(seed)
+        self.tree = Tree(0, self.task.id)
+        self.journal.start_tree(self.tree, 0, 0)
+
+    def _emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
+        self.journal.save_group(tree, len(self.groups), nodes, turns)
+        self.groups.append(turns)
+
+    async def grow(self, strategy: Any, tree: Tree | None = None) -> None:
+        context = Context(self.shop, self.settings, self.task, tree or self.tree, random.Random(1))
+        await context.plant()
+        await strategy.grow(tree or self.tree, context)
+
+    def reread(self) -> Tree:
+        (row,) = self.journal.trees()
+        return self.journal.tree(row)
+
+
+def tictactoe(**options: Any) -> TicTacToe:
+    chosen: dict[str, Any] = {"opponents": {"random": 1.0}} | options
+    return TicTacToe(prompt="tictactoe_compact", **chosen)
+
+
+def sudoku(**options: Any) -> Sudoku:
+    return Sudoku(prompt="sudoku_compact", size=4, blanks=4, **options)
+
+
+async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe())
+    await stage.grow(chain)
+    (turns,) = stage.groups
+    assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
+    assert {turn.trajectory for turn in turns} == {0}
+    assert all(turn.scores["reward"] in (0, 1) and turn.scores["valid"] == 1 for turn in turns)
+    assert [("outcome" in turn.scores) for turn in turns] == [False] * (len(turns) - 1) + [True]
+    assert turns[-1].scores["outcome"] in (-1, 0, 1)
+    assert stage.counts["environment_steps"] == len(turns)
+
+
+async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe())
+    await stage.grow(chain)
+    root = stage.tree.nodes[0]
+    prompts = [node for node in stage.tree.nodes.values() if node.kind == "prompt" and node is not root]
+    assert all(node.parent == root.id for node in prompts)
+    assert len(prompts) == len(stage.groups[0])
+    for request, node in zip(stage.services.generated, prompts, strict=True):
+        assert request.tokens.tolist() == [*root.tokens.tolist(), *node.tokens.tolist()]
+        state = stage.journal.tree(stage.journal.trees()[0]).nodes[node.id].state
+        assert state["board"][:3] in stage.shop.text.decode(request.tokens)
+
+
+async def test_the_first_prompt_shows_the_move_of_an_opponent_that_begins(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(second=1.0, opponents={"tictactoe_minimax": 1.0}))
+    await stage.grow(chain)
+    assert stage.tree.nodes[1].state["board"].count("X") == 1
+    assert stage.counts["opponent_moves"] >= 2
+    assert stage.groups[0][-1].scores["outcome"] <= 0  # nobody beats minimax
+
+
+@pytest.mark.parametrize("bad", ["hello", "<action>99</action>", "<action>1</action> <action>x</action>"])
+async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(tmp_path: Path, llama: Path, bad: str) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(), script=[bad])
+    await stage.grow(chain)
+    ((turn,),) = stage.groups
+    assert (turn.scores["valid"], turn.scores["reward"], turn.scores["outcome"]) == (0, 0, -1)
+    assert stage.counts["invalid_actions"] == 1
+
+
+async def test_the_next_turn_is_generated_while_an_oracle_thinks(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe())
+    stage.services.hold = asyncio.Event()
+    growing = asyncio.create_task(stage.grow(chain))
+    async with asyncio.timeout(10):
+        while not any("outcome" in node.scores for node in stage.tree.nodes.values()):
+            await asyncio.sleep(0.001)
+    assert stage.services.judged == 0  # the whole episode was played, nothing was emitted
+    assert not stage.groups
+    stage.services.hold.set()
+    await growing
+    assert stage.services.judged == len(stage.groups[0])
+
+
+async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, sudoku())
+    stage.services.hold = asyncio.Event()
+    growing = asyncio.create_task(stage.grow(chain))
+    async with asyncio.timeout(10):
+        while len(stage.services.generated) < 2:
+            await asyncio.sleep(0.001)
+    growing.cancel()
+    await asyncio.gather(growing, return_exceptions=True)
+    stage.services.hold = None
+    tree = stage.reread()
+    before = tree.actions()
+    assert before
+    assert all("reward" not in action.scores for action in before)
+    await stage.grow(chain, tree)
+    (turns,) = stage.groups
+    assert [turn.node for turn in turns][: len(before)] == [action.id for action in before]
+    assert all("reward" in turn.scores for turn in turns)
+    assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
+
+
+async def test_a_finished_game_is_not_played_again_after_a_crash(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe())
+    await stage.grow(chain)
+    asked, outcome = len(stage.services.generated), stage.groups[0][-1].scores["outcome"]
+    await stage.grow(chain, stage.reread())
+    assert len(stage.services.generated) == asked
+    assert stage.groups[1][-1].scores["outcome"] == outcome
+
+
+async def test_full_grows_several_episodes_of_one_task(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(), k=3)
+    await stage.grow(full)
+    (turns,) = stage.groups
+    for trajectory in range(3):
+        own = [turn for turn in turns if turn.trajectory == trajectory]
+        assert [turn.turn for turn in own] == list(range(1, len(own) + 1))
+        assert "outcome" in own[-1].scores
+
+
+async def test_monte_carlo_values_of_every_state_and_their_differences(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, sudoku(terminate_on_wrong=True), continuations=20)
+    await stage.grow(mc_value)
+    (turns,) = stage.groups
+    outcome = turns[-1].scores["outcome"]
+    values = [turn.scores["mc_value"] for turn in turns]
+    for turn, value, after in zip(turns, values, [*values[1:], outcome], strict=True):
+        assert -1 <= value <= 1
+        assert turn.scores["td"] == pytest.approx(after - value)
+        share = (value + 1) / 2  # outcomes are +1 or -1
+        expected = 2 * (share * (1 - share) / 19) ** 0.5
+        assert turn.scores["mc_error"] == pytest.approx(expected)
+    assert stage.counts["continuation_steps"] >= 20 * len(turns)
+    assert stage.counts["environment_steps"] == len(turns)
+
+
+async def test_a_value_is_the_mean_outcome_of_the_policy(tmp_path: Path, llama: Path) -> None:
+    """A policy that always writes nonsense loses from every state: V = -1 exactly, and the error is 0."""
+    stage = Stage(tmp_path, llama, tictactoe(), continuations=12, script=["nonsense"] * 13)
+    await stage.grow(mc_value)
+    ((turn,),) = stage.groups
+    assert (turn.scores["mc_value"], turn.scores["mc_error"], turn.scores["td"]) == (-1, 0, 0)
+
+
+async def test_all_continuations_of_a_state_are_asked_for_together(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(), continuations=20)
+    await stage.grow(mc_value)
+    first = stage.services.generated[0].tokens.tolist()
+    from_first = [r for r in stage.services.generated if r.tokens.tolist() == first]
+    assert [r.n for r in from_first] == [1, 8, 8, 4]  # the chain's own turn, then 20 continuations, at most 8 a request
+    total = sum(r.n for r in stage.services.generated)
+    assert total == stage.counts["environment_steps"] + stage.counts["continuation_steps"]
+
+
+async def test_continuations_that_meet_go_on_as_one_request(tmp_path: Path, llama: Path) -> None:
+    """In Sudoku a wrong digit is refused, so continuations often stand in the same state."""
+    stage = Stage(tmp_path, llama, sudoku(max_turns=3), continuations=8)
+    await stage.grow(mc_value)
+    assert any(1 < r.n < 8 for r in stage.services.generated)
+
+
+async def test_a_resumed_tree_keeps_the_values_it_has(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(), continuations=4)
+    await stage.grow(mc_value)
+    steps = stage.counts["continuation_steps"]
+    await stage.grow(mc_value, stage.reread())
+    assert stage.counts["continuation_steps"] == steps
+    assert stage.groups[0] == stage.groups[1]
+
+
+async def test_continuations_are_asked_without_thinking(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(), continuations=2)
+    seen: list[bool] = []
+    plain = stage.shop.text.prompt
+
+    def prompt(messages: list[dict[str, str]], thinking: bool = True) -> str:
+        seen.append(thinking)
+        return plain(messages, thinking)
+
+    stage.shop.text.prompt = prompt  # pyright: ignore[reportAttributeAccessIssue]
+    await stage.grow(mc_value)
+    assert seen.count(False) > 0
+    assert seen.count(True) == 1 + stage.counts["environment_steps"]  # the root and each turn of the chain
+
+
+async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path) -> None:
+    """Search appends its observations: continuations start from the growing text, and a judge gives their outcomes."""
+    texts = {0: [GOOD, RIGHT, WRONG, GOOD], 1: [RIGHT, RIGHT, WRONG]}
+    stage = SearchStage(tmp_path, llama, [], continuations=4, k=1)
+    scripted = stage.services.call
+
+    async def call(service: str, request: Any, **kept: Any) -> Any:
+        if isinstance(request, GenerateRequest):
+            searched = stage.shop.text.decode(request.tokens).count("Capital: Sofia") > 0
+            stage.services.script = [(texts[searched] * request.n)[: request.n]]
+        return await scripted(service, request, **kept)
+
+    stage.services.call = call  # pyright: ignore[reportAttributeAccessIssue]
+    await stage.grow(mc_value)
+    (turns,) = stage.groups
+    assert [turn.turn for turn in turns] == [1, 2]
+    # From the question: GOOD, RIGHT, WRONG, GOOD; the two that searched meet and answer RIGHT, RIGHT. After the search: 3 of 4.
+    assert turns[0].scores["mc_value"] == 3 / 4
+    assert turns[1].scores["mc_value"] == 3 / 4
+    assert turns[1].scores["td"] == 1 - 3 / 4
+
+
+async def test_concurrent_work_has_one_fate() -> None:
+    done: list[int] = []
+
+    async def work(number: int) -> int:
+        await asyncio.sleep(0.001 * number)
+        if number == 3:
+            raise InfrastructureFault("three")
+        done.append(number)
+        return number
+
+    assert await together(work(i) for i in (2, 1)) == [2, 1]
+    with pytest.raises(InfrastructureFault, match="three"):
+        await together(work(i) for i in (1, 3, 200))
+    assert 200 not in done
+    started: list[asyncio.Task[int]] = []
+
+    async def fails() -> None:
+        async with Beside() as beside:
+            started.append(beside.start(work(500)))
+            raise ValueError("body")
+
+    with pytest.raises(ValueError, match="body"):
+        await fails()
+    assert started[0].cancelled()
+
+
+def test_a_task_names_its_game() -> None:
+    assert tictactoe().task(7) == Task("tictactoe-7", seed=7)

@@ -1,0 +1,386 @@
+"""tools/evaluate: real games against real opponents, by a model, an endpoint and players without a model."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.config import ActorProcess, ActorsConfig
+from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText, retry_after, whole
+from actors.environments.base import SPLIT
+from scheduler.config import SchedulerConfig, SchedulerProcess
+from scheduler.journal import Journal
+from scheduler.tasks import HELD_OUT_SEEDS
+from tests import tiny
+from tools.dump_tree import main as dump
+from tools.evaluate_games import main
+from wire import digest
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import GenerateRequest, Sampling
+
+Reply = Callable[[web.Request], Awaitable[web.Response]]
+
+
+@contextmanager
+def served(reply: Reply) -> Iterator[str]:
+    """The URL of a chat endpoint that answers with ``reply``, on a thread of its own."""
+    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    port: list[int] = []
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", reply)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+        port.append(runner.addresses[0][1])
+        ready.set()
+        await done.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield f"http://127.0.0.1:{port[0]}/v1"
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()
+
+
+def chat(text: str | None, **choice: Any) -> web.Response:
+    message = {"role": "assistant", "content": text}
+    usage = {"prompt_tokens": 100, "completion_tokens": 5}
+    return web.json_response({"choices": [{"message": message, "finish_reason": "stop", **choice}], "usage": usage})
+
+
+class Legal:
+    """Plays a legal move that depends on the prompt alone. before: what happens at each request, by its number."""
+
+    def __init__(self, before: Callable[[int], web.Response | None] = lambda number: None):
+        self.before, self.requests = before, 0
+        self.seen: list[dict[str, Any]] = []
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.requests += 1
+        answer = self.before(self.requests)
+        if answer is not None:
+            return answer
+        self.seen.append(await request.json())
+        prompt = self.seen[-1]["messages"][0]["content"]
+        free = prompt.split("Empty cells: ")[1].split("\n")[0].split()
+        return chat(f"I take <action>{free[sum(prompt.encode()) % len(free)]}")  # the protocol cuts the stop string off
+
+
+def at_endpoint(url: str, out: Path, *more: str, opponent: str = "random") -> list[str]:
+    asked = ["tictactoe", "--endpoint", url, "--endpoint-model", "m", "--opponent", opponent, "--games", "12"]
+    return [*asked, "--concurrency", "1", "--oracle-option", "kind=minimax", "--out", str(out), *more]
+
+
+def result(out: Path) -> dict[str, Any]:
+    return json.loads((out / "result.json").read_bytes())
+
+
+def played(out: Path) -> list[Any]:
+    """All games of a folder: id, status, and the text and scores of their nodes."""
+    journal = Journal(out / "journal.sqlite", readonly=True)
+    return [
+        (row.id, row.task, row.status, [(n.kind, n.text, n.scores) for n in journal.tree(row).nodes.values()])
+        for row in journal.trees()
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- players
+
+
+def test_a_model_is_measured_and_table_json_and_journal_agree(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["tictactoe", "--model", str(llama), "--opponent", "minimax", "--games", "4", "--seeds", "2",
+               "--max-tokens", "4", "--out", str(out)]  # fmt: skip
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    found = result(out)
+    assert found["headline"] == "return"
+    assert [part["seed"] for part in found["by_seed"]] == [HELD_OUT_SEEDS, HELD_OUT_SEEDS + 4]
+    measures = found["overall"]["measures"]
+    assert (measures["return"]["mean"], measures["return"]["n"]) == (-1.0, 8), "random weights say nothing legal"
+    assert measures["return_first"]["n"] == measures["return_second"]["n"] == 4
+    for name, m in measures.items():
+        row = next(line for line in table.splitlines() if line.startswith(f"{name} "))
+        assert f"{m['mean']:.3f} ±{m['half']:.3f}" in row
+        assert f" {m['n']} " in row
+    journal = Journal(out / "journal.sqlite", readonly=True)
+    actions = [action for row in journal.trees() for action in journal.tree(row).actions()]
+    assert found["generated_tokens"] == sum(len(action.tokens) for action in actions)
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found, "a finished evaluation is only reported again"
+    assert dump([str(out), "--heldout", "--all", "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 8
+
+
+def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(llama: Path, tmp_path: Path) -> None:
+    other, run = tiny.save(tmp_path / "other", seed=5), tmp_path / "run"
+    folder = run / "weights" / "v000003"
+    folder.mkdir(parents=True)
+    shutil.copy(other / "model.safetensors", folder / "model.safetensors")
+    proof = digest.safetensors_file(folder / "model.safetensors")
+    (folder / "manifest.json").write_text(json.dumps({"version": 3, "kind": "full", "digest": proof}))
+    options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
+    settings = SchedulerConfig(max_action_tokens=7)
+    actor = ActorProcess("actor-0", str(run), 0, str(llama), ActorsConfig())
+    scheduler = SchedulerProcess(
+        "scheduler", str(run), 0, str(llama), "tictactoe", options, "", "", 1, [], 6, settings
+    )  # fmt: skip
+    (run / "processes").mkdir()
+    (run / "processes" / "actor-0.json").write_bytes(msgspec.json.encode(actor))
+    (run / "processes" / "scheduler.json").write_bytes(msgspec.json.encode(scheduler))
+    both = ["tictactoe", "--games", "2", "--opponent", "minimax", "--oracle-option", "kind=minimax", "--out"]
+    assert main([*both, str(tmp_path / "a"), "--run", str(run)]) == 0
+    assert main([*both, str(tmp_path / "b"), "--model", str(other), "--max-tokens", "7",
+                 "--option", "prompt=tictactoe_compact"]) == 0  # fmt: skip
+    assert main([*both, str(tmp_path / "c"), "--run", str(run), "--version", "0"]) == 0
+    assert played(tmp_path / "a") == played(tmp_path / "b")
+    assert played(tmp_path / "a") != played(tmp_path / "c")
+    settings = result(tmp_path / "a")["settings"]
+    assert (settings["version"], settings["options"]["opponents"]) == (3, {"tictactoe_minimax": 1.0})
+
+
+def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> None:
+    for name, opponent, low, high in (("first", "minimax", -1.0, -0.7), ("random", "random", -0.4, 0.4)):
+        out = tmp_path / name
+        assert main(["tictactoe", "--baseline", name, "--opponent", opponent, "--games", "60", "--out", str(out)]) == 0
+        measures = result(out)["overall"]["measures"]
+        assert low <= measures["return"]["mean"] <= high
+        assert measures["valid"]["mean"] == 1.0
+        assert measures["return_first"]["n"] == measures["return_second"]["n"] == 30
+
+
+def test_the_default_opponent_is_a_search_of_the_simulations_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["tictactoe", "--baseline", "random", "--games", "6", "--simulations", "50", "--no-oracle",
+                 "--out", str(out)]) == 0  # fmt: skip
+    found = result(out)
+    assert found["settings"]["opponents"] == {"tictactoe_mcts": {"simulations": 50}}
+    assert "oracle" not in found["overall"]["measures"]
+
+
+def test_an_environment_without_opponents_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["sudoku", "--baseline", "random", "--games", "3", "--option", "size=4", "--option", "blanks=4",
+                 "--out", str(out)]) == 0  # fmt: skip
+    measures = result(out)["overall"]["measures"]
+    assert {"success", "completion", "oracle"} <= set(measures)
+
+
+# ---------------------------------------------------------------------------------------------- endpoints
+
+
+def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
+    limit = web.Response(status=429, headers={"Retry-After": "0.01"})
+    legal = Legal(lambda number: limit if number == 2 else None)
+    with served(legal) as url:
+        assert main(at_endpoint(url, tmp_path / "out", "--endpoint-field", "reasoning_effort=low")) == 0
+    found = result(tmp_path / "out")
+    assert found["overall"]["measures"]["valid"]["mean"] == 1.0
+    assert found["engine"]["retries"] == 1
+    assert found["generated_tokens"] == 5 * (legal.requests - 1)
+    first = legal.seen[0]
+    assert (first["model"], first["temperature"], first["stop"]) == ("m", 0.0, ["</action>"])
+    assert first["reasoning_effort"] == "low"
+    assert SPLIT not in first["messages"][0]["content"]
+
+
+def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PLAYER_KEY", "s3cret")
+
+    async def broken(request: web.Request) -> web.Response:
+        return web.Response(status=500, text=f"out of memory for {request.headers['Authorization']}")
+
+    with served(broken) as url:
+        command = at_endpoint(url, tmp_path / "out", "--attempts", "2", "--api-key-env", "TEST_PLAYER_KEY")
+        assert main(command) == 1
+    said = capsys.readouterr().err
+    assert f"{url}/chat/completions: HTTP 500: out of memory" in said
+    assert "2 attempts" in said
+    assert "go on with: tools/evaluate tictactoe" in said
+    assert "s3cret" not in said
+    for path in (tmp_path / "out").iterdir():
+        assert b"s3cret" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(("status", "message"), [(401, "--api-key-env"), (404, "served there"), (302, "it moved to")])
+async def test_a_refusal_says_what_to_change(status: int, message: str) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=status, headers={"Location": "/v2"})
+
+    with served(refuse) as url, pytest.raises(InfrastructureFault, match=message):
+        await ask(Endpoint(url, "m", attempts=1))
+
+
+async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=400, text="context length exceeded")
+
+    with served(refuse) as url, pytest.raises(DataFault, match="context length exceeded"):
+        await ask(Endpoint(url, "m"))
+
+
+async def test_a_wait_is_as_long_as_the_endpoint_asks() -> None:
+    limit = web.Response(status=503, headers={"Retry-After": "0.3"})
+    legal = Legal(lambda number: limit if number == 1 else None)
+    with served(legal) as url:
+        start = asyncio.get_running_loop().time()
+        await ask(Endpoint(url, "m", backoff_s=1e-3))
+        assert asyncio.get_running_loop().time() - start >= 0.3
+
+
+async def ask(endpoint: Endpoint) -> None:
+    engine = EndpointEngine(endpoint)
+    await engine.start()
+    try:
+        prompt = engine.text.prompt([{"role": "user", "content": "Empty cells: 1 2\n"}])
+        found = await engine.generate(GenerateRequest(engine.text.encode(prompt), 1, Sampling(9, stop=["</action>"])))
+        assert engine.text.decode(found.samples[0].tokens).endswith("</action>")
+    finally:
+        await engine.close()
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    assert retry_after("7", 0.0) == 7.0
+    assert retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 20.0) == 40.0
+    assert [retry_after(header, 0.0) for header in ("", "soon", "-3")] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"message": {"content": "<action>5"}, "finish_reason": "stop"}, "<action>5</action>"),
+        ({"message": {"content": "<action>5</action>"}, "finish_reason": "stop"}, "<action>5</action>"),
+        ({"message": {"content": "<action>5"}, "finish_reason": "length"}, "<action>5"),
+        ({"message": {"content": "<action>5"}, "finish_reason": "stop", "stop_reason": None}, "<action>5"),
+        ({"message": {"content": "5"}, "finish_reason": "stop", "matched_stop": "</action>"}, "5</action>"),
+        ({"message": {"content": "5"}, "finish_reason": "stop", "matched_stop": 151645}, "5"),
+        ({"message": {"content": "I resign"}, "finish_reason": "stop"}, "I resign"),
+        ({"message": {"content": None}, "finish_reason": "length"}, ""),
+    ],
+)
+def test_the_stop_string_the_protocol_cuts_off_is_put_back(choice: dict[str, Any], text: str) -> None:
+    assert whole(choice, ["</action>"]) == text
+
+
+@given(st.text(), st.text())
+def test_messages_survive_the_way_through_the_tree(shared: str, own: str) -> None:
+    text = EndpointText()
+    shared, own = shared.replace(SPLIT, ""), own.replace(SPLIT, "")
+    head, split, tail = text.prompt([{"role": "user", "content": f"{shared}{SPLIT}{own}"}]).partition(SPLIT)
+    assert split == SPLIT
+    tokens = np.concatenate([text.encode(head), text.encode(tail)])
+    assert json.loads(text.decode(tokens)) == [{"role": "user", "content": shared + own}]
+
+
+# ---------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize("opponent", ["random", "minimax"])
+def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], opponent: str
+) -> None:
+    def interrupt(number: int) -> web.Response | None:
+        if number == 14:
+            os.kill(os.getpid(), signal.SIGINT)
+        return web.Response(status=500) if number == 25 else None
+
+    whole_run, parts = Legal(), Legal(interrupt)
+    with served(whole_run) as url:
+        assert main(at_endpoint(url, tmp_path / "whole", opponent=opponent)) == 0
+    with served(parts) as url:
+        command = at_endpoint(url, tmp_path / "parts", "--attempts", "1", opponent=opponent)
+        assert main(command) == 130
+        assert "stopped; go on with: tools/evaluate tictactoe" in capsys.readouterr().err
+        assert any(status == "growing" for _, _, status, _ in played(tmp_path / "parts"))
+        assert main(command) == 1, "the server failed"
+        assert main(command) == 0
+    assert played(tmp_path / "parts") == played(tmp_path / "whole")
+    assert len(played(tmp_path / "parts")) == 12
+    assert result(tmp_path / "parts")["overall"] == result(tmp_path / "whole")["overall"]
+    assert parts.requests == whole_run.requests + 2, "no answer that was kept was asked for again"
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tictactoe", "--baseline", "first", "--opponent", "random", "--games", "2", "--out", str(tmp_path / "o")]
+    assert main(command) == 0
+    assert main([*command, "--games", "3"]) == 2
+    assert "was begun with games = 2, now it is 3" in capsys.readouterr().err
+    assert main([*command, "--concurrency", "3"]) == 0
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Journal(tmp_path / "journal.sqlite").close()
+    assert main(["tictactoe", "--baseline", "first", "--out", str(tmp_path)]) == 2
+    assert "holds something else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chess"], "expected one of"),
+        (["search_qa"], "reads task files"),
+        (["tictactoe", "--option", "opening=7"], "opening = 7"),
+        (["tictactoe", "--option", "size=7"], "--option: ['size'] unknown"),
+        (["tictactoe", "--option", "size"], "expected KEY=VALUE"),
+        (["tictactoe", "--opponent", "grandmaster"], "--opponent grandmaster"),
+        (["tictactoe", "--opponent", "sudoku"], "is no opponent"),
+        (["tictactoe", "--opponent", "random", "--option", "opponents={random=1}"], "give one of them"),
+        (["tictactoe", "--opponent", "random", "--simulations", "9"], "--simulations has no effect"),
+        (["tictactoe", "--simulations", "1"], "simulations = 1"),
+        (["tictactoe", "--games", "0"], "--games 0"),
+        (["tictactoe", "--top-p", "0.5"], "no effect with --temperature 0"),
+        (["tictactoe", "--endpoint-model", "m"], "--endpoint-model has no effect without --endpoint"),
+        (["tictactoe", "--no-oracle", "--oracle-option", "kind=minimax"], "no effect with --no-oracle"),
+        (["sudoku", "--opponent", "random"], "has no opponent"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([*arguments, "--baseline", "first", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no/such/folder/here"], "--model"),
+        (["--run", "no-such-run"], "expected the folder of a run"),
+        (["--endpoint", "http://localhost/v1"], "--endpoint-model"),
+        (["--endpoint", "http://key@localhost/v1", "--endpoint-model", "m"], "without a key"),
+        (["--endpoint", "http://localhost/v1", "--endpoint-model", "m", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
+    ],
+)
+def test_a_player_that_is_not_there_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["tictactoe", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""The tiny policy and its warm start on random legal play."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from actors.config import ActorsConfig
+from actors.engines.local import LocalEngine
+from actors.environments import registry
+from actors.environments.base import SPLIT
+from actors.environments.game import Game
+from scheduler.text import Text
+from tools import tiny_policy
+from tools.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
+from tools.model import ensure_model
+from tools.warm_start import WarmStart
+from wire.messages import GenerateRequest, Sampling
+
+GAMES: dict[str, dict[str, Any]] = {
+    "tictactoe": {"prompt": "tictactoe_compact"},
+    "sudoku": {"prompt": "sudoku_compact", "size": 4, "blanks": 7},
+    "minesweeper": {"prompt": "minesweeper_compact", "size": 4, "mines": 3},
+}
+CORE = tiny_policy.tokenizer().backend_tokenizer
+
+
+def game(name: str) -> Game:
+    made = registry.load(name, GAMES[name])
+    assert isinstance(made, Game)
+    return made
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    return tiny_policy.make_tiny_policy(folder, hidden=32, layers=2, heads=4, intermediate=64)
+
+
+@given(st.text(tiny_policy.CHARACTERS, max_size=80))
+@example("  two  spaces , and don't !\n\n <action>1 2</action>  ")
+@example("<s>")
+@settings(deadline=None, database=None)
+def test_printable_text_survives_encoding_and_decoding(text: str) -> None:
+    ids = CORE.encode(text, add_special_tokens=False).ids
+    assert CORE.decode(ids, skip_special_tokens=False) == text
+    assert CORE.token_to_id("<unk>") not in ids
+
+
+def test_the_alphabet_is_printable_ascii_and_newline() -> None:
+    assert set(tiny_policy.CHARACTERS) == {"\n", *map(chr, range(32, 127))}
+    assert len(tiny_policy.tokenizer()) == 4 + 96 + 2
+
+
+def test_an_action_tag_is_one_token_that_decoding_keeps(policy: Path) -> None:
+    text = Text(str(policy))
+    ids = text.encode("<action>1 2</action>")
+    assert len(ids) == 5
+    assert text.decode(ids) == "<action>1 2</action>"
+    assert text.prompt([{"role": "user", "content": f"a{SPLIT}b"}]) == f"a{SPLIT}b\n"
+
+
+def test_the_tiny_policy_is_made_by_name_once_and_the_same_each_time(tmp_path: Path) -> None:
+    folder = ensure_model("tiny-board", tmp_path / "a")
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert ensure_model("tiny-board", tmp_path / "a") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    again = ensure_model("tiny-board", tmp_path / "b")
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+async def test_the_local_engine_loads_it_and_generates(policy: Path) -> None:
+    engine = LocalEngine(str(policy), ActorsConfig(max_batch=4, max_context=64, kv_cache_gib=0.01, dtype="float32"))
+    await engine.start()
+    try:
+        request = GenerateRequest(Text(str(policy)).encode("X..\n"), 3, Sampling(max_tokens=5))
+        samples = (await engine.generate(request)).samples
+    finally:
+        await engine.close()
+    assert len(samples) == 3
+    assert all(1 <= len(sample.tokens) <= 5 for sample in samples)
+
+
+@pytest.mark.parametrize("name", sorted(GAMES))
+def test_an_example_is_the_prompt_of_a_position_and_a_legal_move(name: str, policy: Path) -> None:
+    environment, text = game(name), Text(str(policy))
+    turns, made = random_play(environment, 40, seed=3), legal_play(environment, text, 40, seed=3)
+    assert len(turns) == len(made) == 40
+    for turn, each in zip(turns, made, strict=True):
+        shown = text.prompt(environment.prompt(turn.task, turn.state)).replace(SPLIT, "")
+        assert text.tokenizer.decode(each.tokens[: each.start]) == shown
+        action = environment.read(turn.state, text.tokenizer.decode(each.tokens[each.start :]))
+        assert (action.kind, action.move) == ("move", turn.move)
+        assert turn.task.seed >= FIRST_SEED
+
+
+def test_random_play_depends_on_its_seed_alone() -> None:
+    environment = game("tictactoe")
+    assert random_play(environment, 30, seed=3) == random_play(environment, 30, seed=3)
+    assert random_play(environment, 30, seed=3) != random_play(environment, 30, seed=4)
+
+
+def test_one_random_move_in_ten_is_a_flag() -> None:
+    environment = game("minesweeper")
+    written = [environment.notation(turn.move) for turn in random_play(environment, 1000, seed=1)]
+    assert 0.05 < sum(move.startswith("flag") for move in written) / 1000 < 0.15
+
+
+def test_the_warm_start_lowers_the_loss_and_is_made_once(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment, config = game("tictactoe"), WarmStart(steps=40, rows=8, lr=3e-3, warmup=4)
+    out = ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1)
+    losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.5 * losses[0]
+    assert ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1) == out
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in (tmp_path / "warm_start").iterdir()] == [out.name]
+
+
+def test_another_model_or_recipe_is_another_warm_start(policy: Path, tmp_path: Path) -> None:
+    environment, options = game("tictactoe"), GAMES["tictactoe"]
+    other = tiny_policy.make_tiny_policy(tmp_path / "other", seed=1, hidden=32, layers=1, heads=2, intermediate=32)
+    made = [
+        ensure_legal_play(model, environment, options, WarmStart(steps=1, rows=rows), tmp_path, threads=1)
+        for model, rows in ((policy, 2), (policy, 3), (other, 2))
+    ]
+    assert len(set(made)) == 3
+    off = WarmStart(steps=0)
+    assert ensure_legal_play(policy, environment, options, off, tmp_path, threads=1) == policy

@@ -1,0 +1,125 @@
+"""The services of an evaluation in one process: what stands where the dispatcher and its workers stand in a run."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from actors.engines.base import Engine
+from actors.environments.game import Game
+from judges.base import Judge
+from judges.players import Player
+from judges.serve import Batcher
+from scheduler.baselines import PLAYERS
+from scheduler.context import Context
+from scheduler.text import Text
+from wire.faults import InfrastructureFault
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    PlayRequest,
+    PlayResult,
+    Sample,
+)
+
+UNJUDGED = "none"
+"""The judge that scores nothing."""
+
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+class InProcess:
+    """``generate`` of an engine, ``judge.<name>`` and ``player.<name>`` of workers, called as the dispatcher is. engine: None for
+    players without a model."""
+
+    def __init__(self, engine: Engine | None, workers: Sequence[Judge | Player]):
+        self.engine, self.workers = engine, workers
+        self.handlers: dict[str, Handler] = {f"judge.{UNJUDGED}": _unjudged}
+        if engine is not None:
+            self.handlers["generate"] = engine.generate
+        for worker in workers:
+            kind = "judge" if isinstance(worker, Judge) else "player"
+            self.handlers[f"{kind}.{worker.name}"] = _judging(worker) if isinstance(worker, Judge) else _playing(worker)
+
+    async def start(self) -> None:
+        """Start the engine, then the workers. Raises what they raise, such as MemoryError for a model that does not fit."""
+        if self.engine is not None:
+            await self.engine.start()
+        for worker in self.workers:
+            await worker.start()
+
+    async def close(self) -> None:
+        """Release what ``start`` acquired."""
+        for worker in self.workers:
+            await worker.close()
+        if self.engine is not None:
+            await self.engine.close()
+
+    async def call(self, service: str, request: Any, *, deadline: float, **_: Any) -> Any:
+        """The answer of a service. Raises InfrastructureFault when nobody offers it or ``deadline`` seconds have passed."""
+        if service not in self.handlers:
+            raise InfrastructureFault(f"no {service} in this process: there are {sorted(self.handlers)}")
+        try:
+            async with asyncio.timeout(deadline):
+                return await self.handlers[service](request)
+        except TimeoutError:
+            raise InfrastructureFault(f"{service} gave no answer within {deadline:.0f} s") from None
+
+
+async def _unjudged(request: JudgeRequest) -> JudgeResult:
+    return JudgeResult([Judgement({}) for _ in request.turns])
+
+
+def _judging(judge: Judge) -> Handler:
+    batcher = Batcher(judge)
+    return lambda request: batcher.handle(request, None)  # pyright: ignore[reportArgumentType] (it asks nothing of its call)
+
+
+def _playing(player: Player) -> Handler:
+    room = asyncio.Semaphore(player.concurrency)
+
+    async def play(request: PlayRequest) -> PlayResult:
+        async with room:
+            return PlayResult(list(await player.play(request.state, request.seed)))
+
+    return play
+
+
+class Seat:
+    """The services as one game sees them: what its player said before an interruption is said again, then ``generate`` goes on.
+
+    The opponent's moves follow from the game's seed, so that the game is the one that was interrupted.
+    """
+
+    def __init__(self, services: InProcess, said: Sequence[Sample], generate: Handler | None = None):
+        self.services, self.said, self.generate = services, list(said), generate
+
+    async def call(self, service: str, request: Any, **settings: Any) -> Any:
+        """See ``InProcess.call``."""
+        if service != "generate":
+            return await self.services.call(service, request, **settings)
+        if self.said:
+            return GenerateResult([self.said.pop(0)], len(request.tokens), 0)
+        if self.generate is not None:
+            return await self.generate(request)
+        return await self.services.call(service, request, **settings)
+
+
+def without_model(name: str, game: Game, text: Text, context: Context) -> Handler:
+    """``generate`` of the player ``name`` of scheduler/baselines.py, who sees the state that stands at the tip of the tree."""
+    rng = random.Random(f"{name}/{context.task.id}")
+
+    async def generate(request: GenerateRequest) -> GenerateResult:
+        state = msgspec.convert(context.tree.tip().state, context.state_type)
+        move = PLAYERS[name](game.moves(state), rng)
+        tokens = text.encode(f"<action>{game.notation(move)}</action>")
+        sample = Sample(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+        return GenerateResult([sample], len(request.tokens), 0)
+
+    return generate

@@ -1,0 +1,224 @@
+"""The command tools/replicate: an experiment of several arms and seeds on this machine, and its curves with intervals.
+
+Every arm is a config with changed keys; every run is a usual run folder, so an interrupted replication goes on where it stood and each
+run can be looked at with the other tools. Arms are compared at equal environment steps and at equal generated tokens.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from matplotlib.figure import Figure
+
+from tools.bootstrap import ROOT
+from tools.theories import save
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Two-sided 95% quantiles of Student's t by degrees of freedom."""
+STEPS, TOKENS = "count/environment_steps", "count/generated_tokens"
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """One condition: a config of configs/ and what is changed in it."""
+
+    config: str
+    changes: list[str] = []
+
+
+class Study(msgspec.Struct, frozen=True):
+    """Arms compared with each other. measure: of held-out evaluations."""
+
+    measure: str
+    arms: dict[str, Arm]
+    seeds: int = 5
+
+
+_OR = ["learner.scheme=outcome"]
+_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5"]
+_TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
+
+STUDIES = {
+    "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, _MC)}),
+    "vpr-sudoku": Study("success", {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, _MC)}),
+    "vpr-minesweeper": Study("success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, _MC)}),
+    "vpr-oracles": Study(
+        "return",
+        {
+            "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}"]),
+            "MCTS 1000, tolerance 0.1": Arm(_TTT),
+            "MCTS 1000, tolerance 0": Arm(_TTT, ["judges.use.tictactoe.tolerance=0.0"]),
+            "MCTS 100, tolerance 0": Arm(
+                _TTT, ["judges.use.tictactoe.tolerance=0.0", "judges.use.tictactoe.simulations=100"]
+            ),
+            "MCTS 10, tolerance 0": Arm(
+                _TTT,
+                [
+                    "judges.use.tictactoe.tolerance=0.0",
+                    "judges.use.tictactoe.simulations=10",
+                    "judges.use.tictactoe.rollouts=1",
+                ],
+            ),
+        },
+    ),
+}
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """One run's held-out evaluations: policy version, environment steps and generated tokens so far, the measure."""
+
+    version: list[int]
+    steps: list[float]
+    tokens: list[float]
+    value: list[float]
+
+
+def slug(name: str) -> str:
+    """A folder name."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+
+
+def run_all(study: Study, out: Path, seeds: int, parallel: int, changes: list[str]) -> list[str]:
+    """Start what is missing, at most ``parallel`` at once; returns what failed."""
+    todo = [(name, arm, seed) for seed in range(seeds) for name, arm in study.arms.items()]
+    with ThreadPoolExecutor(parallel) as pool:
+        results = pool.map(lambda job: _run(out / slug(job[0]) / f"seed{job[2]}", job[1], job[2], changes), todo)
+        return [f"{name}, seed {seed}" for (name, _, seed), ok in zip(todo, results, strict=True) if not ok]
+
+
+def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
+    if (folder / "summary.json").is_file():
+        return True
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(ROOT / "tools" / "launch")]
+    if (folder / "config.json").is_file():
+        command += ["--resume", str(folder)]
+    else:
+        command += ["--config", str(ROOT / "configs" / f"{arm.config}.toml"), "--run-folder", str(folder)]
+        for change in [*arm.changes, f"seed={seed}", *changes]:
+            command += ["--set", change]
+    start = time.monotonic()
+    with (folder / "output.log").open("ab") as log:
+        status = subprocess.run(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+    print(f"{folder}: status {status} after {time.monotonic() - start:.0f} s", flush=True)
+    return status == 0
+
+
+def curve(folder: Path, measure: str) -> Curve:
+    """The held-out evaluations of a run, in order; a version that was evaluated twice counts once."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if f"heldout/{measure}" in row:
+            rows[int(row["version"])] = row
+    kept = [rows[version] for version in sorted(rows)]
+    return Curve(
+        sorted(rows),
+        [row[STEPS] for row in kept],
+        [row[TOKENS] for row in kept],
+        [row[f"heldout/{measure}"] for row in kept],
+    )
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean over seeds, half width of its 95% interval by Student's t (nan for one seed)."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, math.nan
+    return mean, T_95[min(9, len(values) - 1)] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def at(curve: Curve, axis: list[float], place: float) -> float:
+    """The measure where ``axis`` (steps or tokens of the curve) is at ``place``, linear between evaluations."""
+    return float(np.interp(place, axis, curve.value))
+
+
+def table(curves: dict[str, list[Curve]], measure: str) -> str:
+    """Markdown: start, end, and at the steps and tokens that every arm reached."""
+    everyone = [c for found in curves.values() for c in found]
+    steps, tokens = min(c.steps[-1] for c in everyone), min(c.tokens[-1] for c in everyone)
+    heads = ["arm", "seeds", "start", f"at {steps:,.0f} steps", f"at {tokens:,.0f} tokens", "end", "steps", "tokens"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, found in curves.items():
+        cells = [
+            _shown(interval([c.value[0] for c in found])),
+            _shown(interval([at(c, c.steps, steps) for c in found])),
+            _shown(interval([at(c, c.tokens, tokens) for c in found])),
+            _shown(interval([c.value[-1] for c in found])),
+            f"{np.mean([c.steps[-1] for c in found]):,.0f}",
+            f"{np.mean([c.tokens[-1] for c in found]):,.0f}",
+        ]
+        lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
+    return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
+
+
+def _shown(found: tuple[float, float]) -> str:
+    return f"{found[0]:.3f} ±{found[1]:.3f}" if not math.isnan(found[1]) else f"{found[0]:.3f}"
+
+
+def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
+    """The measure against environment steps and against generated tokens, a band of the 95% interval over seeds."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, kind, label in zip(axes, ("steps", "tokens"), ("environment steps", "generated tokens"), strict=True):
+        for name, found in curves.items():
+            length = min(len(c.value) for c in found)
+            x = np.mean([getattr(c, kind)[:length] for c in found], axis=0)
+            bands = [interval([c.value[i] for c in found]) for i in range(length)]
+            middle, half = np.array([b[0] for b in bands]), np.nan_to_num([b[1] for b in bands])
+            axis.plot(x, middle, marker=".", label=name)
+            axis.fill_between(x, middle - half, middle + half, alpha=0.2)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"held-out {measure}")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="tools/replicate", description="Run an experiment of several arms and seeds.")
+    parser.add_argument("study", choices=sorted(STUDIES))
+    parser.add_argument("--out", type=Path, help="folder of the runs (default runs/replication/STUDY)")
+    parser.add_argument("--seeds", type=int, help="seeds an arm")
+    parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="runs at once (default %(default)s)")
+    parser.add_argument("--only", action="append", metavar="ARM", help="this arm; repeatable")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key in every run")
+    parser.add_argument("--report", action="store_true", help="start nothing, report what is there")
+    given = parser.parse_args(arguments)
+    study = STUDIES[given.study]
+    if unknown := set(given.only or []) - set(study.arms):
+        print(f"tools/replicate: no arm {sorted(unknown)}; there are {list(study.arms)}", file=sys.stderr)
+        return 2
+    if given.only:
+        study = msgspec.structs.replace(
+            study, arms={name: study.arms[name] for name in study.arms if name in given.only}
+        )
+    out = given.out or ROOT / "runs" / "replication" / given.study
+    seeds = given.seeds or study.seeds
+    failed = [] if given.report else run_all(study, out, seeds, given.parallel, given.set)
+    curves = {name: _curves(out / slug(name), study.measure) for name in study.arms}
+    curves = {name: found for name, found in curves.items() if found}
+    if not curves:
+        print(f"tools/replicate: no finished run in {out}", file=sys.stderr)
+        return 2
+    text = table(curves, study.measure)
+    (out / "report.md").write_text(text + "\n")
+    save(draw(curves, study.measure, given.study), out / "curves.svg")
+    print(f"{text}\n\nplot: {out / 'curves.svg'}")
+    for name in failed:
+        print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _curves(arm: Path, measure: str) -> list[Curve]:
+    return [curve(run.parent, measure) for run in sorted(arm.glob("seed*/summary.json"))]
