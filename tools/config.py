@@ -178,7 +178,8 @@ def _check_environment(config: Config) -> None:
             f"config: data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
         )
     for name in {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}:
-        if name != "random" and name not in config.judges.use:
+        plugged = any(":" in spec for spec in config.judges.use)  # announces a name of its own
+        if name != "random" and name not in config.judges.use and not plugged:
             raise ConfigError(
                 f"config: the environment's opponents name {name!r}: expected 'random' or one of [judges.use] {sorted(config.judges.use)}"
             )

@@ -89,65 +89,59 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="tools/evaluate", description="Measure a player on an environment that makes its own tasks (a game)."
     )
     parser.add_argument("environment", metavar="ENV", help=f"one of {', '.join(registry.KNOWN)}, or module:Class")
-    player = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
-    player.add_argument("--model", help="a model folder, a built-in name or a hub id")
-    player.add_argument("--run", type=Path, help="a run folder: its newest weights, and its settings of ENV")
-    player.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
-    player.add_argument(
-        "--baseline", choices=sorted(NO_MODEL), help="a player without a model: any, or the first, legal move"
-    )
-    of_player = parser.add_argument_group("settings of the player")
-    of_player.add_argument(
-        "--version", type=int, help="with --run: this version instead of the newest, 0 for the first"
-    )
-    of_player.add_argument("--endpoint-model", metavar="NAME", help="with --endpoint: the model to ask for")
-    of_player.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="with --endpoint: the variable that holds the API key"
-    )
-    of_player.add_argument(
-        "--endpoint-field",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="with --endpoint: more of each request",
-    )
-    of_player.add_argument("--timeout", type=float, help="with --endpoint: seconds of one attempt (300)")
-    of_player.add_argument("--attempts", type=int, help="with --endpoint: attempts of one request (6)")
-    of_player.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    of_player.add_argument("--top-p", type=float, default=1.0)
-    of_player.add_argument("--top-k", type=int, default=0)
-    of_player.add_argument("--max-tokens", type=int, help="of one action (default: the run's, else 500)")
-    of_player.add_argument(
-        "--no-thinking", action="store_true", help="ask a chat template that knows the switch for no thinking"
-    )
-    of_player.add_argument("--threads", type=int, help="compute threads of a local model (1)")
-    of_player.add_argument(
-        "--max-context", type=int, help="prompt and action of a local model, tokens (default: the run's, else 4096)"
-    )
-    games = parser.add_argument_group("games")
-    games.add_argument("--games", type=int, default=100, help="games a seed (default: %(default)s)")
-    games.add_argument(
-        "--seed", type=int, default=HELD_OUT_SEEDS, help="first task seed (default: that of held-out tasks)"
-    )
-    games.add_argument("--seeds", type=int, default=1, help="repeat with so many other sets of tasks")
-    games.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="option of the environment, a TOML value"
-    )
-    games.add_argument("--opponent", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)")
-    games.add_argument("--simulations", type=int, help=f"of the MCTS opponent ({SIMULATIONS})")
-    games.add_argument(
-        "--oracle", action=argparse.BooleanOptionalAction, default=True, help="label moves by the built-in oracle"
-    )
-    games.add_argument("--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="option of the oracle")
+    _add_players(parser)
+    _add_games(parser.add_argument_group("games"))
     parser.add_argument(
-        "--out", type=Path, help="folder; one that exists is gone on with (default: evaluations/ENV-TIME)"
+        "--out", type=Path, help="folder; an evaluation that is there goes on (default: evaluations/ENV-TIME)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--concurrency", type=int, default=16, help="games played at once (default: %(default)s)")
-    return parser.parse_args(arguments)  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def _add_players(parser: argparse.ArgumentParser) -> None:
+    one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
+    one.add_argument("--model", help="a model folder, a built-in name or a hub id")
+    one.add_argument("--run", type=Path, help="a run folder: its newest weights, and its settings of ENV")
+    one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
+    one.add_argument("--baseline", choices=sorted(NO_MODEL), help="without a model: any, or the first, legal move")
+    remote = parser.add_argument_group("with --endpoint")
+    remote.add_argument("--endpoint-model", metavar="NAME", help="the model to ask for")
+    remote.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key")
+    remote.add_argument(
+        "--endpoint-field", action="append", default=[], metavar="KEY=VALUE", help="more of each request"
+    )
+    remote.add_argument("--timeout", type=float, help="seconds of one attempt (300)")
+    remote.add_argument("--attempts", type=int, help="attempts of one request (6)")
+    local = parser.add_argument_group("with --model or --run")
+    local.add_argument("--version", type=int, help="of --run: this version instead of the newest, 0 for the first")
+    local.add_argument("--no-thinking", action="store_true", help="ask a chat template that knows the switch for none")
+    local.add_argument("--threads", type=int, help="compute threads (1)")
+    local.add_argument("--max-context", type=int, help="prompt and action, tokens (default: the run's, else 4096)")
+    actions = parser.add_argument_group("actions")
+    actions.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    actions.add_argument("--top-p", type=float, default=1.0)
+    actions.add_argument("--top-k", type=int, default=0)
+    actions.add_argument("--max-tokens", type=int, help="of one action (default: the run's, else 500)")
+
+
+def _add_games(games: Any) -> None:
+    games.add_argument("--games", type=int, default=100, help="games a seed (default: %(default)s)")
+    games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS, help="first task seed (default: of held-out tasks)")
+    games.add_argument("--seeds", type=int, default=1, help="repeat with so many sets of tasks")
+    games.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of ENV, a TOML value")
+    games.add_argument("--opponent", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)")
+    games.add_argument("--simulations", type=int, help=f"of the MCTS opponent ({SIMULATIONS})")
+    oracle = "label moves by the built-in oracle (default: yes)"
+    games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
+    games.add_argument("--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="of the oracle")
 
 
 # ---------------------------------------------------------------------------------------------- playing
+
+
+class NotStarted(RuntimeError):
+    """The player cannot be had: a model that does not fit, a key that is not set."""
 
 
 class Evaluation:
@@ -158,7 +152,7 @@ class Evaluation:
         self.services = InProcess(match.engine, match.workers)
         self.room = asyncio.Semaphore(concurrency)
         self.unplayed: dict[str, str] = {}
-        self.started = False
+        self.started = self.spending = False
         self.played = 0
         self.start_s = time.monotonic()
         s = match.settings
@@ -176,14 +170,18 @@ class Evaluation:
         )  # fmt: skip
 
     async def _start(self) -> None:
-        """The services, with the weights of the run's version."""
+        """The services, with the weights of the run's version. Raises NotStarted."""
         self.started = True
-        await self.services.start()
+        try:
+            await self.services.start()
+        except (OSError, ValueError, MemoryError) as error:
+            raise NotStarted(str(error)) from error
         if self.match.load is not None and self.match.engine is not None:
             await self.match.engine.load(self.match.load)
+        self.spending = True
 
     async def play(self) -> Result:
-        """Play what is not played yet. Raises Fault when it cannot go on, and what starting an engine raises."""
+        """Play what is not played yet. Raises Fault when it cannot go on, NotStarted when it cannot begin."""
         s = self.settings
         if sum(row.status == "closed" for row in self.rows.values()) < s.games * s.seeds:
             await self._start()
@@ -263,13 +261,13 @@ class Evaluation:
     def _spent(self) -> Session:
         """This session and those before it."""
         path = self.out / "sessions.jsonl"
-        if self.played:
+        if self.spending:
             engine = self.match.engine.stats() if self.match.engine is not None else {}
             counters = {key: value for key, value in engine.items() if key not in GAUGES}
             made = Session(self.played, round(time.monotonic() - self.start_s, 3), counters)
             with path.open("ab") as file:
                 file.write(msgspec.json.encode(made) + b"\n")
-            self.played = 0
+            self.spending = False
         sessions = [msgspec.json.decode(line, type=Session) for line in path.open("rb")] if path.exists() else []
         total: Counter[str] = Counter()
         for session in sessions:
@@ -382,17 +380,21 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         match = prepare(given)
         out = given.out or Path("evaluations") / time.strftime(f"{match.environment.name}-%Y%m%d-%H%M%S")
-        with claim(out, match.settings):
-            return _report(given, match, out, arguments)
+        lock = claim(out, match.settings)
     except (OSError, ValueError, MemoryError) as error:
         print(f"tools/evaluate: {error}", file=sys.stderr)
         return 2
+    with lock:
+        return _report(given, match, out, arguments)
 
 
 def _report(given: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
     again = shlex.join(["tools/evaluate", *arguments, *([] if given.out else ["--out", str(out)])])
     try:
         result = loop.run(run(Evaluation(match, out, given.concurrency)))
+    except NotStarted as error:
+        print(f"tools/evaluate: {error}", file=sys.stderr)
+        return 2
     except (Fault, JournalError) as fault:
         print(f"tools/evaluate: {fault}\nwhat was played is kept; go on with: {again}", file=sys.stderr)
         return 1

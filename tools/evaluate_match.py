@@ -95,7 +95,8 @@ def prepare(given: argparse.Namespace) -> Match:
     options = table("--option", given.option)
     same = run is not None and run.scheduler.environment == given.environment
     if run is not None and same:  # the prompt it was trained with, but not the opponents: those are the measure's
-        kept = {k: v for k, v in run.scheduler.options.items() if k not in ("opponents", "second")}
+        trained = run.scheduler.options | run.scheduler.scheduler.evaluation.options
+        kept = {k: v for k, v in trained.items() if k not in ("opponents", "second")}
         options = kept | options
     environment = _environment(given.environment, options)
     options, opponents, workers = _opponents(given, environment, options)
@@ -222,8 +223,10 @@ def _player(given: argparse.Namespace, run: Trained | None, environment: Any) ->
 
         try:
             folder = ensure_model(given.model, cache_folder())
-        except FileNotFoundError as error:
-            raise FileNotFoundError(str(error).replace("model.name = ", "--model ")) from None
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(
+                f"--model {given.model}: {str(error).removeprefix(f'model.name = {given.model!r}: ')}"
+            ) from None
         return {"player": "model", "source": str(folder)}
     if not environment.fresh:
         raise ValueError(f"--endpoint: {given.environment} shows no fresh prompt each turn")
@@ -250,7 +253,6 @@ def _engine(given: argparse.Namespace, settings: Settings, run: Trained | None) 
     from actors.engines.local import LocalEngine
 
     logging.disable_progress_bar()
-
     config = run.actor.actors if run else ActorsConfig(max_context=4096)
     room = max(config.max_batch, min(given.concurrency, 64))
     config = msgspec.structs.replace(
@@ -288,6 +290,8 @@ def check(given: argparse.Namespace) -> None:
             getattr(given, _name(flag)) for flag in needed.split(" or ")
         ):
             raise ValueError(f"{_flag(name)} has no effect without {needed}")
+    if given.baseline and (given.temperature or given.max_tokens):
+        raise ValueError("--temperature and --max-tokens have no effect with --baseline: leave them out")
     if given.oracle_option and not given.oracle:
         raise ValueError("--oracle-option has no effect with --no-oracle")
 

@@ -50,14 +50,17 @@ class Turn(msgspec.Struct, frozen=True):
 
 def random_play(environment: Game, count: int, seed: int, first_task: int = FIRST_SEED) -> list[Turn]:
     """``count`` turns of whole episodes of random legal play, shuffled."""
-    rng = random.Random(seed)
+    return asyncio.run(_episodes(environment, count, random.Random(seed), first_task))[:count]
+
+
+async def _episodes(environment: Game, count: int, rng: random.Random, first_task: int) -> list[Turn]:
     made: list[Turn] = []
     number = first_task
     while len(made) < count:
-        made += asyncio.run(_episode(environment, environment.task(number), rng))
+        made += await _episode(environment, environment.task(number), rng)
         number += 1
     rng.shuffle(made)
-    return made[:count]
+    return made
 
 
 async def _episode(environment: Game, task: Task, rng: random.Random) -> list[Turn]:

@@ -43,7 +43,7 @@ class Study(msgspec.Struct, frozen=True):
 
 
 _OR = ["learner.scheme=outcome"]
-_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5"]
+_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5", "scheduler.updates=24"]
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 
 STUDIES = {

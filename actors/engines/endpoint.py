@@ -12,7 +12,7 @@ import random
 import re
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
@@ -93,7 +93,10 @@ class EndpointEngine:
                 raise ValueError(f"environment variable {variable} is empty: it must hold the API key of {self.url}")
             headers["Authorization"] = f"Bearer {self._key}"
         timeout = aiohttp.ClientTimeout(total=self.endpoint.timeout_s)
-        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        room = aiohttp.TCPConnector(
+            limit=self.endpoint.concurrency
+        )  # a wait for a connection would count as the server's
+        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=room)
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -138,7 +141,7 @@ class EndpointEngine:
         raise InfrastructureFault(f"{self.url} is a chat endpoint: it takes no weights")
 
     def stats(self) -> dict[str, float]:
-        """Counters; see ``actors.engines.base``. Tokens are those of the replies' ``usage``."""
+        """Counters; see ``actors.engines.base``. Tokens are those of the replies' ``usage``; busy_s adds all requests up, with their retries."""
         return {**self.counts, "busy_s": self.busy_s, "version": 0}
 
     # ------------------------------------------------------------------------------------------ inner workings
@@ -190,7 +193,7 @@ class EndpointEngine:
         except msgspec.DecodeError as error:
             raise InfrastructureFault(f"{self.url} answered no JSON ({error}): is it the right URL?") from None
 
-    def _fail(self, response: aiohttp.ClientResponse, text: str) -> None:
+    def _fail(self, response: aiohttp.ClientResponse, text: str) -> NoReturn:
         """The fault that a status means, with what to do about it."""
         said = f"HTTP {response.status}: {text.strip()[:300]}"
         said = said.replace(self._key, "(the key)") if self._key else said

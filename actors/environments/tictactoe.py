@@ -172,10 +172,11 @@ class TicTacToe(Game):
         return {"success": 0.0, "draw": 0.0}
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Those of ``Game``, draw, and the return again as return_first (the policy was X) or return_second (O)."""
-        made = super().measures(task, turns)
+        """Those of ``Game``, draw, and the return again by side (return_first: the policy was X) and by opponent (return_vs_NAME)."""
+        made, start = super().measures(task, turns), self.initial(task)
         made |= {"draw": [turns[-1]["draw"]]} if "draw" in turns[-1] else {}
-        return made | {"return_first" if self.initial(task).me == "X" else "return_second": made["return"]}
+        made |= {"return_first" if start.me == "X" else "return_second": made["return"]}
+        return made | ({f"return_vs_{start.opponent}": made["return"]} if len(self.opponents) > 1 else {})
 
 
 def _other(mark: str) -> str:

@@ -63,6 +63,7 @@ def test_the_table_of_built_in_judges_names_each_with_its_columns() -> None:
     assert set(rows) == set(BUILT_IN)
     for name, columns in rows.items():
         judge = make_worker(name, {"endpoint": endpoint} if name == "slate" else {})
+        assert isinstance(judge, Judge)
         assert tuple(re.findall(r"`(\w+)`", columns)) == tuple(judge.columns)
 
 

@@ -164,7 +164,8 @@ def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(llama: Path, t
 def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> None:
     for name, opponent, low, high in (("first", "minimax", -1.0, -0.7), ("random", "random", -0.4, 0.4)):
         out = tmp_path / name
-        assert main(["tictactoe", "--baseline", name, "--opponent", opponent, "--games", "60", "--out", str(out)]) == 0
+        assert main(["tictactoe", "--baseline", name, "--opponent", opponent, "--games", "60",
+                     "--oracle-option", "kind=minimax", "--out", str(out)]) == 0  # fmt: skip
         measures = result(out)["overall"]["measures"]
         assert low <= measures["return"]["mean"] <= high
         assert measures["valid"]["mean"] == 1.0
@@ -354,6 +355,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, capsys
         (["tictactoe", "--games", "0"], "--games 0"),
         (["tictactoe", "--top-p", "0.5"], "no effect with --temperature 0"),
         (["tictactoe", "--endpoint-model", "m"], "--endpoint-model has no effect without --endpoint"),
+        (["tictactoe", "--temperature", "1"], "no effect with --baseline"),
         (["tictactoe", "--no-oracle", "--oracle-option", "kind=minimax"], "no effect with --no-oracle"),
         (["sudoku", "--opponent", "random"], "has no opponent"),
     ],

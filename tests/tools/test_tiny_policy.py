@@ -24,7 +24,7 @@ from wire.messages import GenerateRequest, Sampling
 GAMES: dict[str, dict[str, Any]] = {
     "tictactoe": {"prompt": "tictactoe_compact"},
     "sudoku": {"prompt": "sudoku_compact", "size": 4, "blanks": 7},
-    "minesweeper": {"prompt": "minesweeper_compact", "size": 4, "mines": 3},
+    "minesweeper": {"prompt": "minesweeper_compact", "rows": 4, "columns": 4, "mines": 3},
 }
 CORE = tiny_policy.tokenizer().backend_tokenizer
 

@@ -1,0 +1,273 @@
+"""Minesweeper: reveal every cell without a mine, at most one cell or one flag a turn (methods.md 3.4).
+
+The first reveal places the mines, from the seed of the state, outside the 3x3 around it, so that it always opens a region. By default
+that is a free reveal of the centre before turn 1; a board that it already solves leaves nothing to play and is drawn again. The mines
+that a player has to reckon with are as likely as before, since a board drawn again would have shown other numbers.
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Literal
+
+import msgspec
+
+from actors.environments.base import Action, Task, Tools, Transition
+from actors.environments.game import Game
+from wire.faults import DataFault
+from wire.messages import JudgedTurn
+
+HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
+"""On a board beside the digits 1..8: unknown, flagged by the player, no mine around, and the mine that ended the game."""
+MINE, SAFE = "*", "."
+"""In a layout."""
+REVEAL, MARK = 0, 1
+"""The first integer of a move."""
+TRIES, STRIDE = 256, 1_000_003
+"""Try n of a task draws its mines from seed + n * STRIDE, as in Sudoku."""
+
+_MOVE = re.compile(r"\s*(reveal|open|click|flag|mark)[\s,]+([0-9]{1,4})[\s,]+([0-9]{1,4})\s*", re.ASCII | re.IGNORECASE)
+
+
+class State(msgspec.Struct, frozen=True):
+    """A game under way. Boards are ``rows * columns`` characters row by row.
+
+    board: what the player sees, "#" hidden, "F" flagged, "." for 0, "1".."8". layout: "*" where a mine is; empty before the first
+    reveal. flag_all: every mine must be flagged as well. turn: turns used. past: the last moves with their results. over: nothing
+    can be played any more.
+    """
+
+    rows: int
+    columns: int
+    mines: int
+    seed: int
+    board: str
+    layout: str = ""
+    flag_all: bool = False
+    turn: int = 0
+    past: tuple[str, ...] = ()
+    over: bool = False
+
+
+class Minesweeper(Game):
+    """The Minesweeper rules. prompt, history, boxed, stop_at_action: see ``Game``.
+
+    centre_start: the centre is revealed before turn 1. success_rule: "reveal", all safe cells are revealed; "flags", GEM's: also every
+    mine is flagged, and nothing else. Both are measured. max_turns: turns until the episode ends with outcome 0.
+    """
+
+    name = "minesweeper"
+    headline = "success"
+
+    def __init__(
+        self,
+        prompt: str = "minesweeper",
+        history: int = 0,
+        boxed: bool = False,
+        stop_at_action: bool = True,
+        rows: int = 5,
+        columns: int = 5,
+        mines: int = 5,
+        centre_start: bool = True,
+        success_rule: Literal["reveal", "flags"] = "reveal",
+        max_turns: int = 25,
+    ):
+        super().__init__(prompt, history, boxed, stop_at_action)
+        if rows < 1 or columns < 1:
+            raise ValueError(f"rows = {rows}, columns = {columns}: expected 1 or more of each")
+        most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
+        if not 1 <= mines <= most:
+            kept = "the 3x3 around the first reveal" + (", and one safe cell, are" if centre_start else " is")
+            raise ValueError(
+                f"mines = {mines}: expected 1 to {most} on {rows}x{columns}, where {kept} kept free"
+                if most > 0
+                else f"rows = {rows}, columns = {columns}: expected a board larger than the 3x3 kept free of mines"
+            )
+        if success_rule not in ("reveal", "flags"):
+            raise ValueError(f"success_rule = {success_rule!r}: expected one of 'reveal', 'flags'")
+        if max_turns < 1:
+            raise ValueError(f"max_turns = {max_turns}: expected 1 or more")
+        self.rows, self.columns, self.mines = rows, columns, mines
+        self.centre_start, self.flag_all, self.max_turns = centre_start, success_rule == "flags", max_turns
+
+    def initial(self, task: Task) -> State:
+        """The first board of the task's seed. Raises DataFault when the free reveal solves the board in every try."""
+        board = HIDDEN * (self.rows * self.columns)
+        state = State(self.rows, self.columns, self.mines, task.seed, board, flag_all=self.flag_all)
+        if not self.centre_start:
+            return state
+        centre = self.rows // 2 * self.columns + self.columns // 2
+        for attempt in range(TRIES):
+            opened = revealed(msgspec.structs.replace(state, seed=task.seed + attempt * STRIDE), centre)
+            if not all_revealed(opened):
+                return opened
+        raise DataFault(
+            f"minesweeper: revealing the centre of {self.rows}x{self.columns} with {self.mines} mines from seed {task.seed}"
+            f" solves it in each of {TRIES} tries; ask for more mines"
+        )
+
+    def view(self, state: State) -> dict[str, str]:
+        """{board}: a labelled grid; {row}: its characters alone; {mines}; {flags_left}: mines without a flag; {goal}; {rows}, {columns}."""
+        return {
+            "board": labelled(state.board, state.columns),
+            "row": state.board,
+            "mines": str(state.mines),
+            "flags_left": str(state.mines - state.board.count(FLAG)),
+            "goal": "reveal every cell without a mine" + (", and flag every mine and nothing else" * state.flag_all),
+            "rows": str(state.rows),
+            "columns": str(state.columns),
+        }
+
+    def move(self, text: str) -> tuple[int, int, int] | None:
+        """Text "reveal R C" or "flag R C", counted from 1, as (kind, row, column) with row and column from 0. Aliases: open, click; mark."""
+        found = _MOVE.fullmatch(text)
+        if found is None:
+            return None
+        kind = MARK if found[1].lower() in ("flag", "mark") else REVEAL
+        return kind, int(found[2]) - 1, int(found[3]) - 1
+
+    def legal(self, state: State, move: tuple[int, ...]) -> bool:
+        """A hidden cell may be revealed or flagged, a flagged one only unflagged."""
+        return cell_of(state, move) is not None
+
+    def moves(self, state: State) -> list[tuple[int, ...]]:
+        """Every reveal, row by row, then every flag."""
+        if state.over:
+            return []
+        cells = [(mark, divmod(cell, state.columns)) for cell, mark in enumerate(state.board)]
+        made: list[tuple[int, ...]] = [(REVEAL, *place) for mark, place in cells if mark == HIDDEN]
+        return made + [(MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)]
+
+    def notation(self, move: tuple[int, ...]) -> str:
+        """Text "reveal R C" or "flag R C", counted from 1."""
+        kind, row, column = move
+        return f"{'flag' if kind == MARK else 'reveal'} {row + 1} {column + 1}"
+
+    async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
+        """Toggle a flag or reveal a cell: solved 1, a mine -1, out of turns 0 (methods.md 3.4, 3.6)."""
+        after = played(state, move)
+        cell = move[1] * state.columns + move[2]
+        result = {HIT: "mine", FLAG: "flagged", HIDDEN: "unflagged"}.get(after.board[cell], "safe")
+        outcome = None
+        if after.board[cell] == HIT:
+            outcome = self.loss
+        elif solved(after):
+            outcome = 1.0
+        elif state.turn + 1 >= self.max_turns:
+            outcome = 0.0
+        after = msgspec.structs.replace(
+            after,
+            turn=state.turn + 1,
+            past=self.remember(state.past, f"{self.notation(move)} {result}"),
+            over=outcome is not None,
+        )
+        return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
+
+    def lost(self, state: State) -> dict[str, float]:
+        """success: by the chosen rule; success_reveal, success_flags: by either; completion: the share of safe cells revealed."""
+        safe = state.rows * state.columns - state.mines
+        return {
+            "success": float(solved(state)),
+            "success_reveal": float(all_revealed(state)),
+            "success_flags": float(all_revealed(state) and all_flagged(state)),
+            "completion": (len(state.board) - sum(map(state.board.count, (HIDDEN, FLAG, HIT)))) / safe,
+        }
+
+    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+        """As every game's; the budget of turns is the game's own."""
+        return super().judged(task, state, action, step, self.max_turns)
+
+    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+        """Those of ``Game``, and success by either rule."""
+        both = ("success_reveal", "success_flags")
+        return super().measures(task, turns) | {name: [turns[-1][name]] for name in both if name in turns[-1]}
+
+
+# ---------------------------------------------------------------------------------------------- the rules
+
+
+@cache
+def neighbours(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """By cell: the up to eight cells around it, ascending."""
+    return tuple(
+        tuple(
+            r * columns + c
+            for r in range(max(row - 1, 0), min(row + 2, rows))
+            for c in range(max(column - 1, 0), min(column + 2, columns))
+            if (r, c) != (row, column)
+        )
+        for row in range(rows)
+        for column in range(columns)
+    )
+
+
+def lay(rows: int, columns: int, mines: int, cell: int, seed: int) -> str:
+    """A layout whose mines are drawn uniformly outside the 3x3 around ``cell``."""
+    kept = {cell, *neighbours(rows, columns)[cell]}
+    laid = set(random.Random(seed).sample([other for other in range(rows * columns) if other not in kept], mines))
+    return "".join(MINE if other in laid else SAFE for other in range(rows * columns))
+
+
+def cell_of(state: State, move: Sequence[int]) -> int | None:
+    """The cell of a legal move, None when the move is not legal."""
+    if state.over or len(move) != 3:
+        return None
+    kind, row, column = move
+    if kind not in (REVEAL, MARK) or not (0 <= row < state.rows and 0 <= column < state.columns):
+        return None
+    cell = row * state.columns + column
+    return cell if state.board[cell] == HIDDEN or (kind == MARK and state.board[cell] == FLAG) else None
+
+
+def played(state: State, move: Sequence[int]) -> State:
+    """The board after a legal move."""
+    kind, row, column = move
+    cell = row * state.columns + column
+    if kind == REVEAL:
+        return revealed(state, cell)
+    mark = FLAG if state.board[cell] == HIDDEN else HIDDEN
+    return msgspec.structs.replace(state, board=state.board[:cell] + mark + state.board[cell + 1 :])
+
+
+def revealed(state: State, cell: int) -> State:
+    """The hidden ``cell`` revealed, and from a cell without mines around it all its neighbours, except those with a flag."""
+    layout = state.layout or lay(state.rows, state.columns, state.mines, cell, state.seed)
+    near, board, reached = neighbours(state.rows, state.columns), list(state.board), [cell]
+    while reached:
+        at = reached.pop()
+        if board[at] != HIDDEN:
+            continue
+        around = sum(layout[other] == MINE for other in near[at])
+        board[at] = HIT if layout[at] == MINE else str(around) if around else ZERO
+        if board[at] == ZERO:
+            reached += near[at]
+    return msgspec.structs.replace(state, board="".join(board), layout=layout)
+
+
+def all_revealed(state: State) -> bool:
+    """Is every cell without a mine revealed?"""
+    left = sum(map(state.board.count, (HIDDEN, FLAG, HIT)))
+    return state.layout != "" and left == state.mines
+
+
+def all_flagged(state: State) -> bool:
+    """Has every mine a flag, and nothing else?"""
+    flags = [cell for cell, mark in enumerate(state.board) if mark == FLAG]
+    return state.layout != "" and len(flags) == state.mines and all(state.layout[cell] == MINE for cell in flags)
+
+
+def solved(state: State) -> bool:
+    """Is the game won by its own rule?"""
+    return all_revealed(state) and (not state.flag_all or all_flagged(state))
+
+
+def labelled(board: str, columns: int) -> str:
+    """The board as a grid with R1.. and C1.. labels."""
+    rows = len(board) // columns
+    side, width = len(f"R{rows}"), len(f"C{columns}")
+    lines = [" ".join([" " * side, *(f"C{column + 1}".rjust(width) for column in range(columns))])]
+    for row in range(rows):
+        cells = board[row * columns : (row + 1) * columns]
+        lines.append(" ".join([f"R{row + 1}".ljust(side), *(cell.rjust(width) for cell in cells)]))
+    return "\n".join(lines)

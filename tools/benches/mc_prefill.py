@@ -1,0 +1,120 @@
+"""Prefill of MC-PR (methods.md 3.6): 100 continuations from every state, prompt tokens computed over the ideal.
+
+Whole games of the real strategy on the real engine. The ideal computes each distinct prefix once. What the engine computes above it is
+nearly all one token for every prompt that it has had before (``repeated_prompts``): keys and values are cached, the logits of the last
+token are not. So the ratio depends on the length of prompts: that of the prompt with all the rules is the goal's, that of the
+compact prompt, of two dozen tokens, stands beside it.
+
+On the compact prompt the same without sharing: a request for every sample, and no prefix cache.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from actors.engines import local
+from judges.oracles.tictactoe import TicTacToeOracle
+from scheduler.config import SchedulerConfig
+from tools.benches import game_shape
+
+WHOLE_GAMES, GAMES, CONTINUATIONS = 1, 4, 100
+GOAL = 1.02
+
+
+class NoCache:
+    """Stands where the engine's prefix cache stands and keeps nothing."""
+
+    bytes = evicted_tokens = 0
+
+    def match(self, tokens: list[int]) -> tuple[int, list[torch.Tensor]]:
+        """Nothing."""
+        return 0, []
+
+    def insert(self, tokens: list[int], kv: torch.Tensor) -> None:
+        """Forgets it."""
+
+
+@contextmanager
+def _unshared() -> Iterator[None]:
+    """Engines that start now share no prefill: they do not wait for another request's prefix either."""
+    with (
+        mock.patch.object(local, "RadixCache", lambda budget: NoCache()),
+        mock.patch.object(local, "common_length", lambda a, b: 0),
+    ):
+        yield
+
+
+async def _measure(
+    model: Path, folder: Path, games: int, continuations: int, prompt: str, split: bool = False
+) -> dict[str, Any]:
+    judge = TicTacToeOracle(kind="minimax")
+    settings = SchedulerConfig(
+        strategy="mc_value",
+        k=1,
+        judge=judge.name,
+        max_action_tokens=game_shape.ACTION_TOKENS,
+        continuations=continuations,
+    )
+    engine = game_shape.engine(model, max(continuations, 100))
+    async with game_shape.opened(game_shape.Services(engine, [judge], split)) as services:
+        counts = await game_shape.play(services, model, folder, games, settings, prompt=prompt)
+        spent = time.monotonic() - services.start_s
+        counters = ("prompt_tokens", "prefilled_tokens", "ideal_prefill_tokens", "decoded_tokens")
+        found: dict[str, Any] = {name: engine.counts[name] for name in counters}
+        return found | {
+            "ratio": found["prefilled_tokens"] / found["ideal_prefill_tokens"],
+            "excess_tokens": found["prefilled_tokens"] - found["ideal_prefill_tokens"],
+            "requests": services.prompts.total(),
+            "repeated_prompts": services.prompts.total() - len(services.prompts),
+            "unshared_tokens": services.unshared_tokens,
+            "evicted_tokens": engine.cache.evicted_tokens,
+            "continuation_steps": counts["continuation_steps"],
+            "wall_s": spent,
+            "busy_s": engine.busy_s,
+        }
+
+
+def run(whole_games: int = WHOLE_GAMES, games: int = GAMES, continuations: int = CONTINUATIONS) -> dict[str, Any]:
+    """Counts; the time of sharing and of not sharing per sampled token, as a request of its own draws other games."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = game_shape.policy(folder)
+        whole = asyncio.run(_measure(model, folder, whole_games, continuations, game_shape.WHOLE))
+        compact = asyncio.run(_measure(model, folder, games, continuations, game_shape.COMPACT))
+        with _unshared():
+            apart = asyncio.run(_measure(model, folder, games, continuations, game_shape.COMPACT, split=True))
+    name = f"prefill tokens computed / ideal (MC-PR, {continuations} continuations)"
+    return {
+        "name": name,
+        "ratio": whole["ratio"],
+        "goal": GOAL,
+        "better": "lower",
+        "compact_ratio": compact["ratio"],
+        "asked_over_prefilled": {k: f["prompt_tokens"] / f["prefilled_tokens"] for k, f in (("whole", whole), ("compact", compact))},
+        "unshared_over_prefilled": {k: f["unshared_tokens"] / f["prefilled_tokens"] for k, f in (("whole", whole), ("compact", compact))},
+        "unshared_time_ratio": _pace(apart) / _pace(compact),
+        "whole": whole,
+        "compact": compact,
+        "compact_unshared": apart,
+    }  # fmt: skip
+
+
+def _pace(found: dict[str, Any]) -> float:
+    return found["wall_s"] / found["decoded_tokens"]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--whole-games", type=int, default=WHOLE_GAMES)
+    parser.add_argument("--games", type=int, default=GAMES)
+    parser.add_argument("--continuations", type=int, default=CONTINUATIONS)
+    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

@@ -1,0 +1,112 @@
+"""Minesweeper's exact posterior against going through every layout of the hidden cells, on the same positions; and its cost by board size.
+
+Positions are those of the posterior's own play: always a hidden cell of least risk, ties drawn, one cell a turn. CPU seconds. The ratio is
+that of the training board, 5x5 with 5 mines.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Mapping
+from itertools import combinations
+from statistics import mean
+from typing import Any
+
+from actors.environments.minesweeper import HIDDEN, HIT, REVEAL, ZERO, Minesweeper, State, neighbours, played, solved
+from judges.oracles.posterior import Posterior, posterior
+
+ENUMERATED = {(4, 4, 3): 60, (5, 5, 5): 30, (6, 6, 5): 12}
+"""Positions by rows, columns and mines: what the enumeration does in seconds."""
+SIZES = {(5, 5, 5): 400, (8, 8, 10): 400, (16, 16, 40): 400, (16, 30, 99): 400}
+GOAL = 10.0
+
+
+def numbers_of(state: State) -> dict[int, int]:
+    """The revealed cells with their numbers."""
+    return {cell: 0 if mark == ZERO else int(mark) for cell, mark in enumerate(state.board) if mark != HIDDEN}
+
+
+def played_positions(size: tuple[int, int, int], count: int) -> list[tuple[State, Posterior, float]]:
+    """At least ``count`` positions of whole games, each with its posterior and the CPU seconds that took."""
+    rows, columns, mines = size
+    game, rng = Minesweeper(rows=rows, columns=columns, mines=mines), random.Random(0)
+    made: list[tuple[State, Posterior, float]] = []
+    seed = 0
+    while len(made) < count:
+        state = game.initial(game.task(seed))
+        seed += 1
+        while not solved(state) and HIT not in state.board:
+            start = time.process_time()
+            found = posterior(rows, columns, mines, numbers_of(state))
+            made.append((state, found, time.process_time() - start))
+            least = min(found.mined.values())
+            cell = rng.choice([cell for cell, mined in found.mined.items() if mined == least])
+            state = played(state, (REVEAL, *divmod(cell, columns)))
+    return made
+
+
+def enumerated(rows: int, columns: int, mines: int, numbers: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Layouts with a mine in each hidden cell, and all layouts that fit, by trying every layout of the hidden cells."""
+    hidden = [cell for cell in range(rows * columns) if cell not in numbers]
+    near = neighbours(rows, columns)
+    checks = [(number, {cell for cell in near[at] if cell not in numbers}) for at, number in numbers.items()]
+    mined, layouts = dict.fromkeys(hidden, 0), 0
+    for layout in combinations(hidden, mines):
+        if all(len(around.intersection(layout)) == number for number, around in checks):
+            layouts += 1
+            for cell in layout:
+                mined[cell] += 1
+    return mined, layouts
+
+
+def against_enumeration(size: tuple[int, int, int], count: int) -> dict[str, Any]:
+    """Mean CPU ms of both, their ratio, and positions in which they disagree on a probability."""
+    ours, theirs, disagreements = 0.0, 0.0, 0
+    positions = played_positions(size, count)
+    positions = random.Random(1).sample(positions, count)
+    for state, found, spent in positions:
+        start = time.process_time()
+        mined, layouts = enumerated(*size, numbers_of(state))
+        theirs += time.process_time() - start
+        ours += spent
+        disagreements += any(count * layouts != mined[cell] * found.layouts for cell, count in found.mined.items())
+    return {
+        "positions": count,
+        "ms": 1000 * ours / count,
+        "enumeration_ms": 1000 * theirs / count,
+        "ratio": theirs / ours,
+        "disagreements": disagreements,
+    }
+
+
+def cost(size: tuple[int, int, int], count: int) -> dict[str, Any]:
+    """CPU ms a position, and the share of positions that were not solved exactly."""
+    positions = played_positions(size, count)
+    spent = sorted(1000 * seconds for _, _, seconds in positions)
+    return {
+        "positions": len(spent),
+        "mean_ms": mean(spent),
+        "p99_ms": spent[int(0.99 * (len(spent) - 1))],
+        "max_ms": spent[-1],
+        "most_nodes": max(found.nodes for _, found, _ in positions),
+        "inexact": mean(not found.exact for _, found, _ in positions),
+    }
+
+
+def run(share: float = 1.0) -> dict[str, Any]:
+    """share: of the positions, at least two of each board."""
+    compared = {_name(s): against_enumeration(s, max(2, int(share * n))) for s, n in ENUMERATED.items()}
+    grown = {_name(s): cost(s, max(2, int(share * n))) for s, n in SIZES.items()}
+    row = {"name": "Minesweeper posterior: enumeration / ours, CPU s, 5x5/5", "ratio": compared["5x5/5"]["ratio"]}
+    return row | {"goal": GOAL, "better": "higher", "enumeration": compared, "boards": grown}
+
+
+def _name(size: tuple[int, int, int]) -> str:
+    return f"{size[0]}x{size[1]}/{size[2]}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--share", type=float, default=1.0)
+    print(json.dumps(run(**vars(parser.parse_args())), indent=1))
