@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.environments import registry
 from tools.config import ConfigError, convert, load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,6 +56,14 @@ def test_set_changes_a_key() -> None:
         ("learner.aggregation=constant", "learner.constant_tokens = 0"),
         ("learner.scheme_options.ddof=one", "a whole number"),
         ("learner.epochs=0", "learner.epochs = 0"),
+        ("learner.scheme=mc_pr", "needs scheduler.strategy = 'mc_value'"),
+        ("scheduler.strategy=mc_value", "learner.scheme = 'slate' needs scheduler.strategy = 'slate'"),
+        ("scheduler.continuations=5", "scheduler.continuations has no effect"),
+        ("data.environment=chess", "data.environment = 'chess': expected one of"),
+        ("data.environment=no_such:Game", "No module named 'no_such'"),
+        ("data.environment=tictactoe", "['topk']"),
+        ("data.options.topk=two", "data.options.topk = 'two': expected a whole number"),
+        ("data.options.prompt=shrt", "expected one of"),
         ("noequals", "expected key=value"),
         ("seed.x=1", "is a value"),
     ],
@@ -94,3 +103,61 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("a = = 1")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
         load(tmp_path / "bad.toml", [])
+
+
+VPR = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("scheduler.judge=slate_rules", "needs its oracle"),
+        ("data.train=tasks.jsonl", "makes its own tasks"),
+        ("data.options.opponents={deep_blue=1.0}", "'deep_blue'"),
+        ("scheduler.evaluation.options={opponents={stockfish=1.0}}", "'stockfish'"),
+        ("data.options.second=2", "second = 2"),
+        ("data.options.history=-1", "history = -1"),
+        ("data.options.history=2", "no {past} placeholder"),
+        ("scheduler.k=8", "one trajectory a task"),
+        ("scheduler.selection=best-of-k", "scheduler.selection has no effect"),
+        ("learner.scheme=rloo", "it needs scheduler.strategy = 'full'"),
+        ("scheduler.strategy=mc_value", "use 'chain', or 'mc_pr'"),
+    ],
+)
+def test_what_a_game_cannot_use_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(VPR, [override])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("game", ["tictactoe", "sudoku", "minesweeper"])
+@pytest.mark.parametrize("size", ["", "-cpu"])
+def test_the_baselines_are_two_keys_away(game: str, size: str) -> None:
+    path = ROOT / "configs" / f"vpr-{game}{size}.toml"
+    assert load(path, []).learner.scheme == "turn_grpo"
+    assert load(path, ["learner.scheme=outcome"]).scheduler.strategy == "chain"
+    assert load(path, ["learner.scheme=mc_pr", "scheduler.strategy=mc_value"]).learner.scheme == "mc_pr"
+
+
+@pytest.mark.parametrize("game", ["tictactoe", "sudoku", "minesweeper"])
+def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
+    """methods.md 3.2 to 3.6."""
+    config = load(ROOT / "configs" / f"vpr-{game}.toml", [])
+    s, w = config.scheduler, config.learner
+    assert (s.strategy, s.questions_per_update, s.updates, s.continuations) == ("chain", 128, 100, 100)
+    assert (s.max_action_tokens, s.thinking) == (4096, True)
+    assert (w.lr, w.warmup_updates, w.decay_updates, w.betas) == (1e-6, 5, 100, (0.9, 0.95))
+    assert (w.correction, w.correction_options, w.aggregation) == (
+        "ppo_clip",
+        {"clip_low": 0.2, "clip_high": 0.2},
+        "token",
+    )
+    assert (w.kl_coef, w.lora.rank) == (0, 0)
+    environment = registry.load(config.data.environment, config.data.options)
+    expected = {
+        "tictactoe": {"opponents": {"random": 0.5, "tictactoe_mcts": 0.5}, "second": 0.5},
+        "sudoku": {"size": 9, "blanks": 40, "max_turns": 100, "terminate_on_wrong": False},
+        "minesweeper": {"rows": 5, "columns": 5, "mines": 5, "centre_start": True, "max_turns": 25},
+    }[game]
+    assert {name: getattr(environment, name) for name in expected} == expected
+    assert environment.stop == []

@@ -29,7 +29,7 @@ POSITIONS, ROUNDS, SIMULATIONS, ROLLOUTS = 96, 5, 1000, 10
 LABELS = 2000
 """Calls of the oracles that do not search."""
 UCT_C, MEMORY_MB = 2.0, 64
-GOAL = 0.9
+GOAL = 0.85
 
 
 def turns_of(game: Game, count: int) -> list[JudgedTurn]:
