@@ -44,6 +44,7 @@ class Study(msgspec.Struct, frozen=True):
 
 _OR = ["learner.scheme=outcome"]
 _MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5", "scheduler.updates=24"]
+_STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 
 STUDIES = {
@@ -53,19 +54,12 @@ STUDIES = {
     "vpr-oracles": Study(
         "return",
         {
-            "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}"]),
-            "MCTS 1000, tolerance 0.1": Arm(_TTT),
-            "MCTS 1000, tolerance 0": Arm(_TTT, ["judges.use.tictactoe.tolerance=0.0"]),
-            "MCTS 100, tolerance 0": Arm(
-                _TTT, ["judges.use.tictactoe.tolerance=0.0", "judges.use.tictactoe.simulations=100"]
-            ),
-            "MCTS 10, tolerance 0": Arm(
+            "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
+            "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
+            "MCTS 100x10, tolerance 0": Arm(_TTT, [*_STRICT, "judges.use.tictactoe.simulations=100", *_SHORT]),
+            "MCTS 10x1, tolerance 0": Arm(
                 _TTT,
-                [
-                    "judges.use.tictactoe.tolerance=0.0",
-                    "judges.use.tictactoe.simulations=10",
-                    "judges.use.tictactoe.rollouts=1",
-                ],
+                [*_STRICT, "judges.use.tictactoe.simulations=10", "judges.use.tictactoe.rollouts=1", *_SHORT],
             ),
         },
     ),

@@ -1,7 +1,8 @@
 """Oracle calls a second against the peer: the Tic-Tac-Toe judge as a worker batches it, over bare OpenSpiel searches of the same positions.
 
 Equal simulations and rollouts; the peer's states and bot are made beforehand, so it only searches. CPU seconds, because the machine is
-shared; rounds alternate and the ratio is their median. Beside it the calls a second of exact minimax and of the Sudoku judge.
+shared; rounds alternate and the ratio is their median. Beside it the calls a second of exact minimax, of the
+Sudoku judge (9x9) and of the Minesweeper judge (5x5, 5 mines).
 """
 
 import argparse
@@ -16,9 +17,11 @@ import pyspiel
 
 from actors.environments.base import Action
 from actors.environments.game import Game
+from actors.environments.minesweeper import Minesweeper
 from actors.environments.sudoku import Sudoku
 from actors.environments.tictactoe import TicTacToe
 from judges.base import Judge
+from judges.oracles.minesweeper import MinesweeperOracle
 from judges.oracles.sudoku import SudokuOracle
 from judges.oracles.tictactoe import TicTacToeOracle
 from judges.serve import Batcher
@@ -80,14 +83,14 @@ class Bare:
 
 def run(positions: int = POSITIONS, rounds: int = ROUNDS, labels: int = LABELS) -> dict[str, Any]:
     """Rates are medians over rounds."""
-    tictactoe, sudoku = TicTacToe(opponents={"random": 1.0}), Sudoku()
-    turns = turns_of(tictactoe, max(positions, labels))
+    turns = turns_of(TicTacToe(opponents={"random": 1.0}), max(positions, labels))
     searched = turns[:positions]
     bare = Bare(searched, SIMULATIONS, ROLLOUTS)
     judges = {
         "mcts": (TicTacToeOracle(simulations=SIMULATIONS, rollouts=ROLLOUTS), searched),
         "minimax": (TicTacToeOracle(kind="minimax"), turns[:labels]),
-        "sudoku": (SudokuOracle(), turns_of(sudoku, labels)),
+        "sudoku": (SudokuOracle(), turns_of(Sudoku(), labels)),
+        "minesweeper": (MinesweeperOracle(), turns_of(Minesweeper(), labels)),
     }
     rates: dict[str, list[float]] = {"bare": [], **{name: [] for name in judges}}
     for number in range(rounds + 1):

@@ -26,8 +26,8 @@ from scheduler.tree import Node
 from tools.benches import game_shape
 from wire.messages import JudgedTurn, Judgement
 
-GAMES, ROUNDS, MAX_BATCH = 128, 3, 64
-MEDIAN_S, SIGMA = 0.2, 1.3
+GAMES, ROUNDS, MAX_BATCH = 96, 3, 64
+MEDIAN_S, SIGMA = 0.15, 1.3
 GOAL = 0.9
 
 

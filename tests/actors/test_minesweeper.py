@@ -1,0 +1,432 @@
+"""The Minesweeper environment; reveals are checked by a flood fill that works on the whole grid instead of a list of cells."""
+
+import asyncio
+import random
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.environments import minesweeper, registry
+from actors.environments.base import SPLIT, Transition
+from actors.environments.game import PROMPTS
+from actors.environments.minesweeper import MARK, REVEAL, Minesweeper, State, labelled, neighbours, revealed
+from wire.faults import DataFault
+
+NOBODY: Any = None
+SEEDS = st.integers(0, 2**31)
+LAYOUT = "*......*........"
+"""4x4, mines in (1, 1) and (2, 4)."""
+FLOODED = "####111#..11...."
+"""After the reveal of (4, 4)."""
+OPENED = "#11#111#..11...."
+"""All safe cells are revealed but (1, 4)."""
+SIZES = st.sampled_from([(5, 5, 5), (4, 4, 3), (3, 6, 4), (8, 8, 10), (6, 4, 9), (2, 9, 5)])
+
+
+def numbered(rows: int, columns: int, layout: str) -> list[str]:
+    """By cell: "*" for a mine, else what it shows when revealed."""
+    shown = []
+    for row in range(rows):
+        for column in range(columns):
+            block = [
+                layout[r * columns : (r + 1) * columns][max(column - 1, 0) : column + 2]
+                for r in range(max(row - 1, 0), min(row + 2, rows))
+            ]
+            around = "".join(block).count("*")
+            shown.append("*" if layout[row * columns + column] == "*" else str(around or "."))
+    return shown
+
+
+def flooded(rows: int, columns: int, layout: str, board: str, cell: int) -> str:
+    """The board after the reveal of a safe cell: sweeps over the grid until no hidden cell touches a zero opened by it."""
+    shown, after, opened, before = numbered(rows, columns, layout), list(board), {cell}, set[int]()
+    after[cell] = shown[cell]
+    while opened != before:
+        before = set(opened)
+        zeros = [divmod(other, columns) for other in opened if after[other] == "."]
+        for at in range(rows * columns):
+            row, column = divmod(at, columns)
+            if after[at] == "#" and any(abs(r - row) <= 1 and abs(c - column) <= 1 for r, c in zeros):
+                after[at] = shown[at]
+                opened.add(at)
+    return "".join(after)
+
+
+def small(board: str = "#" * 16, layout: str = LAYOUT, **more: Any) -> State:
+    return State(4, 4, layout.count("*"), 0, board, layout, **more)
+
+
+def game(**options: Any) -> Minesweeper:
+    made = registry.load("minesweeper", {"rows": 4, "columns": 4, "mines": 2} | options)
+    assert isinstance(made, Minesweeper)
+    return made
+
+
+def play(rules: Minesweeper, state: State, *moves: str) -> Transition:
+    transition = Transition(state, "", False)
+    for move in moves:
+        assert not transition.done
+        state = transition.state
+        transition = asyncio.run(rules.step(state, rules.read(state, f"<action>{move}</action>"), NOBODY))
+    return transition
+
+
+# ---------------------------------------------------------------------------------------------- boards
+
+
+@given(SIZES, SEEDS, st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_the_first_reveal_places_all_mines_outside_the_3x3_and_opens_a_region(
+    size: tuple[int, int, int], seed: int, rng: random.Random
+) -> None:
+    rows, columns, mines = size
+    rules = Minesweeper(rows=rows, columns=columns, mines=mines, centre_start=False)
+    state = rules.initial(rules.task(seed))
+    assert (state.board, state.layout) == ("#" * rows * columns, "")
+    row, column = rng.randrange(rows), rng.randrange(columns)
+    after = play(rules, state, f"reveal {row + 1} {column + 1}").state
+    assert (after.layout.count("*"), len(after.layout)) == (mines, rows * columns)
+    cell = row * columns + column
+    around = [
+        r * columns + c for r in range(rows) for c in range(columns) if abs(r - row) <= 1 and abs(c - column) <= 1
+    ]
+    assert all(after.layout[other] == "." and after.board[other] not in "#*" for other in around)
+    assert after.board[cell] == "."
+    assert after.board == flooded(rows, columns, after.layout, state.board, cell)
+
+
+@given(SEEDS, st.sampled_from([(5, 5, 5, 12), (4, 4, 3, 10), (8, 8, 10, 36)]))
+@settings(max_examples=60, deadline=None)
+def test_the_free_reveal_is_of_the_centre_and_leaves_something_to_play(
+    seed: int, kind: tuple[int, int, int, int]
+) -> None:
+    rows, columns, mines, centre = kind
+    rules = Minesweeper(rows=rows, columns=columns, mines=mines)
+    state = rules.initial(rules.task(seed))
+    assert state.board == flooded(rows, columns, state.layout, "#" * rows * columns, centre)
+    assert (state.turn, state.over, state.layout.count("*")) == (0, False, mines)
+    assert state.board.count("#") > mines
+    assert state == rules.initial(rules.task(seed))
+
+
+def test_mines_are_uniform_outside_the_free_region() -> None:
+    rules, counts = Minesweeper(centre_start=False), [0] * 25
+    for seed in range(3200):
+        state = revealed(rules.initial(rules.task(seed)), 12)
+        counts = [count + (mark == "*") for count, mark in zip(counts, state.layout, strict=True)]
+    ring = [count for count in counts if count]
+    assert len(ring) == 16
+    assert all(count == pytest.approx(1000, abs=4 * (3200 * 5 / 16 * 11 / 16) ** 0.5) for count in ring)
+
+
+def test_the_board_of_a_seed_never_changes() -> None:
+    rules = Minesweeper()
+    assert rules.initial(rules.task(7)).layout == "*.*......*.........*....*"
+
+
+def test_a_board_that_the_free_reveal_solves_is_drawn_again_and_after_all_tries_a_data_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = Minesweeper(mines=3)
+    states = [rules.initial(rules.task(seed)) for seed in range(40)]
+    redrawn = [seed for seed, state in enumerate(states) if state.seed != seed]
+    assert 0 < len(redrawn) < 40
+    assert all((states[seed].seed - seed) % 1_000_003 == 0 for seed in redrawn)
+    monkeypatch.setattr(minesweeper, "TRIES", 1)
+    for seed, state in enumerate(states):
+        if seed in redrawn:
+            with pytest.raises(DataFault, match=f"5x5 with 3 mines from seed {seed} solves it in each of 1 tries"):
+                rules.initial(rules.task(seed))
+        else:
+            assert rules.initial(rules.task(seed)) == state
+
+
+@given(SIZES, SEEDS, st.randoms(use_true_random=False), st.booleans(), st.integers(1, 30))
+@settings(max_examples=80, deadline=None)
+def test_random_legal_play_keeps_the_rules(
+    size: tuple[int, int, int], seed: int, rng: random.Random, flag_all: bool, cap: int
+) -> None:
+    rows, columns, mines = size
+    rule = "flags" if flag_all else "reveal"
+    rules = Minesweeper(rows=rows, columns=columns, mines=mines, centre_start=False, success_rule=rule, max_turns=cap)
+    state = rules.initial(rules.task(seed))
+    transition = Transition(state, "", False)
+    hidden, cleared, marked, won = rows * columns, False, False, False
+    while not transition.done:
+        cube = [(k, r, c) for k in range(-1, 3) for r in range(-1, rows + 1) for c in range(-1, columns + 1)]
+        assert sorted(move for move in cube if rules.legal(state, move)) == sorted(rules.moves(state))
+        kind, row, column = move = rng.choice(rules.moves(state))
+        cell = row * columns + column
+        before, transition = state, play(rules, state, rules.notation(move))
+        state = transition.state
+        assert (state.seed, state.mines, state.turn) == (before.seed, before.mines, before.turn + 1)
+        if kind == MARK:
+            assert (
+                state.board == before.board[:cell] + {"#": "F", "F": "#"}[before.board[cell]] + before.board[cell + 1 :]
+            )
+        elif state.layout[cell] == "*":
+            assert state.board == before.board[:cell] + "*" + before.board[cell + 1 :]
+        else:
+            assert state.board == flooded(rows, columns, state.layout, before.board, cell)
+        hidden = state.board.count("#") + state.board.count("F") + state.board.count("*")
+        flags = "".join("*" if mark == "F" else "." for mark in state.board)
+        cleared, marked, hit = hidden == mines, flags == state.layout, "*" in state.board
+        won = cleared and (marked or not flag_all)
+        assert transition.done == (won or hit or state.turn == cap)
+        assert transition.outcome == (-1 if hit else 1 if won else 0 if state.turn == cap else None)
+    safe = rows * columns - mines
+    assert rules.moves(state) == []
+    assert transition.measures == {
+        "success": float(won),
+        "success_reveal": float(cleared),
+        "success_flags": float(cleared and marked),
+        "completion": pytest.approx((rows * columns - hidden) / safe),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- play
+
+
+def test_a_reveal_without_mines_around_opens_the_region() -> None:
+    transition = play(game(), small(), "reveal 4 4")
+    assert (transition.state.board, transition.done) == (FLOODED, False)
+    assert play(game(), small(), "reveal 1 2").state.board == "#1" + "#" * 14
+
+
+def test_a_flag_stays_closed_when_the_region_opens() -> None:
+    after = play(game(), small(), "flag 4 1", "flag 1 1", "reveal 4 4").state
+    assert after.board == "F###111#..11F..."
+    assert play(game(), after, "flag 4 1", "reveal 4 1").state.board == "F###111#..11...."
+
+
+def test_a_flag_is_set_and_removed_and_the_game_goes_on() -> None:
+    first = play(game(), small(), "flag 2 2")
+    assert first == Transition(small("#####F##########", turn=1), "", False)
+    assert play(game(), first.state, "flag 2 2") == Transition(small(turn=2), "", False)
+
+
+def test_a_mine_ends_the_game_as_lost() -> None:
+    transition = play(game(), small(OPENED), "reveal 1 1")
+    assert (transition.done, transition.outcome, transition.state.over) == (True, -1.0, True)
+    assert transition.state.board == "*" + OPENED[1:]
+    assert transition.measures == {"success": 0.0, "success_reveal": 0.0, "success_flags": 0.0, "completion": 13 / 14}
+
+
+def test_by_default_revealing_every_safe_cell_wins() -> None:
+    transition = play(game(), small(), "reveal 4 4", "reveal 1 2", "reveal 1 3", "reveal 1 4")
+    assert (transition.done, transition.outcome) == (True, 1.0)
+    assert transition.measures == {"success": 1.0, "success_reveal": 1.0, "success_flags": 0.0, "completion": 1.0}
+    marked = play(game(), small(OPENED), "flag 1 1", "flag 2 4", "reveal 1 4")
+    assert marked.measures == {"success": 1.0, "success_reveal": 1.0, "success_flags": 1.0, "completion": 1.0}
+
+
+def test_by_the_rule_of_flags_every_mine_must_be_flagged_too() -> None:
+    rules = game(success_rule="flags")
+    state = rules.initial(rules.task(0))
+    assert state.flag_all
+    cleared = play(rules, small(OPENED, flag_all=True), "reveal 1 4", "flag 1 1")
+    assert not cleared.done
+    won = play(rules, cleared.state, "flag 2 4")
+    assert (won.done, won.outcome) == (True, 1.0)
+    assert won.measures == {"success": 1.0, "success_reveal": 1.0, "success_flags": 1.0, "completion": 1.0}
+    lost = play(rules, cleared.state, "reveal 2 4")
+    assert (lost.done, lost.outcome) == (True, -1.0)
+    assert lost.measures == {"success": 0.0, "success_reveal": 1.0, "success_flags": 0.0, "completion": 1.0}
+
+
+def test_a_flag_can_be_the_winning_move_only_when_nothing_else_is_flagged() -> None:
+    rules = game(success_rule="flags")
+    wrong = play(rules, small(OPENED, flag_all=True), "flag 1 4", "flag 1 1", "flag 2 4")
+    assert not wrong.done
+    assert play(rules, wrong.state, "flag 1 4", "reveal 1 4").outcome == 1.0
+
+
+@pytest.mark.parametrize(("move", "outcome"), [("reveal 1 4", 1.0), ("flag 1 1", 0.0), ("reveal 1 1", -1.0)])
+def test_the_last_turn_counts_as_lost_time_unless_it_decides(move: str, outcome: float) -> None:
+    rules = game(max_turns=7)
+    transition = play(rules, small(OPENED, turn=6), move)
+    assert (transition.done, transition.outcome) == (True, outcome)
+    assert transition.measures["success"] == (outcome == 1)
+    assert play(rules, small(OPENED, turn=5), "flag 1 1").done is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["reveal 1 2", "reveal 2 4", "flag 1 2", "reveal 0 1", "flag 5 1", "reveal 1 5", "reveal 1", "dig 1 1", "1 4", ""],
+)
+def test_an_unusable_action_loses_and_keeps_what_was_revealed(text: str) -> None:
+    rules = game()
+    state = small(OPENED.replace("111#", "111F"))
+    action = rules.read(state, f"<action>{text}</action>")
+    transition = asyncio.run(rules.step(state, action, NOBODY))
+    assert not action.valid
+    assert (transition.done, transition.outcome) == (True, -1.0)
+    assert transition.measures == {"success": 0.0, "success_reveal": 0.0, "success_flags": 0.0, "completion": 13 / 14}
+
+
+def test_the_measures_of_an_episode_name_both_rules() -> None:
+    rules = game()
+    end = {
+        "success": 1.0,
+        "success_reveal": 1.0,
+        "success_flags": 0.0,
+        "completion": 1.0,
+        "outcome": 1.0,
+        "reward": 1.0,
+    }
+    made = rules.measures(rules.task(0), [{"reward": 0.0}, end])
+    assert {name: made[name] for name in end if name in made} == {
+        name: [end[name]] for name in ("success", "success_reveal", "success_flags", "completion")
+    }
+    assert made["oracle"] == [0.0, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize("text", ["reveal 3 12", "Open 3 12", " CLICK  3,12 ", "reveal, 3, 12", "\nreveal\t3\n12"])
+def test_a_reveal_is_read(text: str) -> None:
+    assert Minesweeper().move(text) == (REVEAL, 2, 11)
+
+
+@pytest.mark.parametrize("text", ["flag 3 12", "MARK 3 12", "Flag 3, 12"])
+def test_a_flag_is_read(text: str) -> None:
+    assert Minesweeper().move(text) == (MARK, 2, 11)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3 12",
+        "reveal 3",
+        "reveal 3 12 1",
+        "reveal R3 C12",
+        "reveal3 12",
+        "unflag 3 12",
+        "reveal -3 12",
+        "reveal ٣ 2",
+        "9" * 9,
+    ],
+)
+def test_other_text_is_no_move(text: str) -> None:
+    assert Minesweeper().move(text) is None
+
+
+def test_every_move_is_read_from_its_own_notation() -> None:
+    rules = Minesweeper(rows=16, columns=30, mines=99, centre_start=False)
+    moves = rules.moves(rules.initial(rules.task(0)))
+    assert len(set(moves)) == 2 * 480
+    assert [rules.move(rules.notation(move)) for move in moves] == moves
+
+
+def test_the_last_action_block_counts() -> None:
+    state = small(OPENED)
+    assert game().read(state, "<action>flag 1 2</action> or <action>reveal 1 4</action>").move == (0, 0, 3)
+    assert game().read(state, "<action>reveal 1 4</action> or <action>flag 1 2</action>").kind == "illegal"
+    assert game().read(state, "reveal 1 4").kind == "invalid"
+    assert game(boxed=True).read(state, r"\boxed{flag 1 1}").move == (1, 0, 0)
+
+
+def test_a_small_grid_is_drawn_with_labels() -> None:
+    assert labelled("#1.F..2*", 4) == "   C1 C2 C3 C4\nR1  #  1  .  F\nR2  .  .  2  *"
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.randoms(use_true_random=False))
+@settings(max_examples=50)
+def test_the_drawn_grid_can_be_read_back(rows: int, columns: int, rng: random.Random) -> None:
+    board = "".join(rng.choices("#F.12345678*", k=rows * columns))
+    head, *lines = labelled(board, columns).splitlines()
+    assert head.split() == [f"C{column + 1}" for column in range(columns)]
+    assert [line.split()[0] for line in lines] == [f"R{row + 1}" for row in range(rows)]
+    assert "".join("".join(line.split()[1:]) for line in lines) == board
+    assert {len(line) for line in lines} == {len(head)}
+
+
+def test_the_prompt_shows_the_board_and_never_the_mines() -> None:
+    rules = Minesweeper()
+    state = rules.initial(rules.task(5))
+    state = play(rules, state, rules.notation(rules.moves(state)[-1])).state
+    (message,) = rules.prompt(rules.task(5), state)
+    shared, shown = message["content"].split(SPLIT)
+    assert labelled(state.board, 5) in shown
+    assert "5x5 and hides 5 mines; mines less flags: 4. To win, reveal every cell without a mine." in shown
+    other = msgspec.structs.replace(state, layout="*" * 25, seed=1)
+    assert rules.prompt(rules.task(5), other) == [message]
+    (later,) = rules.prompt(rules.task(6), rules.initial(rules.task(6)))
+    assert later["content"].split(SPLIT)[0] == shared
+    assert not re.search(r"\{\w+\}", message["content"])
+    (both,) = rules.prompt(rules.task(5), msgspec.structs.replace(state, flag_all=True))
+    assert "without a mine, and flag every mine and nothing else." in both["content"]
+
+
+def test_the_compact_prompt_is_the_cells_alone() -> None:
+    rules = game(prompt="minesweeper_compact")
+    assert rules.prompt(rules.task(0), small(OPENED)) == [{"role": "user", "content": f"M{SPLIT}{OPENED}"}]
+
+
+def test_the_history_keeps_the_last_moves_with_their_result() -> None:
+    rules = game(history=4)
+    state = play(rules, small(), "flag 1 2", "flag 1 2", "flag 1 1", "reveal 4 4").state
+    assert state.past == ("flag 1 2 flagged", "flag 1 2 unflagged", "flag 1 1 flagged", "reveal 4 4 safe")
+    assert play(rules, state, "reveal 2 4").state.past[-2:] == ("reveal 4 4 safe", "reveal 2 4 mine")
+    assert "\n".join(state.past) in rules.prompt(rules.task(0), state)[0]["content"]
+
+
+def test_a_state_travels_and_is_a_dictionary_key() -> None:
+    rules = Minesweeper(rows=16, columns=30, mines=99, history=3)
+    state = rules.initial(rules.task(2**40))
+    after = play(rules, state, "flag 1 1").state
+    for one in (state, after):
+        plain = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(one)))
+        assert msgspec.convert(plain, State) == one
+        assert hash(msgspec.convert(plain, State)) == hash(one)
+    assert {state: 1, after: 2}[rules.initial(rules.task(2**40))] == 1
+
+
+def test_a_judged_turn_has_the_games_own_budget() -> None:
+    rules, state = game(max_turns=9), small(OPENED, turn=2)
+    turn = rules.judged(rules.task(1), state, rules.read(state, "<action>flag 1 2</action>"), 3, 4)
+    assert (turn.step, turn.budget, turn.move) == (3, 9, [1, 0, 1])
+    assert msgspec.convert(turn.state, State) == state
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 4), (3, 3), (4, 6)])
+def test_neighbours_are_the_cells_at_most_one_step_away(size: tuple[int, int]) -> None:
+    rows, columns = size
+    places = [divmod(cell, columns) for cell in range(rows * columns)]
+    assert [list(near) for near in neighbours(rows, columns)] == [
+        [other for other, (r, c) in enumerate(places) if 0 < max(abs(r - row), abs(c - column)) <= 1]
+        for row, column in places
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mines": 0}, "mines = 0: expected 1 to 15 on 5x5"),
+        ({"mines": 16}, "mines = 16: expected 1 to 15 on 5x5, where the 3x3 .* and one safe cell, are kept free"),
+        ({"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16 on 5x5"),
+        ({"rows": 3, "columns": 3, "mines": 1}, "rows = 3, columns = 3: expected a board larger"),
+        ({"rows": 0}, "rows = 0, columns = 5: expected 1 or more"),
+        ({"max_turns": 0}, "max_turns = 0: expected 1 or more"),
+        ({"success_rule": "both"}, "success_rule = 'both': expected one of 'reveal', 'flags'"),
+    ],
+)
+def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Minesweeper(**options)
+
+
+def test_as_many_mines_as_allowed_can_be_laid() -> None:
+    rules = Minesweeper(mines=16, centre_start=False)
+    state = play(rules, rules.initial(rules.task(0)), "reveal 3 3").state
+    assert state.board == "#####" + "#535#" + "#3.3#" + "#535#" + "#####"
+    assert Minesweeper(mines=15).initial(Minesweeper(mines=15).task(0)).layout.count("*") == 15
+
+
+def test_the_prompt_files_name_only_placeholders_that_are_filled() -> None:
+    known = {*game().view(small()), "past"}
+    for path in PROMPTS.glob("minesweeper*.txt"):
+        assert set(re.findall(r"\{(\w+)\}", path.read_text())) <= known, path
