@@ -149,7 +149,7 @@ def test_a_certain_mine_is_told_from_an_almost_certain_one() -> None:
         (1, {0: 1, 2: 1, 4: 2}, "fit"),
         (3, {1: 0}, "no layout"),
         (1, {1: 6}, "cell 1 shows 6"),
-        (2, {0: 1, 3: 2}, "would hold"),
+        (2, {1: 1, 4: 2}, "would hold"),
     ],
 )
 def test_numbers_that_no_layout_fits_are_refused(mines: int, numbers: dict[int, int], said: str) -> None:
@@ -188,15 +188,15 @@ def test_without_budget_a_cell_has_the_mean_of_the_single_numbers_beside_it() ->
 
 
 def test_the_budget_bounds_the_time_of_the_hardest_positions() -> None:
-    rng, spent = random.Random(8), 0
-    for _ in range(4):
-        numbers = lattice(32, 32, 160, rng)
+    rng, exact = random.Random(8), []
+    for _ in range(3):
+        numbers = lattice(24, 24, 110, rng)
         begun = time.process_time()
-        found = posterior(32, 32, 160, numbers)
-        assert time.process_time() - begun < 5  # under half a second where nothing else runs
-        assert found.exact == (sum(found.mined.values()) == 160 * found.layouts)
-        spent += not found.exact
-    assert spent
+        found = posterior(24, 24, 110, numbers)
+        assert time.process_time() - begun < 3  # 0.3 s
+        exact.append(found.exact)
+        assert not found.exact or sum(found.mined.values()) == 110 * found.layouts
+    assert exact == [True, True, False]
 
 
 # ---------------------------------------------------------------------------------------------- the oracle
@@ -272,7 +272,7 @@ def test_moves_on_hand_made_boards(
         (FORCED, [MARK, 0, 2], 1, 1, -2),
         (CLOSING, [REVEAL, 0, 6], 1, 2, 2),
         (msgspec.structs.replace(CLOSING, flag_all=True), [REVEAL, 0, 6], 1, 2, -2),
-        (State(1, 7, 2, 0, ".1F11#.", "..*..*.", True), [MARK, 0, 5], 1, 1, 1),
+        (State(1, 7, 2, 0, ".1F11#1", "..*..*.", True), [MARK, 0, 5], 1, 1, 1),
     ],
 )
 def test_running_out_of_turns_is_graded_as_such(
