@@ -6,7 +6,8 @@ import msgspec
 
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [judges]. use: built-in name or "module:Class" -> constructor options; all are served by one process."""
+    """Section [judges]. use: built-in name or "module:Class" -> constructor options. One process serves them, another the
+    built-in opponents."""
 
     use: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"slate_rules": {}, "exact_match": {}})
 

@@ -19,7 +19,7 @@ import msgspec
 from judges.base import Judge, checked
 from judges.players import Player
 from wire import loop, options
-from wire.faults import InfrastructureFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
 from wire.service import Call, Handler, Service
 from wire.sockets import RunKeys
@@ -42,6 +42,12 @@ PLAYERS = {
 def built_in_service(name: str) -> str:
     """The service that a name of [judges.use] offers; "" for a plug-in, which announces its own."""
     return f"judge.{name}" if name in BUILT_IN else f"player.{name}" if name in PLAYERS else ""
+
+
+def check_options(spec: str, given: dict[str, Any]) -> None:
+    """Refuse options a built-in judge or opponent cannot take, without keeping it. A plug-in is checked when it is served."""
+    if built_in_service(spec):
+        make_worker(spec, given)
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +128,10 @@ class Batcher:
             return
         except Exception as error:  # noqa: BLE001 whatever a plug-in raises is the answer to the requests it was scoring
             self.counts["raised"] += 1
+            if isinstance(error, DataFault) and len(items) > 1:  # one bad turn must not condemn the others of its batch
+                for item in items:
+                    await self._score([item])
+                return
             for _, future in items:
                 if not future.done():
                     future.set_exception(error)

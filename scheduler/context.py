@@ -39,7 +39,11 @@ Emit = Callable[[Tree, list[Node], list[Turn]], None]
 
 
 class Shop(msgspec.Struct, frozen=True):
-    """What all contexts of a run share. most: samples of one generate call; more are asked for in several calls."""
+    """What all contexts of a run share. most: samples of one generate call; more are asked for in several calls.
+
+    aside: room for calls of continuations, so that they wait here, where no deadline runs, and never stand before the turns of
+    the trained trajectories in a queue.
+    """
 
     dispatcher: Dispatcher
     journal: Journal
@@ -49,6 +53,7 @@ class Shop(msgspec.Struct, frozen=True):
     counts: Counter[str]
     emit: Emit
     most: int = 64
+    aside: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(64))
 
 
 class Context:
@@ -57,6 +62,7 @@ class Context:
     def __init__(self, shop: Shop, settings: SchedulerConfig, task: Task, tree: Tree, rng: random.Random):
         self.shop, self.settings, self.task, self.tree, self.rng = shop, settings, task, tree, rng
         self.environment = shop.environment
+        self.seed = rng.getrandbits(62)
         self.state_type: type = type(None)
         self._home: str | None = None
 
@@ -190,6 +196,12 @@ class Context:
         return self._typed(self.tree.state_before(node))
 
     # ------------------------------------------------------------------------------------------ beside the tree
+
+    def aside(self, purpose: str) -> "Context":
+        """The same tree with randomness of its own, for work whose order among other work is not fixed."""
+        made = Context(self.shop, self.settings, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
+        made.state_type, made._home = self.state_type, self._home
+        return made
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[str, str]:
         """The prompt to act in ``state``: what all turns share, and the rest ("" where turns are appended)."""

@@ -27,6 +27,7 @@ from scheduler.pacing import Pacing
 from scheduler.stream import Stream
 from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
+from scheduler.together import together
 from scheduler.tree import Node, Tree
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
@@ -37,6 +38,8 @@ log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
 EVALUATIONS_AT_ONCE = 96
+WORK = ("environment_steps", "continuation_steps", "generated_tokens")
+"""Counts of work that a run's curves are drawn against; they go on after a resume (work that a crash undid counts too)."""
 CHECK_S = 2.0
 """How soon a background task that died ends the run."""
 
@@ -78,7 +81,9 @@ class Run:
         self.dispatcher.on_leave = self._left
         self.environment = registry.load(process.environment, process.options)
         examined = process.options | self.settings.evaluation.options
-        self.examination = registry.load(process.environment, examined) if examined != process.options else self.environment
+        self.examination = (
+            registry.load(process.environment, examined) if examined != process.options else self.environment
+        )
         count = self.settings.evaluation.questions
         if registry.makes_tasks(self.environment):
             self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,7 +97,7 @@ class Run:
         self.pacing: Pacing
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(self.metrics.last(WORK))
         self.outcomes: list[float] = []
         self.next_tree = self.journal.next_tree()
         self.shop = Shop(
@@ -162,6 +167,7 @@ class Run:
         self.training_since = time.monotonic()
         for row in left:
             self._take_up(row)
+        await self._evaluate_if_due()  # a crash may have come between an update and its evaluation
         moved_at = time.monotonic()
         while not self.pacing.finished:
             while self.pacing.may_start():
@@ -228,26 +234,31 @@ class Run:
         task.add_done_callback(ended)
 
     async def _grow(self, tree: Tree, context: Context) -> None:
-        """Grow one tree to its end; a task that cannot work is quarantined, an infrastructure fault is tried again."""
+        """Grow one tree to its end; a task that cannot work is quarantined."""
         started = self.pacing.version
-        for attempt in range(5):
-            try:
-                await context.plant()
-                await self.grow(tree, context)
-                break
-            except InfrastructureFault as fault:
-                log.warning("tree %d, attempt %d: %s", tree.id, attempt + 1, fault)
-                if attempt == 4:
-                    raise InfrastructureFault(f"tree {tree.id} failed five times; the last time: {fault}") from fault
-                self.counts["tree_retries"] += 1
-            except DataFault as fault:
-                self._quarantine(tree, str(fault))
-                return
+        try:
+            await self._attempts(tree, context, self.grow)
+        except DataFault as fault:
+            self._quarantine(tree, str(fault))
+            return
         self.journal.close_tree(tree.id)
         self.stream.close(tree)
         self.pacing.close(started)
         tips = {node.trajectory for node in tree.nodes.values()}
         self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
+
+    async def _attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
+        """Plant and grow, again after an infrastructure fault. Raises DataFault, and the fifth InfrastructureFault."""
+        for attempt in range(5):
+            try:
+                await context.plant()
+                await grow(tree, context)
+                return
+            except InfrastructureFault as fault:
+                log.warning("tree %d, attempt %d: %s", tree.id, attempt + 1, fault)
+                if attempt == 4:
+                    raise InfrastructureFault(f"tree {tree.id} failed five times; the last time: {fault}") from fault
+                self.counts["tree_retries"] += 1
 
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)
@@ -279,9 +290,7 @@ class Run:
         for warning in trained.warnings:
             print(f"warning, update {trained.version}: {warning}", flush=True)
         self.pacing.trained(trained.version)
-        every = self.settings.evaluation.every
-        if self.heldout and every and trained.version % every == 0 and not self.pacing.finished:
-            await self._evaluate(f"v{trained.version}")
+        await self._evaluate_if_due()
         self.moved.set()
 
     async def _spread(self) -> None:
@@ -338,18 +347,26 @@ class Run:
 
         return await baselines.play(self.examination, self.heldout, context)
 
+    async def _evaluate_if_due(self) -> None:
+        """Every so many updates, once a version."""
+        version, every = self.pacing.version, self.settings.evaluation.every
+        known = {name for _, name, _ in self.journal.evaluations()}
+        due = bool(self.heldout) and every > 0 and version > 0 and version % every == 0 and not self.pacing.finished
+        if due and f"v{version}" not in known:
+            await self._evaluate(f"v{version}")
+
     async def _evaluate(self, name: str) -> None:
         start = time.monotonic()
         version = self.weights.version
         e = self.settings.evaluation
         settings = msgspec.structs.replace(self.settings, k=1, temperature=e.temperature)
         room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
-        pairs = await asyncio.gather(*(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout)))
+        pairs = await together(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout))
         found = evaluation.summarise(version, self.examination, [pair for pair in pairs if pair is not None])
         self.journal.save_evaluation(version, name, msgspec.to_builtins(found))
         values = {f"heldout/{key}": measured.mean for key, measured in found.measures.items()}
         values |= {f"heldout/{key}_half": measured.half for key, measured in found.measures.items()}
-        values |= {f"count/{key}": float(self.counts[key]) for key in ("environment_steps", "generated_tokens")}
+        values |= {f"count/{key}": float(self.counts[key]) for key in WORK}
         self.metrics.record(version, values, show=False)
         print(report.heldout_line(name, found, time.monotonic() - start), flush=True)
 
@@ -363,8 +380,7 @@ class Run:
             context = Context(shop, settings, task, tree, rng)
             self.journal.start_tree(tree, position, self.weights.version)
             try:
-                await context.plant()
-                await strategies.load("chain")(tree, context)
+                await self._attempts(tree, context, strategies.load("chain"))
             except DataFault as fault:
                 self._quarantine_heldout(tree, fault)
                 return None

@@ -41,13 +41,25 @@ class Metrics:
     """Writes records; ``counters`` turns worker statistics into differences between updates."""
 
     def __init__(self, run: Path):
-        self._file = (run / "metrics.jsonl").open("ab")
+        self._path = run / "metrics.jsonl"
+        self._file = self._path.open("ab")
         self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = self._last = time.monotonic()
         self._before: Counter[str] = Counter()
         self._lines = 0
         self._columns: set[str] = set()
+
+    def last(self, names: Sequence[str]) -> dict[str, int]:
+        """The newest recorded counts ``names`` of an earlier part of this run; 0 where there is none."""
+        found = dict.fromkeys(names, 0)
+        for line in self._path.read_bytes().splitlines():
+            try:
+                record = msgspec.json.decode(line, type=dict[str, float])
+            except msgspec.DecodeError:
+                continue  # cut off by a crash
+            found |= {name: max(found[name], int(record.get(f"count/{name}", 0))) for name in names}
+        return found
 
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
         """Store one record and show its line."""

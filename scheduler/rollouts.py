@@ -37,7 +37,8 @@ def position_before(ctx: Context, action: Node) -> Position:
 async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
     """The outcomes of ``n`` continuations."""
     prefix = np.frombuffer(position.prefix, np.int32)
-    samples, _ = await ctx.sample(prefix, n, ctx.environment.stop)
+    async with ctx.shop.aside:
+        samples, _ = await ctx.sample(prefix, n, ctx.environment.stop)
     reached = await together(advance(ctx, position, sample) for sample in samples)
     ended = [place for place in reached if isinstance(place, float)]
     going = Counter(place for place in reached if isinstance(place, Position))
@@ -49,7 +50,8 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     """The next position after a sampled action, or the outcome when the episode is over. A policy without an answer has outcome 0."""
     environment, step = ctx.environment, position.step + 1
     action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
-    transition = await environment.step(position.state, action, ctx)
+    async with ctx.shop.aside:
+        transition = await environment.step(position.state, action, ctx)
     ctx.shop.counts["continuation_steps"] += 1
     if transition.done and transition.outcome is not None:
         return transition.outcome

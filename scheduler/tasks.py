@@ -39,7 +39,10 @@ def held_out(source: str, count: int) -> list[Task]:
 
 
 class GeneratedTasks:
-    """Tasks an environment makes from seeds: every draw is new, training and held-out seeds never meet."""
+    """Tasks an environment makes from seeds: each draw is one of 2^30, held-out seeds are never drawn.
+
+    Different seeds may make the same task where a game has few (an empty board has one).
+    """
 
     def __init__(self, make: Callable[[int], Task], seed: int):
         self.make, self.seed = make, seed

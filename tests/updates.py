@@ -36,8 +36,11 @@ def batch(seed: int, version: int) -> Batch:
     return Batch(version, 3, made, nodes)
 
 
-def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2) -> Batch:
-    """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo values; uneven lengths."""
+def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2, fresh: bool = False) -> Batch:
+    """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo values; uneven lengths.
+
+    Observations are appended to one growing text; or, fresh, each turn has a prompt of its own below the root, as in the games.
+    """
     rng = np.random.default_rng(seed)
     made, nodes = [], []
     for tree in range(seed * 10, seed * 10 + trees):
@@ -45,6 +48,9 @@ def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2
         for trajectory in range(k):
             parent, length = 0, int(rng.integers(1, turns + 1))
             for turn in range(1, length + 1):
+                if fresh:
+                    own.append(TreeNode(len(own), 0, "prompt", np.array([7, tree % 7, turn, trajectory % 2], np.int32)))
+                    parent = len(own) - 1
                 n, last = int(rng.integers(2, 6)), turn == length
                 tokens, logprobs = rng.integers(0, 256, n).astype(np.int32), rng.normal(-5.5, 0.3, n).astype(np.float32)
                 node = TreeNode(len(own), parent, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool))
@@ -52,7 +58,7 @@ def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2
                 scores |= {"outcome": float((trajectory + tree) % 2)} if last else {"process": float(rng.random())}
                 own.append(node)
                 trained.append(Turn(node.id, trajectory, turn, scores))
-                if not last:
+                if not last and not fresh:
                     own.append(TreeNode(len(own), node.id, "observation", np.array([7, tree % 7], np.int32)))
                     parent = len(own) - 1
         made.append(TrainGroup(tree, tree, own, trained))

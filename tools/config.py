@@ -12,6 +12,7 @@ import msgspec
 from actors.config import ActorsConfig
 from actors.environments import registry
 from judges.config import JudgesConfig, RetrieverConfig
+from judges.serve import check_options
 from learner import schemes
 from learner.config import LearnerConfig
 from scheduler.config import SchedulerConfig
@@ -71,6 +72,11 @@ def load(path: Path, overrides: list[str]) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config {path} is not TOML: {error}") from None
     return convert(tree, overrides)
+
+
+def saved(config: Config) -> bytes:
+    """The config as a run folder keeps it."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=1)
 
 
 def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
@@ -177,12 +183,27 @@ def _check_environment(config: Config) -> None:
         raise ConfigError(
             f"config: data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
         )
+    _check_judges(config)
     for name in {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}:
         plugged = any(":" in spec for spec in config.judges.use)  # announces a name of its own
         if name != "random" and name not in config.judges.use and not plugged:
             raise ConfigError(
                 f"config: the environment's opponents name {name!r}: expected 'random' or one of [judges.use] {sorted(config.judges.use)}"
             )
+
+
+def _check_judges(config: Config) -> None:
+    """Options of built-in judges and opponents, and the judge the run asks."""
+    s, data = config.scheduler, config.data
+    for spec, options in config.judges.use.items():
+        try:
+            check_options(spec, options)
+        except (ValueError, FileNotFoundError) as error:
+            raise ConfigError(f"config: {error}") from None
+    if s.judge in registry.KNOWN and s.judge != data.environment and ":" not in data.environment:
+        raise ConfigError(
+            f"config: scheduler.judge = {s.judge!r} is the oracle of another game: data.environment = {data.environment!r}"
+        )
 
 
 def _check_learner(w: LearnerConfig) -> None:
@@ -254,10 +275,11 @@ def _check_strategy(strategy: str, scheme: str) -> None:
 def _check_effects(config: Config) -> None:
     s, w = config.scheduler, config.learner
     default = SchedulerConfig()
-    if s.selection == "best-of-k" and s.eta != default.eta:
-        raise ConfigError(
-            f"config: scheduler.eta = {s.eta} has no effect with scheduler.selection = 'best-of-k': remove it"
+    if (s.selection == "best-of-k" or s.strategy != "slate") and s.eta != default.eta:
+        setting = (
+            "scheduler.selection = 'best-of-k'" if s.strategy == "slate" else f"scheduler.strategy = {s.strategy!r}"
         )
+        raise ConfigError(f"config: scheduler.eta = {s.eta} has no effect with {setting}: remove it")
     if s.strategy != "slate" and s.selection != default.selection:
         raise ConfigError(
             f"config: scheduler.selection has no effect with scheduler.strategy = {s.strategy!r}: remove it"
@@ -272,6 +294,11 @@ def _check_effects(config: Config) -> None:
         )
     _check_learner(w)
     _check_strategy(s.strategy, w.scheme)
+    if 0 < w.decay_updates < s.updates:
+        raise ConfigError(
+            f"config: learner.decay_updates = {w.decay_updates} leaves a learning rate of 0 for the rest of scheduler.updates ="
+            f" {s.updates}: expected 0 (no decay) or at least as many"
+        )
     if config.data.train != "default" and config.warm_start.steps and config.data.corpus != "default":
         raise ConfigError(
             f"config: warm_start.steps = {config.warm_start.steps}: the built-in warm start knows the default data only;"

@@ -12,7 +12,10 @@ from typing import Any
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 
-_SHOWN_SCORES = ("reward", "advantage", "think", "query", "answer", "outcome", "f1")
+_SHOWN_SCORES = (
+    "reward", "advantage", "think", "query", "answer", "optimal", "graded", "risk", "mc_value", "mc_error", "td", "outcome", "f1",
+    "success", "completion",
+)  # fmt: skip
 
 
 def chosen_rows(journal: Journal, given: argparse.Namespace) -> list[TreeRow]:

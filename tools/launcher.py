@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tools import assets, plan
-from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load, saved
 from tools.supervise import Supervisor
 
 
@@ -69,7 +69,7 @@ def main(command: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-        (run / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
+        (run / "config.json").write_bytes(saved(config))
         print(f"run folder {run}", flush=True)
         return Supervisor(run, plan.make(config, found, run)).watch()
 

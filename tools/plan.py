@@ -9,7 +9,7 @@ import psutil
 
 from actors.config import ActorProcess
 from judges.retriever.worker import RetrieverProcess
-from judges.serve import JudgeProcess, built_in_service
+from judges.serve import PLAYERS, JudgeProcess, built_in_service
 from learner.config import LearnerProcess
 from scheduler.config import SchedulerProcess
 from tools.assets import Assets
@@ -40,11 +40,14 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
             "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
             assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), config.scheduler,
         ),
-        "judges": JudgeProcess("judges", r, config.judges.use),
+        "judges": JudgeProcess("judges", r, {k: v for k, v in config.judges.use.items() if k not in PLAYERS}),
         "learner": LearnerProcess(
             "learner", r, config.seed, assets.model, config.scheduler.questions_per_update, config.scheduler.temperature, w
         ),
     }  # fmt: skip
+    players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
+    if players:  # apart from the judges: a slow oracle must not keep opponents waiting
+        files["players"] = JudgeProcess("players", r, players)
     if assets.retriever:
         files["retriever"] = RetrieverProcess(
             "retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads
@@ -57,6 +60,8 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         Process("scheduler", "scheduler.main", "scheduler", 1, True),
         Process("judges", "judges.serve", "judges", 1, False),
     ]
+    if players:
+        plan.append(Process("players", "judges.serve", "players", 1, False))
     if assets.retriever:
         plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
     plan += [

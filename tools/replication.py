@@ -5,6 +5,7 @@ run can be looked at with the other tools. Arms are compared at equal environmen
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -20,11 +21,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from tools.bootstrap import ROOT
+from tools.config import ConfigError, load, saved
 from tools.theories import save
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Two-sided 95% quantiles of Student's t by degrees of freedom."""
-STEPS, TOKENS = "count/environment_steps", "count/generated_tokens"
+STEPS = ("count/environment_steps", "count/continuation_steps")
+"""Environment steps of trained episodes, and of Monte Carlo continuations: both cost the same."""
+TOKENS = "count/generated_tokens"
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -43,14 +47,18 @@ class Study(msgspec.Struct, frozen=True):
 
 
 _OR = ["learner.scheme=outcome"]
-_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5", "scheduler.updates=24"]
+_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5"]
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 
 STUDIES = {
-    "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, _MC)}),
-    "vpr-sudoku": Study("success", {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, _MC)}),
-    "vpr-minesweeper": Study("success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, _MC)}),
+    "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}),
+    "vpr-sudoku": Study(
+        "success", {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, [*_MC, *_SHORT])}
+    ),
+    "vpr-minesweeper": Study(
+        "success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=12"])}
+    ),
     "vpr-oracles": Study(
         "return",
         {
@@ -67,7 +75,7 @@ STUDIES = {
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """One run's held-out evaluations: policy version, environment steps and generated tokens so far, the measure."""
+    """One run's held-out evaluations: policy version, environment steps (continuations included) and generated tokens so far, the measure."""
 
     version: list[int]
     steps: list[float]
@@ -89,16 +97,19 @@ def run_all(study: Study, out: Path, seeds: int, parallel: int, changes: list[st
 
 
 def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
-    if (folder / "summary.json").is_file():
-        return True
-    folder.mkdir(parents=True, exist_ok=True)
+    path, overrides = ROOT / "configs" / f"{arm.config}.toml", [*arm.changes, f"seed={seed}", *changes]
     command = [sys.executable, str(ROOT / "tools" / "launch")]
     if (folder / "config.json").is_file():
+        if (folder / "config.json").read_bytes() != saved(load(path, overrides)):
+            raise ConfigError(f"{folder} was made with another config: choose another --out, or remove the folder")
+        if (folder / "summary.json").is_file():
+            return True
         command += ["--resume", str(folder)]
     else:
-        command += ["--config", str(ROOT / "configs" / f"{arm.config}.toml"), "--run-folder", str(folder)]
-        for change in [*arm.changes, f"seed={seed}", *changes]:
+        command += ["--config", str(path), "--run-folder", str(folder)]
+        for change in overrides:
             command += ["--set", change]
+    folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with (folder / "output.log").open("ab") as log:
         status = subprocess.run(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
@@ -114,9 +125,12 @@ def curve(folder: Path, measure: str) -> Curve:
         if f"heldout/{measure}" in row:
             rows[int(row["version"])] = row
     kept = [rows[version] for version in sorted(rows)]
+    steps = [float(sum(row.get(key, 0.0) for key in STEPS)) for row in kept]
+    if any(later < earlier for earlier, later in itertools.pairwise(steps)):
+        raise ValueError(f"{folder}: the counts of steps decrease: it was resumed by a version that did not keep them")
     return Curve(
         sorted(rows),
-        [row[STEPS] for row in kept],
+        steps,
         [row[TOKENS] for row in kept],
         [row[f"heldout/{measure}"] for row in kept],
     )
@@ -162,7 +176,9 @@ def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
     """The measure against environment steps and against generated tokens, a band of the 95% interval over seeds."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, kind, label in zip(axes, ("steps", "tokens"), ("environment steps", "generated tokens"), strict=True):
+    for axis, kind, label in zip(
+        axes, ("steps", "tokens"), ("environment steps, continuations included", "generated tokens"), strict=True
+    ):
         for name, found in curves.items():
             length = min(len(c.value) for c in found)
             x = np.mean([getattr(c, kind)[:length] for c in found], axis=0)
@@ -199,8 +215,12 @@ def main(arguments: list[str] | None = None) -> int:
         )
     out = given.out or ROOT / "runs" / "replication" / given.study
     seeds = given.seeds or study.seeds
-    failed = [] if given.report else run_all(study, out, seeds, given.parallel, given.set)
-    curves = {name: _curves(out / slug(name), study.measure) for name in study.arms}
+    try:
+        failed = [] if given.report else run_all(study, out, seeds, given.parallel, given.set)
+        curves = {name: _curves(out / slug(name), study.measure, seeds) for name in study.arms}
+    except ValueError as error:
+        print(f"tools/replicate: {error}", file=sys.stderr)
+        return 2
     curves = {name: found for name, found in curves.items() if found}
     if not curves:
         print(f"tools/replicate: no finished run in {out}", file=sys.stderr)
@@ -214,5 +234,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _curves(arm: Path, measure: str) -> list[Curve]:
-    return [curve(run.parent, measure) for run in sorted(arm.glob("seed*/summary.json"))]
+def _curves(arm: Path, measure: str, seeds: int) -> list[Curve]:
+    runs = [arm / f"seed{seed}" for seed in range(seeds)]
+    return [curve(run, measure) for run in runs if (run / "summary.json").is_file()]

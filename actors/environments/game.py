@@ -146,7 +146,7 @@ class Game:
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """return, the measures of the last turn, and per turn: valid, oracle (the share of turns with the oracle's reward)."""
+        """return, turns, the measures of the last turn, and per turn: valid, oracle (the mean reward: of a binary oracle a share)."""
         last = turns[-1]
         made = {"return": [last["outcome"]], "turns": [float(len(turns))]}
         made |= {name: [last[name]] for name in ("success", "completion") if name in last}

@@ -28,7 +28,11 @@ def load(name: str, options: dict[str, Any]) -> Environment:
         made = getattr(importlib.import_module(module), kind)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"data.environment = {name!r}: {error}") from None
-    return made(**checked("data.options", name, made.__init__, options, ("self",)))
+    given = checked("data.options", name, made.__init__, options, ("self",))
+    try:
+        return made(**given)
+    except ValueError as error:
+        raise ValueError(f"data.options of {name}: {error}") from None
 
 
 def makes_tasks(environment: Environment) -> bool:

@@ -25,11 +25,6 @@ class Labels(msgspec.Struct, frozen=True):
     mines: frozenset[int]
     exact: bool
 
-    @property
-    def safe(self) -> bool:
-        """Is there a reveal without risk?"""
-        return any(self.risks[cell] < TOLERANCE for cell in self.safest)
-
 
 def labels(state: State, budget: int = BUDGET) -> Labels:
     """Which moves are valid: the reveals of least risk, all ties, and the flags of certain mines.
@@ -44,8 +39,9 @@ def labels(state: State, budget: int = BUDGET) -> Labels:
     found = seen(state, budget)
     risks = found.risks()
     mines = frozenset(cell for cell in open_cells if found.certain(cell))
-    least = min((risks[cell] for cell in open_cells if cell not in mines), default=0.0)
-    safest = frozenset(cell for cell in open_cells if cell not in mines and risks[cell] <= least + TOLERANCE)
+    others = [cell for cell in open_cells if cell not in mines]
+    least = min((risks[cell] for cell in others), default=0.0)
+    safest = frozenset(cell for cell in others if risks[cell] <= least + TOLERANCE)
     return Labels(risks, safest, mines, found.exact)
 
 
@@ -128,7 +124,7 @@ def _graded_reveal(found: Labels, cell: int) -> tuple[float, str]:
     if risk < TOLERANCE:
         return 2.0, "safe reveal"
     why = f"reveal at risk {risk:.3f}, the least is {least:.3f}"
-    return (1.0 if cell in found.safest and not found.safe else 0.0), why
+    return (1.0 if cell in found.safest else 0.0), why
 
 
 def _read(plain: Any) -> State:

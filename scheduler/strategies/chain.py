@@ -12,7 +12,8 @@ from scheduler.tree import Node, Tree
 
 async def grow(tree: Tree, ctx: Context) -> None:
     """Grow the trajectory to its end, then emit it."""
-    ctx.emit([await episode(tree, ctx)])
+    if not tree.groups:  # a crash may have come between the group and the end of its tree
+        ctx.emit([await episode(tree, ctx)])
 
 
 async def episode(

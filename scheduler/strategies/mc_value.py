@@ -17,6 +17,8 @@ from scheduler.tree import Node, Tree
 
 async def grow(tree: Tree, ctx: Context) -> None:
     """Grow the chain; value its states meanwhile; emit it."""
+    if tree.groups:
+        return
     async with Beside() as beside:
         actions = await chain.episode(tree, ctx, 0, lambda action: beside.start(value(ctx, action)))
     differences(actions)
@@ -28,7 +30,8 @@ async def value(ctx: Context, action: Node) -> None:
     """The value of the state in which ``action`` was taken."""
     if action.forced or "mc_value" in action.scores:
         return
-    found = await outcomes(ctx, position_before(ctx, action), ctx.settings.continuations)
+    aside = ctx.aside(f"value {action.id}")  # the chain's own draws do not depend on when continuations come back
+    found = await outcomes(aside, position_before(ctx, action), ctx.settings.continuations)
     mean = math.fsum(found) / len(found)
     variance = math.fsum((x - mean) ** 2 for x in found) / max(1, len(found) - 1)
     action.scores |= {"mc_value": mean, "mc_error": math.sqrt(variance / len(found))}

@@ -128,7 +128,9 @@ def test_the_board_of_a_seed_never_changes() -> None:
     assert rules.initial(rules.task(7)).layout == "*.*......*.........*....*"
 
 
-def test_a_board_that_the_free_reveal_solves_is_drawn_again_and_after_all_tries_a_data_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_board_that_the_free_reveal_solves_is_drawn_again_and_after_all_tries_a_data_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rules = Minesweeper(mines=3)
     states = [rules.initial(rules.task(seed)) for seed in range(40)]
     redrawn = [seed for seed, state in enumerate(states) if state.seed != seed]
@@ -211,6 +213,7 @@ def test_a_mine_ends_the_game_as_lost() -> None:
     transition = play(game(), small(OPENED), "reveal 1 1")
     assert (transition.done, transition.outcome, transition.state.over) == (True, -1.0, True)
     assert transition.state.board == "*" + OPENED[1:]
+    assert game().read(transition.state, "<action>reveal 1 4</action>").kind == "illegal"
     assert transition.measures == {"success": 0.0, "success_reveal": 0.0, "success_flags": 0.0, "completion": 13 / 14}
 
 

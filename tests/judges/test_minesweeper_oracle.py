@@ -169,13 +169,24 @@ def test_a_spent_budget_is_said_and_keeps_what_is_certain(
     numbers = random_numbers(rows, columns, mines, 0.4, rng)
     exact, found = posterior(rows, columns, mines, numbers), posterior(rows, columns, mines, numbers, budget)
     assert found.exact == (exact.nodes <= budget)
-    if found.exact:
-        assert found == exact
+    assert found == exact or (not found.exact and found.nodes == budget)
     assert found.mined.keys() == exact.mined.keys()
     assert all(0 <= count <= found.layouts for count in found.mined.values())
     for cell, risk in found.risks().items():
         assert exact.certain(cell) or not found.certain(cell)
         assert exact.mined[cell] == 0 or risk > 0
+
+
+def test_the_budget_is_that_of_all_components_together() -> None:
+    numbers = {1: 1, 3: 1, 24: 1, 26: 1}
+    exact = posterior(1, 29, 2, numbers)
+    assert posterior(1, 29, 2, numbers, exact.nodes) == exact
+    short = posterior(1, 29, 2, numbers, exact.nodes - 1)
+    # the component that fell back: the mean of 1 of 2 and 1 of 2; the other has its one mine in the middle or two outside
+    assert not short.exact
+    assert [short.risks()[cell] for cell in (23, 25, 27)] == [0.5] * 3
+    assert (short.certain(2), short.mined[0]) == (False, short.mined[4])
+    assert 0.5 < short.risks()[2] == 1 - short.risks()[0] < 1
 
 
 def test_without_budget_a_cell_has_the_mean_of_the_single_numbers_beside_it() -> None:
@@ -370,9 +381,10 @@ def test_scoring_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> 
     [
         None,
         {"board": "........."},
-        msgspec.to_builtins(State(2, 4, 1, 0, "#######", "*......")),
+        msgspec.to_builtins(State(2, 4, 1, 0, "#######", "*.......")),
+        msgspec.to_builtins(State(1, 3, 1, 0, "#1#", "*.")),
         msgspec.to_builtins(State(1, 3, 1, 0, "#1*", "*.*")),
-        msgspec.to_builtins(State(1, 3, 1, 0, "111", "...")),
+        msgspec.to_builtins(State(1, 3, 0, 0, "...", "...")),
         msgspec.to_builtins(State(1, 3, 1, 0, "#1#", "")),
         msgspec.to_builtins(State(1, 3, 1, 0, "#2#", "*..")),
         msgspec.to_builtins(msgspec.structs.replace(FORCED, over=True)),

@@ -6,6 +6,8 @@ episode of three turns ends at p = 2. By dynamic programming the objective and a
 """
 
 import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,10 +16,17 @@ import pytest
 import torch
 
 from learner import corrections, schemes
+from learner.config import LearnerConfig
 from learner.corrections import Corrected, Level, Logprobs, Segments
 from learner.objective import token_weights
+from learner.passes import Plan, Rows, rows_of
+from learner.policy_step import Known, PolicyStep
 from learner.prm import cross_entropy, dpo
-from learner.table import TurnTable
+from learner.ranks import Ranks
+from learner.table import TurnTable, build
+from learner.trainer import Batch
+from learner.trees import Path
+from tests import updates
 
 TURNS, PROGRESS = 3, 3
 RIGHT = np.array([[0, 1], [1, 1], [1, 0]])  # the right pair at each progress
@@ -305,3 +314,92 @@ def test_updates_on_data_one_version_old_raise_the_exact_objective_further_and_f
     assert reached[2] > reached[0], reached
     assert reached[4] > reached[2], reached
     assert reached[6] > reached[4], reached
+
+
+# ------------------------------------------------------------------------------------------ fresh prompts
+
+
+class Fresh(msgspec.Struct, frozen=True):
+    """A batch in the games' layout, what a scheme makes of it, and log-probabilities of three policies, each [tokens]."""
+
+    table: TurnTable
+    rows: Rows
+    advantages: np.ndarray
+    weights: np.ndarray
+    current: np.ndarray
+    proximal: np.ndarray
+
+
+def told(batch: Batch) -> tuple[TurnTable, Rows]:
+    """The table of a batch with random token columns, and its rows."""
+    table, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
+    rng, n = np.random.default_rng(3), int(table.tokens.sum())
+    columns = {name: rng.normal(0, 0.3, n) for name in ("value", "prm", "kl", "log_ratio")}
+    return msgspec.structs.replace(table, token_scores=columns), rows_of(turns)
+
+
+@functools.cache
+def fresh(name: str) -> Fresh:
+    table, rows = told(updates.episodes(8, 0, turns=3, fresh=True))
+    advantages = schemes.load(name, SCHEMES[name].options)(table).advantages
+    rng = np.random.default_rng(4)
+    proximal = (rows.behaviour + rng.normal(0, 0.1, rows.tokens)).astype(np.float32)
+    current = (proximal + rng.normal(0, 0.05, rows.tokens)).astype(np.float32)
+    weights = token_weights(table, rows.sampled, 3, "turn").astype(np.float32)
+    return Fresh(table, rows, advantages.astype(np.float32), weights, current, proximal)
+
+
+def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]]) -> np.ndarray:
+    """The slope of the objective by each current log-probability when the paths are forwarded in these portions."""
+    ids = batch.table.trajectories().of[batch.table.row()] if correct.level == "sequence" else batch.table.row()
+    standing = batch.current if correct.follows else batch.proximal
+    known = Known(
+        batch.rows, batch.advantages, batch.weights, batch.proximal, batch.rows.behaviour, ids, standing
+    )  # fmt: skip
+    leaf = torch.tensor(batch.current, requires_grad=True)
+    place = {tuple(path.tokens): span for path, span in zip(batch.rows.paths, batch.rows.spans, strict=True)}
+
+    class Says:
+        device = "cpu"
+
+        def logprobs(self, paths: list[Path]) -> tuple[torch.Tensor, torch.Tensor]:
+            made = torch.cat([leaf[place[tuple(path.tokens)]] for path in paths])
+            return made, torch.zeros_like(made)
+
+    stepper: Any = SimpleNamespace(step=lambda version: 0.0, rate=lambda version: 0.0)
+    policy: Any = Says()
+    step = PolicyStep(policy, stepper, correct, LearnerConfig(kl_coef=0.0, entropy_coef=0.0), Ranks(60))
+    step.step(known, Plan([], [(list(rows), False) for rows in forwards], 1, 1), 1.0, 0, None)
+    assert leaf.grad is not None
+    return -leaf.grad.numpy()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_advantages_on_fresh_prompts_are_those_on_growing_text(name: str) -> None:
+    scheme = schemes.load(name, SCHEMES[name].options)
+    chained = scheme(told(updates.episodes(8, 0, turns=3))[0]).advantages
+    assert np.abs(fresh(name).advantages).max() > 0.1
+    if name != "gigpo":  # it compares turns that answered the same prompt, and these prompts differ
+        np.testing.assert_allclose(fresh(name).advantages, chained, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("correction", corrections.CORRECTIONS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_on_fresh_prompts_the_turns_of_a_trajectory_may_lie_in_any_forests(name: str, correction: str) -> None:
+    batch = fresh(name)
+    n = len(batch.table)
+    trajectories = batch.table.trajectories()
+    assert max(map(len, trajectories.rows)) == 3
+    by_level = {"token": batch.table.row(), "turn": batch.table.row()}
+    by_level["sequence"] = trajectories.of[batch.table.row()]
+    options = {"clip_low": 0.05, "clip_high": 0.05} if correction == "gspo" else {}
+    for level in corrections.LEVELS:
+        correct = corrections.load(correction, {"level": level, **options})
+        segments: dict[Level, Segments] = {correct.level: whole(torch.as_tensor(by_level[correct.level]))}
+        leaf = torch.tensor(batch.current, requires_grad=True)
+        behaviour, proximal = torch.tensor(batch.rows.behaviour), torch.tensor(batch.proximal)
+        made = correct(Logprobs(leaf, proximal, behaviour, segments), torch.tensor(batch.advantages))
+        (expected,) = torch.autograd.grad((torch.tensor(batch.weights) * made.term).sum(), leaf)
+        assert expected.abs().max() > 1e-3
+        for forwards in ([range(n)], [range(0, n, 2), range(1, n, 2)], [[i] for i in range(n)]):
+            np.testing.assert_allclose(stepped(batch, correct, forwards), expected.numpy(), rtol=2e-4, atol=1e-6)

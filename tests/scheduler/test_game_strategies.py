@@ -113,6 +113,11 @@ def tictactoe(**options: Any) -> TicTacToe:
     return TicTacToe(prompt="tictactoe_compact", **chosen)
 
 
+def _first_legal(prompt: str) -> str:
+    """A policy without chance: the first number of the prompt's last line."""
+    return f"<action>{prompt.replace('<|assistant|>', '').strip().splitlines()[-1].split()[0]}</action>"
+
+
 def sudoku(**options: Any) -> Sudoku:
     return Sudoku(prompt="sudoku_compact", size=4, blanks=4, **options)
 
@@ -194,13 +199,40 @@ async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(tmp_
     assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
 
 
-async def test_a_finished_game_is_not_played_again_after_a_crash(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe())
-    await stage.grow(chain)
-    asked, outcome = len(stage.services.generated), stage.groups[0][-1].scores["outcome"]
-    await stage.grow(chain, stage.reread())
+@pytest.mark.parametrize("strategy", [chain, full, mc_value])
+async def test_a_group_is_emitted_once_whatever_comes_between_it_and_the_end_of_its_tree(
+    tmp_path: Path, llama: Path, strategy: Any
+) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(), k=2, continuations=2)
+    await stage.grow(strategy)
+    asked = len(stage.services.generated)
+    await stage.grow(strategy, stage.reread())
     assert len(stage.services.generated) == asked
-    assert stage.groups[1][-1].scores["outcome"] == outcome
+    assert len(stage.groups) == 1
+
+
+async def test_a_finished_game_is_not_played_again_after_a_crash(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(opponents={"tictactoe_minimax": 1.0}))
+    await stage.grow(chain)
+    (turns,) = stage.groups
+    asked = len(stage.services.generated)
+    tree = stage.reread()
+    tree.groups.clear()  # as if the crash had come just before the group
+    await stage.grow(chain, tree)
+    assert len(stage.services.generated) == asked
+    assert stage.groups[1] == turns
+
+
+async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Path) -> None:
+    """The opponent's draws of the chain are the same whether its states are valued or not."""
+    boards = []
+    for name, strategy, settings in (("a", chain, {}), ("b", mc_value, {"continuations": 6})):
+        (tmp_path / name).mkdir()
+        stage = Stage(tmp_path / name, llama, tictactoe(), **settings)
+        stage.services._move = _first_legal  # pyright: ignore[reportAttributeAccessIssue]
+        await stage.grow(strategy)
+        boards.append([node.state["board"] for node in stage.tree.nodes.values() if node.kind == "prompt"])
+    assert boards[0] == boards[1]
 
 
 async def test_full_grows_several_episodes_of_one_task(tmp_path: Path, llama: Path) -> None:
@@ -258,7 +290,9 @@ async def test_a_resumed_tree_keeps_the_values_it_has(tmp_path: Path, llama: Pat
     stage = Stage(tmp_path, llama, tictactoe(), continuations=4)
     await stage.grow(mc_value)
     steps = stage.counts["continuation_steps"]
-    await stage.grow(mc_value, stage.reread())
+    tree = stage.reread()
+    tree.groups.clear()
+    await stage.grow(mc_value, tree)
     assert stage.counts["continuation_steps"] == steps
     assert stage.groups[0] == stage.groups[1]
 
