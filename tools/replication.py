@@ -57,7 +57,7 @@ STUDIES = {
         "success", {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, [*_MC, *_SHORT])}
     ),
     "vpr-minesweeper": Study(
-        "success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=12"])}
+        "success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=8"])}
     ),
     "vpr-oracles": Study(
         "return",

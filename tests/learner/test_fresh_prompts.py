@@ -1,5 +1,6 @@
 """The games' layout, where each turn is a prompt of its own below the root: packed training equals path-by-path training."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from learner.trainer import Trainer
 from learner.trees import Path as Tokens
 from tests.updates import episodes, everything, trainer
 
-BATCH = episodes(6, 0, turns=3, fresh=True)
+BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,16 +48,16 @@ def gradients(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str,
 
 
 def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other() -> None:
-    _, turns = build(BATCH.groups, {(tree, node.id): node for tree, node in BATCH.nodes})
-    table, chained = (build(b.groups, {(t, n.id): n for t, n in b.nodes}) for b in (BATCH, episodes(6, 0, turns=3)))
-    trajectories = table[0].trajectories()
+    growing = episodes(6, 0, trees=2, turns=3)
+    (table, turns), (_, chained) = (build(b.groups, {(t, n.id): n for t, n in b.nodes}) for b in (BATCH, growing))
+    trajectories = table.trajectories()
     assert max(map(len, trajectories.rows)) == 3
     for rows in trajectories.rows:
-        for earlier, later in zip(rows[:-1], rows[1:], strict=True):
+        for earlier, later in itertools.pairwise(rows):
             before = turns[earlier].prefix + turns[earlier].action
             assert turns[later].prefix[: len(before)] != before
             assert turns[later].prefix[:6] == turns[earlier].prefix[:6]
-    assert [turn.action for turn in turns] == [turn.action for turn in chained[1]]
+    assert [turn.action for turn in turns] == [turn.action for turn in chained]
     assert [len(turn.prefix) for turn in turns] == [10] * len(turns)
 
 

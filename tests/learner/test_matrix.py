@@ -353,9 +353,7 @@ def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]])
     """The slope of the objective by each current log-probability when the paths are forwarded in these portions."""
     ids = batch.table.trajectories().of[batch.table.row()] if correct.level == "sequence" else batch.table.row()
     standing = batch.current if correct.follows else batch.proximal
-    known = Known(
-        batch.rows, batch.advantages, batch.weights, batch.proximal, batch.rows.behaviour, ids, standing
-    )  # fmt: skip
+    known = Known(batch.rows, batch.advantages, batch.weights, batch.proximal, batch.rows.behaviour, ids, standing)
     leaf = torch.tensor(batch.current, requires_grad=True)
     place = {tuple(path.tokens): span for path, span in zip(batch.rows.paths, batch.rows.spans, strict=True)}
 
