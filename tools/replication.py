@@ -12,9 +12,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,7 +57,7 @@ STUDIES = {
         "success", {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, [*_MC, *_SHORT])}
     ),
     "vpr-minesweeper": Study(
-        "success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=8"])}
+        "success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=16"])}
     ),
     "vpr-oracles": Study(
         "return",
@@ -119,21 +119,22 @@ def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
 
 def curve(folder: Path, measure: str) -> Curve:
     """The held-out evaluations of a run, in order; a version that was evaluated twice counts once."""
-    rows: dict[int, dict[str, Any]] = {}
+    values: dict[int, float] = {}
+    work: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+        row: dict[str, float] = json.loads(line)
+        version = int(row["version"])
+        counted = work.setdefault(version, {})
+        counted |= {key: max(counted.get(key, 0.0), row.get(key, 0.0)) for key in (*STEPS, TOKENS)}
         if f"heldout/{measure}" in row:
-            rows[int(row["version"])] = row
-    kept = [rows[version] for version in sorted(rows)]
-    steps = [float(sum(row.get(key, 0.0) for key in STEPS)) for row in kept]
+            values[version] = row[f"heldout/{measure}"]
+    if not values:
+        raise ValueError(f"{folder} has no held-out {measure!r}")
+    versions = sorted(values)
+    steps = [sum(work[version][key] for key in STEPS) for version in versions]
     if any(later < earlier for earlier, later in itertools.pairwise(steps)):
         raise ValueError(f"{folder}: the counts of steps decrease: it was resumed by a version that did not keep them")
-    return Curve(
-        sorted(rows),
-        steps,
-        [row[TOKENS] for row in kept],
-        [row[f"heldout/{measure}"] for row in kept],
-    )
+    return Curve(versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions])
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -144,20 +145,32 @@ def interval(values: list[float]) -> tuple[float, float]:
     return mean, T_95[min(9, len(values) - 1)] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
-def at(curve: Curve, axis: list[float], place: float) -> float:
-    """The measure where ``axis`` (steps or tokens of the curve) is at ``place``, linear between evaluations."""
+def at(curve: Curve, axis: Sequence[float], place: float) -> float:
+    """The measure where ``axis`` (versions, steps or tokens of the curve) is at ``place``, linear between evaluations."""
     return float(np.interp(place, axis, curve.value))
 
 
 def table(curves: dict[str, list[Curve]], measure: str) -> str:
-    """Markdown: start, end, and at the steps and tokens that every arm reached."""
+    """Markdown: start, end, and at the updates, steps and tokens that every arm reached."""
     everyone = [c for found in curves.values() for c in found]
     steps, tokens = min(c.steps[-1] for c in everyone), min(c.tokens[-1] for c in everyone)
-    heads = ["arm", "seeds", "start", f"at {steps:,.0f} steps", f"at {tokens:,.0f} tokens", "end", "steps", "tokens"]
+    updates = min(c.version[-1] for c in everyone)
+    heads = [
+        "arm",
+        "seeds",
+        "start",
+        f"at {updates} updates",
+        f"at {steps:,.0f} steps",
+        f"at {tokens:,.0f} tokens",
+        "end",
+        "steps",
+        "tokens",
+    ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, found in curves.items():
         cells = [
             _shown(interval([c.value[0] for c in found])),
+            _shown(interval([at(c, c.version, updates) for c in found])),
             _shown(interval([at(c, c.steps, steps) for c in found])),
             _shown(interval([at(c, c.tokens, tokens) for c in found])),
             _shown(interval([c.value[-1] for c in found])),
@@ -203,6 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="runs at once (default %(default)s)")
     parser.add_argument("--only", action="append", metavar="ARM", help="this arm; repeatable")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key in every run")
+    parser.add_argument("--measure", help="held-out measure to report (default: the study's)")
     parser.add_argument("--report", action="store_true", help="start nothing, report what is there")
     given = parser.parse_args(arguments)
     study = STUDIES[given.study]
@@ -213,6 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
         study = msgspec.structs.replace(
             study, arms={name: study.arms[name] for name in study.arms if name in given.only}
         )
+    if given.measure:
+        study = msgspec.structs.replace(study, measure=given.measure)
     out = given.out or ROOT / "runs" / "replication" / given.study
     seeds = given.seeds or study.seeds
     try:
@@ -225,10 +241,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not curves:
         print(f"tools/replicate: no finished run in {out}", file=sys.stderr)
         return 2
-    text = table(curves, study.measure)
-    (out / "report.md").write_text(text + "\n")
-    save(draw(curves, study.measure, given.study), out / "curves.svg")
-    print(f"{text}\n\nplot: {out / 'curves.svg'}")
+    text, plot = table(curves, study.measure), out / f"{study.measure}.svg"
+    (out / f"{study.measure}.md").write_text(text + "\n")
+    save(draw(curves, study.measure, given.study), plot)
+    print(f"{text}\n\nplot: {plot}")
     for name in failed:
         print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)
     return 1 if failed else 0

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other(
 def test_the_packed_gradient_of_a_fresh_batch_is_the_path_by_path_gradient_also_of_a_critic(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, correction: str, level: str
 ) -> None:
-    settings: dict[str, object] = {"scheme": scheme, "correction": correction, "correction_options": {"level": level}}
+    settings: dict[str, Any] = {"scheme": scheme, "correction": correction, "correction_options": {"level": level}}
     settings |= {"kl_coef": 0.05, "entropy_coef": 0.01, "grad_clip": 1e9}
     if scheme == "gae":
         settings["critic"] = {"grad_clip": 1e9}
@@ -90,7 +91,7 @@ def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trajectory's turns lie in different forests; its ratio must still be that of the policy as it stands."""
-    settings: dict[str, object] = {"scheme": "gae", "correction": "gspo", "critic": {"lr": 1e-2}}
+    settings: dict[str, Any] = {"scheme": "gae", "correction": "gspo", "critic": {"lr": 1e-2}}
     settings |= {"correction_options": {"clip_low": 0.1, "clip_high": 0.1}, "epochs": 2, "minibatches": 2}
 
     def trained(micro_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

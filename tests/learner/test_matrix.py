@@ -393,7 +393,7 @@ def test_on_fresh_prompts_the_turns_of_a_trajectory_may_lie_in_any_forests(name:
     options = {"clip_low": 0.05, "clip_high": 0.05} if correction == "gspo" else {}
     for level in corrections.LEVELS:
         correct = corrections.load(correction, {"level": level, **options})
-        segments: dict[Level, Segments] = {correct.level: whole(torch.as_tensor(by_level[correct.level]))}
+        segments: dict[str, Segments] = {correct.level: whole(torch.as_tensor(by_level[correct.level]))}
         leaf = torch.tensor(batch.current, requires_grad=True)
         behaviour, proximal = torch.tensor(batch.rows.behaviour), torch.tensor(batch.proximal)
         made = correct(Logprobs(leaf, proximal, behaviour, segments), torch.tensor(batch.advantages))

@@ -1,0 +1,181 @@
+"""What a held-out evaluation rests on: generated tasks, summaries of finished trees, players without a model."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
+from actors.environments.tictactoe import TicTacToe, optimal
+from scheduler import baselines
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.evaluation import estimate, summarise, trivial_baselines
+from scheduler.journal import Journal
+from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
+from scheduler.text import Text
+from scheduler.tree import Tree
+
+GAME = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0})
+
+
+# ------------------------------------------------------------------------------------------ tasks
+
+
+def test_one_seed_gives_the_same_tasks_in_any_order_and_another_gives_others() -> None:
+    made = [GeneratedTasks(GAME.task, 3).at(position) for position in range(50)]
+    again = GeneratedTasks(GAME.task, 3)
+    assert [again.at(position) for position in reversed(range(50))] == made[::-1]
+    assert len({task.id for task in made}) == 50
+    assert not {task.id for task in made} & {GeneratedTasks(GAME.task, 4).at(position).id for position in range(50)}
+
+
+def test_training_seeds_lie_below_the_held_out_ones_which_are_those_of_every_run() -> None:
+    first, second = GeneratedTasks(GAME.task, 0), GeneratedTasks(GAME.task, 1)
+    seeds = [first.at(position).seed for position in range(2000)]
+    assert 2**29 < max(seeds) < HELD_OUT_SEEDS == 2**30  # the whole range is used
+    assert first.held_out(4) == second.held_out(6)[:4]
+    assert [task.seed for task in first.held_out(3)] == [2**30, 2**30 + 1, 2**30 + 2]
+
+
+# ------------------------------------------------------------------------------------------ summaries
+
+
+def tree(*turns: dict[str, float], forced: bool = False) -> Tree:
+    """A tree with one chosen action a turn, beside a sibling that was not chosen; the last may be forced."""
+    made = Tree(0, "t", "heldout")
+    node = made.add(None, "prompt", np.zeros(1, np.int32), "")
+    for place, scores in enumerate(turns, 1):
+        made.add(node, "action", np.zeros(1, np.int32), "", scores={"outcome": 9.0, "reward": 9.0, "valid": 9.0})
+        last = forced and place == len(turns)
+        node = made.add(node, "action", np.zeros(1, np.int32), "", scores=dict(scores), chosen=True, forced=last)
+    return made
+
+
+def means(environment: Any, pairs: list[tuple[Task, Tree]]) -> dict[str, float]:
+    found = summarise(7, environment, pairs)
+    assert (found.version, found.questions, found.headline) == (7, len(pairs), environment.headline)
+    return {name: measured.mean for name, measured in found.measures.items()}
+
+
+def test_search_episodes_are_summed_up_by_question_and_by_action() -> None:
+    one, two = Task("a", "?", ["x"], hops=1), Task("b", "?", ["y"], hops=2)
+    answered = tree(
+        {"reward": 1.0, "valid": 1.0, "query": 1.0}, {"reward": 0.5, "valid": 1.0, "outcome": 1.0, "f1": 1.0}
+    )
+    used_up = tree(
+        {"reward": -2.0, "valid": 0.0},
+        {"reward": 0.5, "valid": 1.0, "query": 0.5},
+        {"reward": 5.0, "valid": 1.0, "outcome": 0.0, "f1": 0.25},
+        forced=True,
+    )
+    assert means(SearchQA("short"), [(one, answered), (two, used_up)]) == {
+        "em": 0.5,
+        "em_1_hop": 1.0,
+        "em_2_hop": 0.0,
+        "f1": 0.625,
+        "return": 0.0,  # (1.5 - 1.5) / 2: a forced answer is no part of it
+        "valid": 0.75,  # of four actions
+        "answered": 0.5,
+        "searches": 1.0,
+    }
+
+
+def test_games_are_summed_up_by_episode_by_turn_by_side_and_by_opponent() -> None:
+    game = TicTacToe(prompt="tictactoe_compact", opponents={"random": 0.5, "tictactoe_minimax": 0.5})
+    starts = {(game.initial(task).me, game.initial(task).opponent): task for task in map(game.task, range(40))}
+    first, second = starts["X", "random"], starts["O", "tictactoe_minimax"]
+    won = tree(
+        {"valid": 1.0, "reward": 1.0},
+        {"valid": 1.0, "reward": 0.0},
+        {"valid": 1.0, "reward": 1.0, "outcome": 1.0, "success": 1.0, "draw": 0.0},
+    )
+    lost = tree({"valid": 0.0, "reward": 0.0, "outcome": -1.0, "success": 0.0, "draw": 0.0})
+    drawn = tree({"valid": 1.0, "reward": 1.0, "outcome": 0.0, "success": 0.0, "draw": 1.0})
+    assert means(game, [(first, won), (second, lost), (second, drawn), (first, won)]) == {
+        "return": 0.25,
+        "return_first": 1.0,
+        "return_second": -0.5,
+        "return_vs_random": 1.0,
+        "return_vs_tictactoe_minimax": -0.5,
+        "success": 0.5,
+        "draw": 0.25,
+        "turns": 2.0,
+        "valid": 0.875,  # of eight turns
+        "oracle": 0.625,
+    }
+
+
+def test_an_estimate_is_the_mean_with_its_95_percent_interval() -> None:
+    assert estimate([1.0, 2.0, 3.0, 4.0]).mean == 2.5
+    assert estimate([1.0, 2.0, 3.0, 4.0]).half == pytest.approx(1.96 * (5 / 3 / 4) ** 0.5)
+    assert estimate([0.0, 1.0] * 50).half == pytest.approx(1.96 * (100 * 0.25 / 99 / 100) ** 0.5)
+    # Agresti-Coull: ten of ten is 12 of 14, never a certainty
+    assert estimate([1.0] * 10).half == pytest.approx(1.96 * (12 / 14 * 2 / 14 / 10) ** 0.5)
+    assert estimate([]).mean != estimate([]).mean
+
+
+def test_the_best_constant_answer_is_found_on_the_held_out_tasks() -> None:
+    heldout = [Task(str(i), golds=golds) for i, golds in enumerate([["Rome"], ["rome", "Roma"], ["Sofia"], ["Oslo"]])]
+    found = trivial_baselines(heldout, [Task("t", golds=["SOFIA"])])
+    assert found == {"random_answer": 0.25, "best_constant_answer": 0.5}
+
+
+# ------------------------------------------------------------------------------------------ players without a model
+
+
+class Stage:
+    """Contexts without services: random opponents need none."""
+
+    def __init__(self, tmp_path: Path, llama: Path, environment: Any):
+        services: Any = None
+        self.counts: Counter[str] = Counter()
+        journal, text = Journal(tmp_path / "journal"), Text(str(llama))
+        self.shop = Shop(
+            services, journal, text, environment, SchedulerConfig(), self.counts, lambda tree, nodes, turns: None
+        )
+
+    def context(self, task: Task, place: int) -> Context:
+        return Context(self.shop, self.shop.settings, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))
+
+
+async def test_players_without_a_model_are_known_by_their_returns(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, GAME)
+    tasks = GeneratedTasks(GAME.task, 0).held_out(1500)
+    found = await baselines.play(GAME, tasks, stage.context)
+    assert set(found) == {"random_legal_move", "first_legal_move"}
+    assert (
+        abs(found["random_legal_move"]) < 0.08
+    )  # random against random, either side begins; 3 standard errors are 0.07
+    assert found["first_legal_move"] > 0.08  # it fills a row
+    assert await baselines.play(GAME, tasks, stage.context) == found
+
+
+async def test_a_player_that_knows_the_game_never_loses(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every episode is played to its end, with both sides' moves in the state that the player is shown."""
+    game = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0}, second=1.0)
+    boards: list[str] = []
+    moves = game.moves
+
+    def best(state: Any) -> list[tuple[int, ...]]:
+        boards.append(state.board)
+        assert set(optimal(state.board)) <= {cell for (cell,) in moves(state)}
+        return [(cell,) for cell in optimal(state.board)]
+
+    monkeypatch.setattr(game, "moves", best)
+    tasks = GeneratedTasks(game.task, 0).held_out(60)
+    found = await baselines.play(game, tasks, Stage(tmp_path, llama, game).context)
+    assert min(found.values()) > 0.5
+    assert {board.count("X") - board.count("O") for board in boards} == {1}  # the opponent began and X has moved
+    assert {board.count("X") for board in boards} >= {1, 2, 3}
+
+
+async def test_an_environment_without_a_list_of_moves_has_no_such_players(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, SearchQA("short"))
+    assert await baselines.play(SearchQA("short"), [Task("t", "?", ["x"])], stage.context) == {}
