@@ -149,6 +149,11 @@ class Run:
         path = self.folder / "learner.json"
         self.weights = msgspec.json.decode(path.read_bytes(), type=Resumed) if path.exists() else Resumed()
         self.stream.version = self.weights.version
+        if self.weights.version and not self.journal.next_tree():
+            raise DataFault(
+                f"{self.folder} holds weights of version {self.weights.version} and an empty journal: they belong to another run;"
+                " choose another folder, or remove this one while nothing runs in it"
+            )
         if self.weights.version:
             await self._spread()
         print(

@@ -1,6 +1,8 @@
 """The search-QA environment."""
 
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,11 @@ TASK = Task("1", "What is the capital of Bulgaria?", ["Sofia"])
 
 
 class Shelf:
+    rng = random.Random(0)
+
+    async def play(self, player: str, state: Any) -> tuple[int, ...]:
+        raise AssertionError("nobody plays in search QA")
+
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         return [Passage("1", "Bulgaria", "Capital: Sofia", 0.9), Passage("2", "Rome", "x" * 400, 0.5)][:topk]
 
@@ -125,7 +132,7 @@ async def test_two_candidates_step_from_one_state_without_touching_each_other() 
 
 
 async def test_an_answer_asks_the_retriever_nothing() -> None:
-    class Closed:
+    class Closed(Shelf):
         async def retrieve(self, query: str, topk: int) -> list[Passage]:
             raise AssertionError("an answer needs no passage")
 

@@ -226,9 +226,10 @@ async def test_a_finished_game_is_not_played_again_after_a_crash(tmp_path: Path,
 async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Path) -> None:
     """The opponent's draws of the chain are the same whether its states are valued or not."""
     boards = []
-    for name, strategy, settings in (("a", chain, {}), ("b", mc_value, {"continuations": 6})):
-        (tmp_path / name).mkdir()
-        stage = Stage(tmp_path / name, llama, tictactoe(), **settings)
+    for strategy, continuations in ((chain, 100), (mc_value, 6)):
+        folder = tmp_path / str(continuations)
+        folder.mkdir()
+        stage = Stage(folder, llama, tictactoe(), continuations=continuations)
         stage.services._move = _first_legal  # pyright: ignore[reportAttributeAccessIssue]
         await stage.grow(strategy)
         boards.append([node.state["board"] for node in stage.tree.nodes.values() if node.kind == "prompt"])
