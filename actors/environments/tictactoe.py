@@ -172,9 +172,10 @@ class TicTacToe(Game):
         return {"success": 0.0, "draw": 0.0}
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Those of ``Game``, draw, and the return again by side (return_first: the policy was X) and by opponent (return_vs_NAME)."""
+        """Those of ``Game``, draw, optimal (a turn, where the oracle says it), and the return again by side and by opponent."""
         made, start = super().measures(task, turns), self.initial(task)
         made |= {"draw": [turns[-1]["draw"]]} if "draw" in turns[-1] else {}
+        made |= {"optimal": best} if (best := [turn["optimal"] for turn in turns if "optimal" in turn]) else {}
         made |= {"return_first" if start.me == "X" else "return_second": made["return"]}
         return made | ({f"return_vs_{start.opponent}": made["return"]} if len(self.opponents) > 1 else {})
 
