@@ -67,7 +67,11 @@ def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
     if place == spec:
         sys.path.insert(0, str(Path.cwd()))
     kind = getattr(importlib.import_module(module), name)
-    made = kind(**options.checked(f"judges.use.{spec}", spec, kind.__init__, given, ("self",)))
+    taken = options.checked(f"judges.use.{spec}", spec, kind.__init__, given, ("self",))
+    try:
+        made = kind(**taken)
+    except ValueError as error:
+        raise ValueError(f"judges.use.{spec}: {error}") from None
     named = bool(getattr(made, "name", ""))
     if not (isinstance(made, Player) and named) and not (isinstance(made, Judge) and named and made.columns):
         raise ValueError(

@@ -43,6 +43,8 @@ class Metrics:
     def __init__(self, run: Path):
         self._path = run / "metrics.jsonl"
         self._file = self._path.open("ab")
+        if self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
+            self._file.write(b"\n")  # a record was cut off by a crash
         self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = self._last = time.monotonic()

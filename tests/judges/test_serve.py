@@ -5,15 +5,17 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from judges.base import Judge, checked
+from judges.players import Player
 from judges.serve import BUILT_IN, Batcher, JudgeProcess, connection, make_worker, plug_in, serve
 from tests.services import Bench, bench
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
+from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -221,6 +223,58 @@ def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> 
 def test_an_endpoint_with_an_unknown_key_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="modle"):
         make_worker("slate", {"endpoint": {"url": "http://127.0.0.1:1/v1", "modle": "m"}})
+
+
+class Picky(Judge):
+    """Cannot score a turn that asks "bad", and says so for the whole batch."""
+
+    name, columns, batch, concurrency = "picky", ("length",), 8, 1
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        if any(turn.question == "bad" for turn in turns):
+            raise DataFault("bad cannot be scored")
+        return [Judgement({"length": float(len(turn.question))}) for turn in turns]
+
+
+async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("w", {"judge.picky": Batcher(Picky()).handle}, capacity=8)
+        asked = [ask(b, "judge.picky", question) for question in ("one", "bad", "three")]
+        good, bad, long = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(bad, DataFault)
+    assert [answer[0].scores for answer in (good, long) if isinstance(answer, list)] == [
+        {"length": 3.0},
+        {"length": 5.0},
+    ]
+
+
+class Mirror(Player):
+    """Plays back what it was asked."""
+
+    name = "mirror"
+
+    async def play(self, state: Any, seed: int) -> tuple[int, ...]:
+        return (state["cell"], seed)
+
+
+async def test_an_opponent_is_served_beside_judges(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        work: list[Judge | Player] = [Picky(), Mirror()]
+        serving = asyncio.create_task(serve(work, "w", b.dispatcher.endpoint, b.keys, signals=False))
+        await b.dispatcher.wait_for("player.mirror", 1, 10)
+        played = await b.dispatcher.call("player.mirror", PlayRequest({"cell": 4}, 9), deadline=10)
+        assert played == PlayResult([4, 9])
+        assert (await ask(b, "judge.picky", "two"))[0].scores == {"length": 3.0}
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+@pytest.mark.parametrize("spec", ["tictactoe", "tictactoe_mcts"])
+def test_options_of_oracles_and_opponents_are_refused_by_their_key(spec: str) -> None:
+    with pytest.raises(ValueError, match=rf"judges\.use\.{spec}: simulations = 1"):
+        make_worker(spec, {"simulations": 1})
+    with pytest.raises(ValueError, match="'simulation'"):
+        make_worker(spec, {"simulation": 100})
 
 
 @pytest.mark.parametrize("body", ["class J: name, columns = 'j', ('a',)", "class J(Judge): name = 'j'",
