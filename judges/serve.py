@@ -111,10 +111,13 @@ class Batcher:
             while not self._queue.empty():
                 taken = [self._queue.get_nowait() for _ in range(min(self.judge.batch, self._queue.qsize()))]
                 live = [(turn, future) for turn, future in taken if not future.done()]
-                if live:
-                    await self._score(live)
+                if live and not await self._score(live):  # one bad turn must not condemn the others of its batch
+                    for item in live:
+                        if not item[1].done():
+                            await self._score([item])
 
-    async def _score(self, items: list[tuple[JudgedTurn, asyncio.Future[Judgement]]]) -> None:
+    async def _score(self, items: list[tuple[JudgedTurn, asyncio.Future[Judgement]]]) -> bool:
+        """Answer ``items``; False, and no answer, when a data fault of one of several has to be told from the others."""
         start = time.monotonic()
         turns = [turn for turn, _ in items]
         scoring = asyncio.ensure_future(self.judge.score(turns))
@@ -129,17 +132,15 @@ class Batcher:
             for _, future in items:
                 if not future.done():
                     future.set_exception(InfrastructureFault(f"judge {self.judge.name} cancelled its own scoring"))
-            return
+            return True
         except Exception as error:  # noqa: BLE001 whatever a plug-in raises is the answer to the requests it was scoring
             self.counts["raised"] += 1
-            if isinstance(error, DataFault) and len(items) > 1:  # one bad turn must not condemn the others of its batch
-                for item in items:
-                    await self._score([item])
-                return
+            if isinstance(error, DataFault) and len(items) > 1:
+                return False
             for _, future in items:
                 if not future.done():
                     future.set_exception(error)
-            return
+            return True
         finally:
             self.busy_s += time.monotonic() - start
         self.counts["turns"] += len(turns)
@@ -147,6 +148,7 @@ class Batcher:
         for (_, future), judgement in zip(items, judgements, strict=True):
             if not future.done():
                 future.set_result(judgement)
+        return True
 
     def stats(self) -> dict[str, float]:
         """Counters for the heartbeat."""
@@ -160,7 +162,7 @@ async def serve(
     """Offer ``judge.<name>`` for each judge and ``player.<name>`` for each opponent until drained."""
     batchers = {f"judge.{judge.name}": Batcher(judge) for judge in workers if isinstance(judge, Judge)}
     handlers: dict[str, Handler] = {service: batcher.handle for service, batcher in batchers.items()}
-    handlers |= {f"player.{player.name}": _play(player) for player in workers if isinstance(player, Player)}
+    handlers |= {f"player.{player.name}": playing(player) for player in workers if isinstance(player, Player)}
     capacity = sum(worker.concurrency for worker in workers)
 
     def stats() -> dict[str, float]:
@@ -175,7 +177,8 @@ async def serve(
             await worker.close()
 
 
-def _play(player: Player) -> Handler:
+def playing(player: Player) -> Handler:
+    """The service handler of an opponent, at most ``player.concurrency`` moves at once."""
     room = asyncio.Semaphore(player.concurrency)
 
     async def handle(request: PlayRequest, call: Call) -> PlayResult:

@@ -145,9 +145,16 @@ class Context:
         self.save([node, made])
         return made
 
-    def out_of_budget(self, node: Node) -> bool:
-        """Has the trajectory used all its steps? Where nothing can be forced the environment ends its episodes itself."""
-        return bool(self.environment.forced_prefix) and node.step >= self.settings.budget
+    async def onward(self, node: Node) -> Node | None:
+        """Where the trajectory that stands at ``node`` acts next; None when it is over. A used-up budget forces an answer.
+
+        Where nothing can be forced the environment ends its episodes itself.
+        """
+        place = await self.step(node) if node.kind == "action" else node
+        if place is not None and self.environment.forced_prefix and place.step >= self.settings.budget:
+            await self.force_answer(place)
+            return None
+        return place
 
     async def force_answer(self, node: Node) -> Node:
         """Append the forced opening of an answer and let the policy finish it: for the log, never trained."""

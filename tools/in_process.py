@@ -12,7 +12,7 @@ from actors.engines.base import Engine
 from actors.environments.game import Game
 from judges.base import Judge
 from judges.players import Player
-from judges.serve import Batcher
+from judges.serve import Batcher, playing
 from scheduler.baselines import PLAYERS
 from scheduler.context import Context
 from scheduler.text import Text
@@ -23,8 +23,6 @@ from wire.messages import (
     Judgement,
     JudgeRequest,
     JudgeResult,
-    PlayRequest,
-    PlayResult,
     Sample,
 )
 
@@ -82,13 +80,8 @@ def _judging(judge: Judge) -> Handler:
 
 
 def _playing(player: Player) -> Handler:
-    room = asyncio.Semaphore(player.concurrency)
-
-    async def play(request: PlayRequest) -> PlayResult:
-        async with room:
-            return PlayResult(list(await player.play(request.state, request.seed)))
-
-    return play
+    handle = playing(player)
+    return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (nor does this)
 
 
 class Seat:

@@ -26,16 +26,8 @@ async def episode(
                 beside.start(_score(ctx, action))
             acting(action)
         node = await ctx.tip(trajectory)
-        while True:
-            if node.kind == "action":
-                advanced = await ctx.step(node)
-                if advanced is None:
-                    break
-                node = advanced
-            if ctx.out_of_budget(node):
-                await ctx.force_answer(node)
-                break
-            (node,) = await ctx.generate(node, 1, trajectory)
+        while (place := await ctx.onward(node)) is not None:
+            (node,) = await ctx.generate(place, 1, trajectory)
             node.chosen = True
             ctx.save([node])
             beside.start(_score(ctx, node))

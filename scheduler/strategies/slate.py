@@ -13,16 +13,8 @@ async def grow(tree: Tree, ctx: Context) -> None:
     """Grow one question's tree from its tip."""
     settings = ctx.settings
     node = await ctx.tip()
-    while True:
-        if node.kind == "action":
-            advanced = await ctx.step(node)
-            if advanced is None:
-                break
-            node = advanced
-        if ctx.out_of_budget(node):
-            await ctx.force_answer(node)
-            break
-        candidates = await ctx.generate(node, settings.k)
+    while (place := await ctx.onward(node)) is not None:
+        candidates = await ctx.generate(place, settings.k)
         rewards = await ctx.judge(candidates)
         scores = advantages(rewards)
         for candidate, score in zip(candidates, scores, strict=True):

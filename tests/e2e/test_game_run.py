@@ -12,7 +12,7 @@ import pytest
 
 from scheduler.journal import Journal
 from tests import tiny
-from tests.e2e.test_run import ROOT, finish, left_over, wait_for_update
+from tests.e2e.test_run import ROOT, finish, launch, left_over, wait_for_update
 from wire.messages import Turn
 
 UPDATES, TREES = 3, 4
@@ -62,22 +62,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "games.toml"
     path.write_text(CONFIG.format(model=folder / "model", updates=UPDATES, trees=TREES))
     return path
-
-
-def launch(config: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
-    """tools/launch as the first of a process group of its own."""
-    command = [sys.executable, "-c", "import sys; from tools.launcher import main; sys.exit(main())"]
-    command += ["--config", str(config), "--run-folder", str(run), *arguments]
-    environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def episodes(run: Path) -> list[list[Turn]]:

@@ -70,11 +70,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(config: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
+    """tools/launch as the first of a process group of its own."""
     command = [sys.executable, "-c", "import sys; from tools.launcher import main; sys.exit(main())"]
     command += ["--config", str(config), "--run-folder", str(run), *arguments]
     environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
