@@ -7,7 +7,6 @@ error that says what failed, or a signal after which ``tools/launch --resume`` g
 import asyncio
 import logging
 import random
-import signal
 import sys
 import time
 from collections import Counter
@@ -417,22 +416,14 @@ async def run(process: SchedulerProcess) -> int:
     """Run to the end or to a signal; returns the exit status."""
     made = Run(process)
     work = asyncio.create_task(made.main())
-    interrupted = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
-    stop = asyncio.create_task(interrupted.wait())
     try:
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+        if not await loop.or_signal(work):
             await made.dispatcher.drain()
             print(f"stopped; go on with: tools/launch --resume {process.run}", flush=True)
             return INTERRUPTED
         work.result()
         return 0
     finally:
-        stop.cancel()
         await made.close()
 
 

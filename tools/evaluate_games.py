@@ -8,7 +8,6 @@ import asyncio
 import fcntl
 import random
 import shlex
-import signal
 import sys
 import time
 from collections import Counter
@@ -357,19 +356,9 @@ def claim(out: Path, settings: Settings) -> Any:
 async def run(evaluation: Evaluation) -> Result | None:
     """Play to the end, or to a signal (None)."""
     work = asyncio.create_task(evaluation.play())
-    interrupted = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
-    stop = asyncio.create_task(interrupted.wait())
     try:
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            return None
-        return work.result()
+        return work.result() if await loop.or_signal(work) else None
     finally:
-        stop.cancel()
         await evaluation.close()
 
 

@@ -1,6 +1,7 @@
-"""Every process of Coppice runs its coroutines on uvloop."""
+"""Every process of Coppice runs its coroutines on uvloop, to their end or to a signal."""
 
 import asyncio
+import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -13,3 +14,20 @@ def run(main: Coroutine[Any, Any, Value]) -> Value:
     """Run ``main`` to its end on a fresh uvloop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+async def or_signal(work: asyncio.Task[Any]) -> bool:
+    """Wait until ``work`` ends or SIGINT or SIGTERM comes; whether it ended by itself. Otherwise it is cancelled and has stopped."""
+    interrupted = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
+    stop = asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return True
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        return False
+    finally:
+        stop.cancel()
