@@ -96,8 +96,21 @@ Message = Register | Registered | Heartbeat | Request | Partial | Result | Error
 # ---------------------------------------------------------------------------------------------- generation
 
 
+class Constraint(msgspec.Struct, frozen=True):
+    """What a continuation must match from its first to its last token.
+
+    kind "regex": ``text`` is a regular expression for the whole continuation. kind "json_schema": ``text`` is a JSON schema.
+    """
+
+    kind: Literal["regex", "json_schema"]
+    text: str
+
+
 class Sampling(msgspec.Struct, frozen=True):
-    """How to sample. temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole."""
+    """How to sample. temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole.
+
+    constraint: tokens that cannot lead to a match have probability zero, and log-probabilities are of what is left.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -105,6 +118,7 @@ class Sampling(msgspec.Struct, frozen=True):
     top_k: int = 0
     stop: list[str] = []
     seed: int | None = None
+    constraint: Constraint | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
