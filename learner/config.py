@@ -87,7 +87,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention: how a forest is attended ("auto": cascade on a CPU, flex on CUDA). micro_tokens: most packed tokens in one forward.
     warmup_updates, decay_updates: the learning rate rises linearly, then stays, or falls by a cosine to 0 at decay_updates (if set).
     checkpoint_every: updates between checkpoints. keep: checkpoints and published weights kept. collective_timeout_s: a rank that
-    is silent longer ends the run. critic, prm: settings of the models the scheme needs; refused when it needs none.
+    is silent longer ends the run. publish: where a version's whole weights are, a "file" in the run folder, only in the learner's
+    "memory" (engines on GPUs take them there), or "both". publish_host: where the memory's rendezvous listens. critic, prm: settings of the models the scheme needs; refused when it needs none.
     """
 
     count: int = 4
@@ -119,6 +120,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     checkpoint_every: int = 1
     keep: int = 3
+    publish: Literal["file", "memory", "both"] = "file"
+    publish_host: str = "127.0.0.1"
     threads: int = 1
     collective_timeout_s: float = 1800.0
 

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import msgspec
+import torch
 
 from learner import checkpoint
 from learner.batches import Inbox
 from learner.config import LearnerProcess
+from learner.giver import Giver
 from learner.publish import Published, announce, publish
 from learner.ranks import Ranks
 from learner.trainer import Batch, Trainer
@@ -57,9 +59,9 @@ def unpack_batch(payload: bytes) -> Batch:
 class Leader:
     """Rank 0: collects groups, runs updates, answers every group with the version that holds it."""
 
-    def __init__(self, trainer: Trainer, run: Path, inbox: Inbox, published: Published):
+    def __init__(self, trainer: Trainer, run: Path, inbox: Inbox, published: Published, giver: Giver | None = None):
         self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
-        self.config = trainer.config
+        self.config, self.giver = trainer.config, giver
         self.updates = 0
         self.durable = trainer.version
         self.counts: dict[str, float] = {}
@@ -112,7 +114,9 @@ class Leader:
             self.trainer.ranks.broadcast(pack_batch(batch))
         metrics = self.trainer.update(batch)
         t = self.trainer
-        self.published = publish(t.policy, t.version, self.run, self.config.keep, t.whole())
+        start = time.monotonic()
+        self.published = publish_newest(t, self.run, t.whole(), self.giver)
+        metrics["time/publish"] = time.monotonic() - start
         self.updates += 1
         for name in ("learner/forwarded_tokens", "learner/trained_tokens"):
             self.counts[name] = self.counts.get(name, 0.0) + metrics.get(name, 0.0)
@@ -136,14 +140,29 @@ class Leader:
         return {"busy_s": self.trainer.busy_s, "version": self.trainer.version, "updates": self.updates, **self.counts}
 
 
+def publish_newest(
+    trainer: Trainer, run: Path, whole: dict[str, torch.Tensor] | None, giver: Giver | None
+) -> Published:
+    """The trainer's version, where the config wants it."""
+    config = trainer.config
+    return publish(trainer.policy, trainer.version, run, config.keep, whole, giver, config.publish != "memory")
+
+
+def _giver(trainer: Trainer) -> Giver | None:
+    """What gives weights out of memory; adapters are small files and need none."""
+    wanted = trainer.config.publish != "file" and not trainer.policy.lora
+    return Giver(trainer.config.publish_host) if wanted else None
+
+
 async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> None:
     """Rank 0 until drained; the other ranks are told to stop."""
     run = Path(process.run)
     published = Published(0, "", "")
+    giver = _giver(trainer)
     if trainer.version:
-        published = publish(trainer.policy, trainer.version, run, process.learner.keep, trainer.whole())
+        published = publish_newest(trainer, run, trainer.whole(), giver)
     announce(run, published)
-    leader = Leader(trainer, run, Inbox(process.questions_per_update, trained), published)
+    leader = Leader(trainer, run, Inbox(process.questions_per_update, trained), published, giver)
     service = Service(process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0)
     keys = RunKeys.load(run / "keys")
     stop = asyncio.Event()

@@ -1,5 +1,6 @@
 """Weights of a version as a folder of safetensors with a digest: written whole, renamed into place, proven at every actor."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -8,8 +9,13 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from learner.giver import Giver, Snapshot
 from learner.model import Policy
 from wire import digest
+from wire.published import FILES, Manifest
+
+_PIECE = 2**24
+"""Numbers widened at once."""
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -21,36 +27,82 @@ class Published(msgspec.Struct, frozen=True):
 
 
 def publish(
-    policy: Policy, version: int, run: Path, keep: int, whole: dict[str, torch.Tensor] | None = None
+    policy: Policy,
+    version: int,
+    run: Path,
+    keep: int,
+    whole: dict[str, torch.Tensor] | None = None,
+    giver: Giver | None = None,
+    file: bool = True,
 ) -> Published:
     """Write ``RUN/weights/vNNNNNN``: adapters in the PEFT format, or all weights. Older folders beyond ``keep`` go.
 
-    whole: the gathered parameters, where the ranks are sharded and have gathered them together.
+    whole: the gathered parameters, where the ranks are sharded and have gathered them together. giver: gives all weights out of memory
+    too; without ``file`` the folder then says only where. Adapters are always a file.
     """
-    whole = policy.gathered() if whole is None else whole
     folder = run / "weights" / f"v{version:06d}"
     draft = folder.with_suffix(".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     if policy.lora:
-        kind, name = "lora", "adapter_model.safetensors"
-        tensors = {n.replace(".default", ""): p for n, p in whole.items()}
-        settings = policy.model.peft_config["default"].to_dict()
-        settings["target_modules"] = sorted(settings["target_modules"])
-        (draft / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
+        made = Manifest(version, "lora", _write_adapter(policy, whole or policy.gathered(), draft))
     else:
-        kind, name = "full", "model.safetensors"
-        tensors = {n: p.to(policy.compute) for n, p in whole.items()}
-    save_file(tensors, draft / name, metadata={"format": "pt"})
-    proof = digest.safetensors_file(draft / name)
-    (draft / "manifest.json").write_text(json.dumps({"version": version, "kind": kind, "digest": proof}))
+        tensors = {n: p.to(policy.compute) for n, p in (whole or _parameters(policy, giver is not None)).items()}
+        proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
+        memory = giver.offer(Snapshot(version, _own(tensors, policy.device))) if giver is not None else None
+        made = Manifest(version, "full", proof, file or giver is None, memory)
+    made.write(draft)
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
-    made = Published(version, str(folder), proof)
-    announce(run, made)
+    published = Published(version, str(folder), made.digest)
+    announce(run, published)
     for old in sorted(folder.parent.glob("v??????"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    return made
+    return published
+
+
+def _parameters(policy: Policy, in_place: bool) -> dict[str, torch.Tensor]:
+    """The parameters where they are, or on the CPU."""
+    return {n: p.detach() for n, p in policy.trained().items()} if in_place else policy.gathered()
+
+
+def _own(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """On the learner's device, and copies: training goes on while engines read them."""
+    return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+
+
+def _write_adapter(policy: Policy, whole: dict[str, torch.Tensor], folder: Path) -> str:
+    settings = policy.model.peft_config["default"].to_dict()
+    settings["target_modules"] = sorted(settings["target_modules"])
+    (folder / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
+    return _write({n.replace(".default", ""): p for n, p in whole.items()}, folder / FILES["lora"])
+
+
+def _write_full(tensors: dict[str, torch.Tensor], folder: Path) -> str:
+    return _write({name: tensor.cpu() for name, tensor in tensors.items()}, folder / FILES["full"])
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> str:
+    save_file(tensors, path, metadata={"format": "pt"})
+    return digest.safetensors_file(path)
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """What tells versions apart that are in no file, computed where the tensors are: two sums over each tensor's bits.
+
+    No proof against forgery, as the digest of a file is.
+    """
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        bits = tensors[name].detach().contiguous().view(torch.int16).flatten()
+        plain = weighted = 0
+        for first in range(0, bits.numel(), _PIECE):
+            piece = bits[first : first + _PIECE].long()
+            place = torch.arange(first, first + piece.numel(), device=piece.device) % 65521 + 1
+            plain += int(piece.sum())
+            weighted += int((piece * place).sum())
+        total.update(f"{name}\0{tuple(tensors[name].shape)}\0{tensors[name].dtype}\0{plain}\0{weighted}\0".encode())
+    return total.hexdigest()
 
 
 def announce(run: Path, published: Published) -> None:

@@ -14,10 +14,14 @@ from learner.config import LearnerProcess
 from scheduler.config import SchedulerProcess
 from tools.assets import Assets
 from tools.config import Config
+from wire import hardware
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process: ``python -m module RUN/processes/<file>.json``. vital: its death ends the run; others are restarted."""
+    """One process: ``python -m module RUN/processes/<file>.json``. vital: its death ends the run; others are restarted.
+
+    python: the interpreter, "" for the launcher's own.
+    """
 
     name: str
     module: str
@@ -25,6 +29,7 @@ class Process(msgspec.Struct, frozen=True):
     threads: int
     vital: bool
     environment: dict[str, str] = {}
+    python: str = ""
 
 
 def make(config: Config, assets: Assets, run: Path) -> list[Process]:
@@ -53,7 +58,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
             "retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads
         )
     for i in range(config.actors.count):
-        files[f"actor-{i}"] = ActorProcess(f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors)
+        files[f"actor-{i}"] = ActorProcess(f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors, i)
     for name, body in files.items():
         (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
     plan = [
@@ -64,10 +69,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         plan.append(Process("players", "judges.serve", "players", 1, False))
     if assets.retriever:
         plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
-    plan += [
-        Process(f"actor-{i}", "actors.worker", f"actor-{i}", config.actors.threads, False)
-        for i in range(config.actors.count)
-    ]
+    plan += [_actor(config, place) for place in range(config.actors.count)]
     port = str(_free_port())
     for rank in range(w.count):
         place = {
@@ -78,6 +80,25 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
             Process(f"learner-{rank}", "learner.main", "learner", w.threads, True, place if w.count > 1 else {})
         )
     return plan
+
+
+def _actor(config: Config, place: int) -> Process:
+    """One actor. With SGLang inside, it runs where sglang is installed; with actors.sglang.gpus it sees only its own GPUs."""
+    a = config.actors
+    name, sglang = f"actor-{place}", a.engine == "sglang"
+    python = a.sglang.python if sglang and a.sglang.way == "inside" else ""
+    shown = gpus_of(place, a.sglang.gpus, config.learner.count, hardware.visible_gpus()) if sglang else []
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
+    return Process(name, "actors.worker", name, a.threads, False, environment, python)
+
+
+def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
+    """The GPUs of the actor at ``place``: those behind the learner's, taking turns; all of them when there are none behind."""
+    if not each or not gpus:
+        return []
+    own = gpus[learners:] if len(gpus) - learners >= each else gpus
+    first = place * each % (len(own) // each * each) if len(own) >= each else 0
+    return own[first : first + each]
 
 
 def _free_port() -> int:

@@ -1,7 +1,7 @@
 """One digest for a set of named tensors, the same on every machine and in every order of iteration."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,18 +21,19 @@ class _Entry(msgspec.Struct):
 
 def tensors(items: Iterable[Named]) -> str:
     """SHA-256 (hex) over names (sorted), dtypes, shapes and bytes."""
-    total = hashlib.sha256()
-    for name, dtype, shape, buffer in sorted(items, key=lambda item: item[0]):
-        total.update(_label(name, dtype, shape))
-        total.update(buffer)
-    return total.hexdigest()
+    return _total(sorted(items, key=lambda item: item[0]))
 
 
 def safetensors_file(path: Path) -> str:
     """``tensors`` of a safetensors file, read without any tensor library, one tensor in memory at a time.
 
-    Raises ValueError when the file is cut short or is not of that format (8 bytes length, JSON header, data).
+    Raises ValueError when the file is cut short or is not of that format.
     """
+    return _total(each(path))
+
+
+def each(path: Path) -> Iterator[Named]:
+    """The tensors of a safetensors file (8 bytes length, JSON header, data), sorted by name. Raises ValueError as above."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -42,15 +43,20 @@ def safetensors_file(path: Path) -> str:
             )
         header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        total = hashlib.sha256()
         for name in sorted(header):
             entry = msgspec.json.decode(header[name], type=_Entry)
             begin, end = entry.data_offsets
             if not 0 <= begin <= end <= size - 8 - length:
                 raise ValueError(f"{path}: tensor {name} at bytes {begin} to {end} is beyond the file; write it again")
-            total.update(_label(name, entry.dtype, entry.shape))
             file.seek(8 + length + begin)
-            total.update(file.read(end - begin))
+            yield name, entry.dtype, tuple(entry.shape), file.read(end - begin)
+
+
+def _total(ascending: Iterable[Named]) -> str:
+    total = hashlib.sha256()
+    for name, dtype, shape, buffer in ascending:
+        total.update(_label(name, dtype, shape))
+        total.update(buffer)
     return total.hexdigest()
 
 

@@ -1,6 +1,8 @@
 """Which number type this machine computes in; the engine and the learner must agree, so both ask here."""
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 
@@ -18,3 +20,14 @@ def compute_dtype(setting: str) -> str:
     processor = Path("/proc/cpuinfo")
     flags = processor.read_text() if processor.exists() else ""
     return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+
+
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; found without loading a tensor library."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        return [gpu for gpu in shown.split(",") if gpu and gpu != "-1"]
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]

@@ -173,11 +173,15 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class LoadResult(msgspec.Struct, frozen=True):
-    """The digest the worker computed from the tensors it now holds, and how long the swap took."""
+    """The digest of the weights that were taken, and how long the swap took.
+
+    proof: the engine's own checksum of what it now holds, "" where it has none; actors of the same kind must give the same.
+    """
 
     version: int
     digest: str
     seconds: float
+    proof: str = ""
 
 
 # ---------------------------------------------------------------------------------------------- judging

@@ -1,78 +1,102 @@
 """A published policy version put into a running model, proven by its digest before any weight changes.
 
-A version folder holds ``manifest.json`` {version, kind, digest} and ``model.safetensors`` (kind "full") or
-``adapter_model.safetensors`` with ``adapter_config.json`` (kind "lora": merged into the base weights, read anew from the model folder).
+A version folder is described in ``wire.published``; an adapter (kind "lora") is merged into the base weights, read anew from the model
+folder.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from wire import digest
+from wire import digest, published
 from wire.faults import InfrastructureFault
 
-FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
+_OTHER_KINDS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
 
 
 def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
     """Kind and weights file of a version folder. Raises InfrastructureFault when it is missing or its digest disagrees."""
+    manifest = published.read(folder, expected)
+    path = folder / published.FILES[manifest.kind]
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        path = folder / FILES[manifest["kind"]]
         found = digest.safetensors_file(path)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise InfrastructureFault(f"weights {folder} cannot be read: {type(error).__name__}: {error}") from None
     if found != expected:
         raise InfrastructureFault(
             f"weights {folder}: digest {found[:16]}, expected {expected[:16]}; the old weights stay in force"
         )
-    return manifest["kind"], path
+    return manifest.kind, path
 
 
 @torch.inference_mode()
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
     """Copy the weights of ``path`` into ``model`` in place. Raises ValueError, before any change, for weights of another model."""
     parameters = dict(model.named_parameters())
+    check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
     if kind == "full":
         with safe_open(path, framework="pt") as file:
-            _check({name: _shape(file, name) for name in file.keys()}, parameters, path)  # noqa: SIM118
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                 parameters[name].copy_(file.get_tensor(name))
         return
+    for name, tensor in merged(base, path):
+        parameters[name].copy_(tensor)
+
+
+def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
+    """Raises ValueError unless every weight that ``path`` changes has its name and shape in ``held``."""
+    if kind == "full":
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118
+    else:
+        shapes = adapter_targets(path)
+    for name, shape in shapes.items():
+        expected = held.get(name, "no such tensor")
+        if expected != shape:
+            raise ValueError(
+                f"{path}: tensor {name} {shape}, the model has {expected}: weights of another model, none taken"
+            )
+
+
+def adapter_targets(path: Path) -> dict[str, list[int]]:
+    """Names and shapes of the weights that an adapter changes. Raises ValueError for one that is not merged by its scale alone."""
+    settings = json.loads((path.parent / "adapter_config.json").read_bytes())
+    odd = [key for key in _OTHER_KINDS if settings.get(key)]
+    if odd:
+        raise ValueError(
+            f"{path}: the adapter has {', '.join(odd)}; expected plain LoRA, scaled by lora_alpha / r everywhere"
+        )
+    with safe_open(path, framework="pt") as adapter:
+        return {
+            _target(name): [_shape(adapter, name.replace("lora_A", "lora_B"))[0], _shape(adapter, name)[1]]
+            for name in adapter.keys()  # noqa: SIM118 (safe_open is no mapping)
+            if name.endswith("lora_A.weight")
+        }
+
+
+@torch.inference_mode()
+def merged(base: Path, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that an adapter changes, as float32 with it merged in, by name."""
     settings = json.loads((path.parent / "adapter_config.json").read_bytes())
     scale = settings["lora_alpha"] / settings["r"]
     with safe_open(path, framework="pt") as adapter, BaseWeights(base) as weights:
-        targets = {
-            name: name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
-            for name in adapter.keys()  # noqa: SIM118
-            if name.endswith("lora_A.weight")
-        }
-        shapes = {
-            target: [_shape(adapter, name.replace("lora_A", "lora_B"))[0], _shape(adapter, name)[1]]
-            for name, target in targets.items()
-        }
-        _check(shapes, parameters, path)
-        for name, target in targets.items():
-            down = adapter.get_tensor(name).float()
-            up = adapter.get_tensor(name.replace("lora_A", "lora_B")).float()
-            merged = torch.addmm(weights.get(target).float(), up, down, alpha=scale)
-            parameters[target].copy_(merged)
+        for name in adapter.keys():  # noqa: SIM118
+            if name.endswith("lora_A.weight"):
+                down = adapter.get_tensor(name).float()
+                up = adapter.get_tensor(name.replace("lora_A", "lora_B")).float()
+                yield _target(name), torch.addmm(weights.get(_target(name)).float(), up, down, alpha=scale)
+
+
+def _target(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
 
 
 def _shape(file: Any, name: str) -> list[int]:
     return file.get_slice(name).get_shape()
-
-
-def _check(shapes: dict[str, list[int]], parameters: dict[str, torch.nn.Parameter], path: Path) -> None:
-    for name, shape in shapes.items():
-        held = list(parameters[name].shape) if name in parameters else "no such tensor"
-        if held != shape:
-            raise ValueError(
-                f"{path}: tensor {name} {shape}, the model has {held}: weights of another model, none taken"
-            )
 
 
 class BaseWeights:
@@ -92,3 +116,7 @@ class BaseWeights:
     def get(self, name: str) -> torch.Tensor:
         """One tensor as stored."""
         return self._where[name].get_tensor(name)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of all tensors, by name."""
+        return {name: _shape(file, name) for name, file in self._where.items()}

@@ -1,0 +1,319 @@
+"""SGLang as an engine: a server that the actor launches, an engine inside its process, or servers that run already.
+
+Log-probabilities: SGLang gives those of the distribution after temperature; where top-p or top-k cut it, its sampling mask gives those of
+what was left; a constraint masks before either. At temperature 0 they are of the untempered distribution. Each request's cache entries
+carry the policy version as their salt, and an update flushes the cache, so no request reads what another version computed.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.config import ActorsConfig
+from actors.engines import sglang_weights
+from actors.engines.base import OnTokens
+from actors.engines.sglang_api import Facts, Way, ways
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    LoadRequest,
+    LoadResult,
+    Sample,
+    Sampling,
+    ScoreRequest,
+    ScoreResult,
+)
+
+_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class SGLangEngine:
+    """Implements ``actors.engines.base.Engine``. ``on_tokens`` sees a sample's tokens in one piece, when it is done."""
+
+    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, place: int = 0):
+        self.folder, self.config, self.seed = Path(model), config, seed
+        self.way: Way = ways(model, config, place)
+        self.weights = sglang_weights.Weights(self.way, self.folder, config.sglang)
+        self.version = 0
+        self.counts: Counter[str] = Counter()
+        self.longest = config.max_context
+        self.facts = Facts()
+        self._open = asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._broken = ""
+        self._in_flight = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    # ------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start or reach SGLang. Raises InfrastructureFault with the end of its log when it does not come up."""
+        await self.way.start()
+        try:
+            self.facts = facts = await self.way.facts()
+            self.longest = min(self.config.max_context, facts.context or self.config.max_context)
+            await self.weights.start(facts)
+            if facts.version not in ("", "default", "0"):  # of a run before, or of this actor's life before
+                self._broken = f"it holds weight version {facts.version} from before and waits for this run's weights"
+        except BaseException:
+            await self.way.close()
+            raise
+        self._open.set()
+
+    async def close(self) -> None:
+        """End what was started here."""
+        await self.weights.close()
+        await self.way.close()
+
+    async def died(self) -> str:
+        """Returns, with the reason, when SGLang is gone."""
+        return await self.way.died()
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
+        """``request.n`` continuations of one prefix; cancelling the coroutine aborts them."""
+        self._check(request)
+        names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
+        self._enter()
+        try:
+            cached = None if request.n == 1 else await self._prefill(request.tokens, names[0] + "-prefix")
+            answers = await self._ask(self._body(request, names))
+        except asyncio.CancelledError:
+            await asyncio.shield(self.way.abort([*names, names[0] + "-prefix"]))
+            raise
+        finally:
+            self._leave()
+        if len(answers) != request.n:
+            raise InfrastructureFault(f"{self.way.name} answered {len(answers)} samples, expected n = {request.n}")
+        samples = [self._sample(answer, request.sampling) for answer in answers]
+        found = [self._count(answer) for answer in answers]
+        for index, sample in enumerate(samples):
+            if on_tokens is not None:
+                on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
+        self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
+        return GenerateResult(samples, len(request.tokens), found[0] if cached is None else cached)
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Log-probabilities of given tokens at temperature 1."""
+        if not len(request.tokens):
+            raise DataFault("0 tokens to score: expected at least one")
+        self._check_tokens(request.tokens)
+        body = {
+            "input_ids": request.tokens.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        (answer,) = await self._ask(body)
+        try:
+            rows = answer["meta_info"]["input_token_logprobs"]
+            values = np.array([0.0] + [row[0] for row in rows[1:]], np.float32)
+        except (KeyError, TypeError, IndexError) as error:
+            raise self._strange(error) from None
+        if len(values) != len(request.tokens):
+            raise InfrastructureFault(
+                f"{self.way.name} scored {len(values)} tokens, expected {len(request.tokens)}: a cached prefix was left out"
+            )
+        return ScoreResult(values, self._number(answer["meta_info"].get("weight_version")))
+
+    async def load(self, request: LoadRequest) -> LoadResult:
+        """Pause, update every server, prove it, go on. After a failure this engine serves nothing until a load succeeds."""
+        async with self._updating:
+            start = time.monotonic()
+            self._open.clear()
+            try:
+                update = await self.weights.update(request)
+            except sglang_weights.Refused as refused:  # nothing has changed anywhere
+                raise InfrastructureFault(str(refused)) from None
+            except (InfrastructureFault, asyncio.CancelledError) as error:
+                self._broken = (
+                    f"the update to version {request.version} failed ({error}); weights are unknown until one succeeds"
+                )
+                raise
+            else:
+                self.version, self._broken = request.version, ""
+            finally:
+                self._open.set()
+            self.counts["loaded_bytes"] += update.bytes
+            self.counts["updates"] += 1
+            return LoadResult(request.version, request.digest, time.monotonic() - start, update.proof)
+
+    def stats(self) -> dict[str, float]:
+        """Counters; see ``actors.engines.base``. busy_s: time with at least one request in flight."""
+        busy = self._busy_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
+        gauges = {"version": self.version, "running": self._in_flight, "kv_capacity_tokens": self.facts.capacity}
+        return {**self.counts, "busy_s": busy, **gauges}
+
+    # ------------------------------------------------------------------------------------------ bodies
+
+    def _check(self, request: GenerateRequest) -> None:
+        sampling, prompt = request.sampling, len(request.tokens)
+        if not 1 <= request.n <= self.config.max_batch:
+            raise DataFault(f"n={request.n}: expected 1 to actors.max_batch={self.config.max_batch}")
+        if prompt < 1 or sampling.max_tokens < 1 or prompt + sampling.max_tokens > self.longest:
+            raise DataFault(
+                f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
+                f" {self.longest} together (actors.max_context, or what SGLang was started with)"
+            )
+        if not (sampling.temperature == 0 or sampling.temperature >= 1e-3) or not 0 < sampling.top_p <= 1:
+            raise DataFault(
+                f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
+                " and a top_p in (0, 1]"
+            )
+        self._check_tokens(request.tokens)
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        if tokens.min() < 0 or (self.facts.vocabulary and tokens.max() >= self.facts.vocabulary):
+            raise DataFault(
+                f"token ids from {tokens.min()} to {tokens.max()}: expected 0 to {self.facts.vocabulary - 1}, the ids of"
+                f" {self.folder}; the request was made with another model's tokenizer"
+            )
+
+    async def _prefill(self, tokens: np.ndarray, name: str) -> int:
+        """Compute the prefix once, before its samples are asked for together; how much of it was cached."""
+        body = {"input_ids": tokens.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}, "rid": name}
+        (answer,) = await self._ask(body)
+        return self._count(answer)
+
+    def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
+        sampling, tokens = request.sampling, request.tokens.tolist()
+        settings: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+        }
+        settings |= {"stop": sampling.stop} if sampling.stop else {}
+        if sampling.constraint is not None:
+            settings[sampling.constraint.kind] = sampling.constraint.text
+        body: dict[str, Any] = {"return_logprob": True, "logprob_start_len": -1}
+        if _cut(sampling):
+            body["return_sampling_mask"] = True
+            settings["top_k"] = self._most(sampling)
+        if request.n == 1:
+            return body | {"input_ids": tokens, "rid": names[0], "sampling_params": self._seeded(settings, sampling, 0)}
+        rows = [self._seeded(settings, sampling, index) for index in range(request.n)]
+        return body | {"input_ids": [tokens] * request.n, "rid": names, "sampling_params": rows}
+
+    def _most(self, sampling: Sampling) -> int:
+        """A top-k that SGLang can give the mask of; without one in the request, one that cuts nothing off."""
+        limit = self.facts.mask
+        wanted = sampling.top_k or self.facts.vocabulary or limit + 1
+        if wanted > limit:
+            raise DataFault(
+                f"top_p {sampling.top_p} and top_k {sampling.top_k}: expected a top_k of at most {limit} beside it, or SGLang started with"
+                f" sampling_mask_max_tokens = {self.facts.vocabulary} (actors.sglang.arguments): else it cannot say what was left to sample from"
+            )
+        return wanted
+
+    def _seeded(self, settings: dict[str, Any], sampling: Sampling, index: int) -> dict[str, Any]:
+        """SGLang uses the seed when it was started with enable_deterministic_inference; siblings must not share one."""
+        if sampling.seed is None:
+            return settings
+        return settings | {"sampling_seed": (sampling.seed * 1000003 + index) % 2**31}
+
+    async def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of one or several sequences, under the version now in force."""
+        await self._open.wait()
+        if self._broken:
+            raise InfrastructureFault(f"{self.way.name}: {self._broken}")
+        many = bool(body["input_ids"]) and isinstance(body["input_ids"][0], list)
+        salt, adapter = str(self.version), self.weights.adapter
+        count = len(body["input_ids"])
+        body = body | {"extra_key": [salt] * count if many else salt}
+        if adapter:
+            body["lora_path"] = [adapter] * count if many else adapter
+        answer = await self.way.generate(body)
+        answers = answer if isinstance(answer, list) else [answer]
+        if not all(isinstance(row, dict) and isinstance(row.get("meta_info"), dict) for row in answers):
+            raise self._strange(TypeError(f"{str(answer)[:200]}"))
+        if adapter:  # an adapter serves a request from its first to its last token
+            for row in answers:
+                row["meta_info"]["weight_version"] = salt
+                row["meta_info"].pop("weight_versions", None)
+        return answers
+
+    # ------------------------------------------------------------------------------------------ answers
+
+    def _sample(self, answer: dict[str, Any], sampling: Sampling) -> Sample:
+        meta = answer["meta_info"]
+        try:
+            tokens = np.array(answer["output_ids"], np.int32)
+            logprobs = np.array([row[0] for row in meta.get("output_token_logprobs") or []], np.float32)
+            if _cut(sampling) and len(tokens):
+                logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32).reshape(-1)
+            finish = _FINISH[meta["finish_reason"]["type"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._strange(error) from None
+        if finish == "abort" and not len(tokens):
+            raise InfrastructureFault(
+                f"{self.way.name} aborted a request: {meta['finish_reason'].get('message') or 'no reason given'}"
+            )
+        if len(tokens) != len(logprobs):
+            raise InfrastructureFault(
+                f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities: is it sglang 0.5.23 or newer?"
+            )
+        return Sample(tokens, logprobs, self._versions(meta, len(tokens)), finish)  # pyright: ignore[reportArgumentType]
+
+    def _versions(self, meta: dict[str, Any], count: int) -> np.ndarray:
+        """int32 [count]: the policy version of each sampled token. Raises InfrastructureFault for a version that is no number."""
+        spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or [
+            {"version": meta.get("weight_version"), "start": 0, "end": count}
+        ]
+        versions = np.full(count, -1, np.int32)
+        for span in spans:
+            versions[span["start"] : span["end"]] = self._number(span["version"])
+        if (versions < 0).any():
+            raise InfrastructureFault(
+                f"{self.way.name} did not say which version sampled each of {count} tokens: {spans}"
+            )
+        return versions
+
+    def _number(self, version: Any) -> int:
+        if version in (None, "default"):  # a server that was started by others and has not been updated
+            return 0
+        try:
+            return int(version)
+        except (TypeError, ValueError):
+            raise InfrastructureFault(
+                f"{self.way.name} serves weight version {version!r}: expected a number, as this actor's updates leave it"
+            ) from None
+
+    def _count(self, answer: dict[str, Any]) -> int:
+        """Note what one sequence took; how much of its prompt was cached."""
+        meta = answer["meta_info"]
+        prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
+        self.counts["prompt_tokens"] += prompt
+        self.counts["cached_tokens"] += cached
+        self.counts["prefilled_tokens"] += prompt - cached
+        self.counts["retractions"] += int(meta.get("num_retractions") or 0)
+        return cached
+
+    def _strange(self, error: Exception) -> InfrastructureFault:
+        return InfrastructureFault(
+            f"{self.way.name} answered what /generate of sglang 0.5.23 does not ({type(error).__name__}: {error})"
+        )
+
+    def _enter(self) -> None:
+        if not self._in_flight:
+            self._busy_since = time.monotonic()
+        self._in_flight += 1
+
+    def _leave(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._busy_s += time.monotonic() - self._busy_since
+
+
+def _cut(sampling: Sampling) -> bool:
+    """Whether top-p or top-k leave less than the whole distribution; greedy sampling is not cut, its argmax is the same."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)

@@ -1,0 +1,43 @@
+"""The SGLang server as a child process: ``python -m actors.engines.sglang_process < ARGUMENTS.json``.
+
+The arguments come through standard input, so that the API key is in no process list. Runs under the interpreter that has sglang, which
+need not have anything of ours: only the standard library is imported here.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until killed; ends when the actor that started it is gone, whatever killed that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    arguments = json.load(sys.stdin)
+    try:
+        from sglang.launch_server import run_server  # pyright: ignore[reportMissingImports]
+        from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
+        from sglang.srt.server_args import ServerArgs  # pyright: ignore[reportMissingImports]
+        from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        sys.exit(
+            f"{sys.executable} cannot import sglang ({error}): install the gpu extra there, or name another interpreter in"
+            " actors.sglang.python"
+        )
+    load_plugins()
+    try:
+        settings = ServerArgs(**arguments)
+    except TypeError as error:
+        sys.exit(f"actors.sglang.arguments: {error}; expected fields of sglang's ServerArgs")
+    try:
+        run_server(settings)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""An SGLang server as the actor's own child: started on a free port of the loopback with a key of its own, watched, ended with it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from actors.config import ActorsConfig
+from actors.engines.sglang_api import Facts, Http
+from wire.faults import InfrastructureFault
+
+_ROOT = Path(__file__).resolve().parents[2]
+_STEP_S = 0.5
+_GRACE_S = 15.0
+_TAIL = 40
+"""Lines of the server's log kept for error messages."""
+
+
+class Launched:
+    """The way "server". Its log goes to this process's standard error, line by line."""
+
+    def __init__(self, model: str, config: ActorsConfig):
+        self.config = config.sglang
+        self.port = _free_port()
+        self._key = key = secrets.token_urlsafe(24)
+        self.front = Http(f"http://127.0.0.1:{self.port}", key, config.sglang.request_timeout_s, config.capacity)
+        self.servers = [self.front]
+        self.name = self.front.name
+        self.arguments: dict[str, Any] = {
+            "model_path": model,
+            "host": "127.0.0.1",
+            "port": self.port,
+            "api_key": key,
+            "weight_version": "0",
+            "context_length": config.max_context,
+            "max_running_requests": config.max_batch,
+            "chunked_prefill_size": config.prefill_tokens,
+            "enable_cache_report": True,
+        } | config.sglang.arguments
+        self._process: asyncio.subprocess.Process | None = None
+        self._log: deque[str] = deque(maxlen=_TAIL)
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start and wait until it answers. Raises InfrastructureFault with the end of its log when it does not."""
+        environment = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"} | self.config.environment
+        if "PYTHONPATH" in self.config.environment:
+            environment["PYTHONPATH"] = f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_ROOT}"
+        python = self.config.python or sys.executable
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                python, "-m", "actors.engines.sglang_process",
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise InfrastructureFault(f"actors.sglang.python = {python!r} cannot be started: {error}") from None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self.arguments).encode())
+        self._process.stdin.close()
+        self._reading = asyncio.create_task(self._read())
+        try:
+            await self.front.start()
+            await self._ready()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _ready(self) -> None:
+        end = time.monotonic() + self.config.start_timeout_s
+        while not await self.front.healthy():
+            assert self._process is not None
+            if self._process.returncode is not None:
+                raise InfrastructureFault(
+                    f"the SGLang server ended with status {self._process.returncode} while starting:\n{self._said()}"
+                )
+            if time.monotonic() > end:
+                raise InfrastructureFault(
+                    f"the SGLang server did not answer within actors.sglang.start_timeout_s = {self.config.start_timeout_s:g} s:\n"
+                    f"{self._said()}"
+                )
+            await asyncio.sleep(_STEP_S)
+
+    async def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")  # it prints its arguments
+            self._log.append(text)
+            print(text, file=sys.stderr, flush=True)
+
+    def _said(self) -> str:
+        return "\n".join(self._log) or "(it wrote nothing)"
+
+    async def facts(self) -> Facts:
+        """What the server says of itself."""
+        return await self.front.facts(self.arguments["model_path"])
+
+    async def generate(self, body: dict[str, Any]) -> Any:
+        """POST /generate."""
+        return await self.front.call("/generate", body, self.config.request_timeout_s, attempts=1)
+
+    async def abort(self, names: list[str]) -> None:
+        """Stop these requests."""
+        await self.front.abort(names)
+
+    async def died(self) -> str:
+        """Returns when the server has ended, with its last words."""
+        assert self._process is not None
+        status = await self._process.wait()
+        return f"the SGLang server ended with status {status}:\n{self._said()}"
+
+    async def close(self) -> None:
+        """End the server and its children."""
+        await self.front.close()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(
+                signal.SIGTERM
+            )  # it ends its own children; one that finds them dead waits to diagnose it
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _GRACE_S)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its scheduler and detokenizer share its session
+            await self._process.wait()
+        if self._reading is not None:
+            self._reading.cancel()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

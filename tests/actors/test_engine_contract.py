@@ -1,0 +1,248 @@
+"""What every engine promises, against transformers itself: the embedded engine and a real SGLang server, on the same tiny model.
+
+SGLang runs on a CPU here, with its own code and slow attention; one server serves the whole session.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import tokenizers
+import torch
+from safetensors.torch import save_file
+
+from actors.config import ActorsConfig
+from actors.engines.base import Engine
+from actors.engines.local import LocalEngine
+from actors.engines.sglang import SGLangEngine
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, ids, reference, version_folder
+from tests.sglang_cpu.shared import Shared as Server
+from wire import digest
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling, ScoreRequest
+
+
+@pytest_asyncio.fixture(params=["local", "sglang"])
+async def engine(request: pytest.FixtureRequest, llama: Path, tmp_path: Path) -> AsyncIterator[Any]:
+    """A started engine that holds the base weights."""
+    config = ActorsConfig(dtype="float32", max_context=512, max_batch=8)
+    if request.param == "local":
+        made: Any = LocalEngine(str(llama), config)
+        await made.start()
+        yield made
+        await made.close()
+        return
+    server: Server = request.getfixturevalue("sglang_server")
+    made = server.engine()
+    await made.start()
+    await restore(made, llama, tmp_path)
+    yield made
+    await made.close()
+
+
+async def restore(made: SGLangEngine, folder: Path, scratch: Path) -> None:
+    """The base weights as version 0: a test before may have left others."""
+    base, proof, _ = version_folder(scratch, folder, 0, noise=0.0)
+    await made.load(LoadRequest(0, str(base), proof))
+
+
+async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(engine: Engine, llama: Path) -> None:
+    prompt, model = ids(1, 24), reference(llama)
+    (sample,) = (await engine.generate(GenerateRequest(prompt, 1, Sampling(8, temperature=0.0)))).samples
+    whole = torch.tensor(prompt, dtype=torch.long)[None]
+    with torch.no_grad():
+        expected = model.generate(whole, max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()
+    assert sample.tokens.tolist() == expected
+    assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+    assert sample.versions.tolist() == [0] * len(sample.tokens)
+
+
+async def test_logprobs_are_of_the_distribution_after_temperature(engine: Engine, llama: Path) -> None:
+    prompt, model = ids(2, 20), reference(llama)
+    result = await engine.generate(GenerateRequest(prompt, 3, Sampling(6, temperature=0.7)))
+    for sample in result.samples:
+        rows = forward(model, prompt, sample.tokens) / 0.7
+        expected = rows.log_softmax(-1)[range(len(rows)), sample.tokens.tolist()].numpy()
+        assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}])
+async def test_logprobs_are_of_what_top_p_or_top_k_left(engine: Engine, llama: Path, cut: dict[str, Any]) -> None:
+    prompt, model = ids(3, 20), reference(llama)
+    result = await engine.generate(GenerateRequest(prompt, 2, Sampling(6, temperature=1.0, **cut)))
+    for sample in result.samples:
+        rows = forward(model, prompt, sample.tokens).softmax(-1)
+        for row, token, logprob in zip(rows, sample.tokens.tolist(), sample.logprobs, strict=True):
+            odds, order = row.sort(descending=True)
+            kept = int((odds.cumsum(0) - odds < cut["top_p"]).sum()) if "top_p" in cut else cut["top_k"]
+            assert token in order[:kept].tolist()
+            assert abs(float((row[token] / odds[:kept].sum()).log()) - logprob) < 10 * GREATEST_DIFFERENCE
+
+
+async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engine: Engine) -> None:
+    prompt = ids(4, 60)
+    before = engine.stats().get("prefilled_tokens", 0.0)
+    first = await engine.generate(GenerateRequest(prompt, 4, Sampling(6)))
+    computed = engine.stats()["prefilled_tokens"] - before
+    assert first.cached_tokens == 0
+    assert first.prompt_tokens == 60
+    assert 60 <= computed <= 64  # SGLang computes a prompt's last token again for each sample
+    assert len({tuple(sample.tokens.tolist()) for sample in first.samples}) > 1
+    child = np.concatenate([prompt, first.samples[0].tokens, ids(5, 4)])
+    second = await engine.generate(GenerateRequest(child, 1, Sampling(2)))
+    assert second.cached_tokens == len(child) - 5  # the last sampled token was never computed
+
+
+async def test_finish_reasons(engine: Engine, llama: Path) -> None:
+    prompt = ids(6, 12)
+    free = (await engine.generate(GenerateRequest(prompt, 1, Sampling(10, temperature=0.0)))).samples[0]
+    assert free.finish == "length"
+    text = tokenizer(llama).decode(free.tokens.tolist())
+    stop = text[3:5]
+    stopped = (await engine.generate(GenerateRequest(prompt, 1, Sampling(10, temperature=0.0, stop=[stop])))).samples[0]
+    assert stopped.finish == "stop"
+    assert free.tokens.tolist()[: len(stopped.tokens)] == stopped.tokens.tolist()
+    assert stop in tokenizer(llama).decode(stopped.tokens.tolist())
+    assert len(stopped.logprobs) == len(stopped.tokens) < len(free.tokens)
+
+
+async def test_score_is_a_full_forward_at_temperature_one_also_of_cached_tokens(engine: Engine, llama: Path) -> None:
+    tokens = ids(7, 30)
+    await engine.generate(GenerateRequest(tokens, 1, Sampling(1)))
+    scored = await engine.score(ScoreRequest(tokens))
+    expected = full_logprobs(reference(llama), tokens[:1], tokens[1:])
+    assert scored.logprobs[0] == 0
+    assert np.abs(expected - scored.logprobs[1:]).max() < GREATEST_DIFFERENCE
+
+
+async def test_cancelling_frees_the_engine(engine: Engine) -> None:
+    task = asyncio.create_task(engine.generate(GenerateRequest(ids(8, 10), 4, Sampling(400))))
+    await asyncio.sleep(1.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    result = await engine.generate(GenerateRequest(ids(9, 10), 8, Sampling(2)))  # all the room there is
+    assert len(result.samples) == 8
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GenerateRequest(ids(0, 5), 0, Sampling(5)),
+        GenerateRequest(ids(0, 500), 1, Sampling(20)),
+        GenerateRequest(ids(0, 0), 1, Sampling(5)),
+        GenerateRequest(ids(0, 5), 1, Sampling(5, top_p=1.5)),
+        GenerateRequest(np.array([1, 260], np.int32), 1, Sampling(5)),
+    ],
+)
+async def test_a_request_that_can_never_work_is_a_data_fault(engine: Engine, request_: GenerateRequest) -> None:
+    with pytest.raises(DataFault, match="expected"):
+        await engine.generate(request_)
+    assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(1)))).samples) == 1
+
+
+async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
+    engine: Engine, llama: Path, tmp_path: Path
+) -> None:
+    prompt = ids(10, 30)
+    await engine.generate(GenerateRequest(prompt, 1, Sampling(2)))
+    folder, proof, model = version_folder(tmp_path, llama, 3)
+    loaded = await engine.load(LoadRequest(3, str(folder), proof))
+    assert (loaded.version, loaded.digest) == (3, proof)
+    result = await engine.generate(GenerateRequest(prompt, 2, Sampling(5)))
+    assert result.cached_tokens == 0
+    for sample in result.samples:
+        assert sample.versions.tolist() == [3] * len(sample.tokens)
+        assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+    assert engine.stats()["version"] == 3
+
+
+async def test_an_update_within_a_generation_labels_each_token(engine: Engine, llama: Path, tmp_path: Path) -> None:
+    folder, proof, _ = version_folder(tmp_path, llama, 4)
+    task = asyncio.create_task(engine.generate(GenerateRequest(ids(11, 10), 1, Sampling(400, temperature=1.0, seed=1))))
+    while not engine.stats()["running"]:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    await engine.load(LoadRequest(4, str(folder), proof))
+    (sample,) = (await task).samples
+    versions = sample.versions.tolist()
+    assert versions == sorted(versions)
+    assert set(versions) <= {0, 4}
+    if len(sample.tokens) == 400:  # it may have met its end token before
+        assert versions[-1] == 4
+
+
+async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_serve(
+    engine: Engine, llama: Path, tmp_path: Path
+) -> None:
+    folder, proof, _ = version_folder(tmp_path, llama, 5)
+    before = await engine.score(ScoreRequest(ids(12, 12)))
+    with pytest.raises(InfrastructureFault, match="digest"):
+        await engine.load(LoadRequest(5, str(folder), "0" * 64))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4] + b"bits")
+    with pytest.raises(InfrastructureFault, match="digest"):
+        await engine.load(LoadRequest(5, str(folder), proof))
+    after = await engine.score(ScoreRequest(ids(12, 12)))
+    np.testing.assert_array_equal(before.logprobs, after.logprobs)
+
+
+async def test_an_adapter_alone_changes_the_policy(engine: Engine, llama: Path, tmp_path: Path) -> None:
+    folder, proof, model = adapter_folder(tmp_path, llama, 6)
+    await engine.load(LoadRequest(6, str(folder), proof))
+    prompt = ids(13, 16)
+    result = await engine.generate(GenerateRequest(prompt, 2, Sampling(5)))
+    for sample in result.samples:
+        assert sample.versions.tolist() == [6] * len(sample.tokens)
+        assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < 5 * GREATEST_DIFFERENCE
+
+
+async def test_a_constraint_holds_from_the_first_to_the_last_token(engine: Engine, llama: Path) -> None:
+    if not isinstance(engine, LocalEngine):
+        pytest.skip("SGLang's grammars need its compiled kernels")
+    constraint = Constraint("regex", "(yes|no), [0-9]{2}")
+    result = await engine.generate(GenerateRequest(ids(14, 10), 3, Sampling(20, constraint=constraint)))
+    words = tokenizer(llama)
+    for sample in result.samples:
+        text = words.decode(sample.tokens.tolist(), skip_special_tokens=True)
+        assert text[:-4] in ("yes", "no")
+        assert text[-2:].isdigit()
+        assert sample.finish == "stop"
+
+
+def tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """The model's."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def forward(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
+    """Logits [new, vocabulary] at which each token was sampled."""
+    whole = torch.tensor(np.concatenate([prompt, tokens]), dtype=torch.long)[None]
+    with torch.no_grad():
+        return model(whole).logits[0, len(prompt) - 1 : -1]
+
+
+def adapter_folder(tmp_path: Path, source: Path, version: int) -> tuple[Path, str, Any]:
+    """A published adapter of random weights, its digest, and the model with it merged in."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import get_peft_model_state_dict
+
+    torch.manual_seed(version)
+    model: Any = get_peft_model(reference(source), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    folder = tmp_path / f"adapter{version}"
+    folder.mkdir()
+    save_file(get_peft_model_state_dict(model), folder / "adapter_model.safetensors")
+    settings = model.peft_config["default"].to_dict()
+    settings["target_modules"] = sorted(settings["target_modules"])
+    (folder / "adapter_config.json").write_text(json.dumps(settings, default=str))
+    proof = digest.safetensors_file(folder / "adapter_model.safetensors")
+    (folder / "manifest.json").write_text(json.dumps({"version": version, "kind": "lora", "digest": proof}))
+    return folder, proof, model.merge_and_unload().eval()

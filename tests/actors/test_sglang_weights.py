@@ -1,0 +1,166 @@
+"""Weights into a real SGLang server by each transport, out of the learner's real giver; and what happens when an update fails."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import save_file
+
+from actors.config import SGLangConfig
+from actors.engines import sglang_transport as transport
+from actors.engines.sglang import SGLangEngine
+from actors.engines.sglang_api import Facts
+from learner.giver import Giver, Snapshot
+from learner.publish import fingerprint
+from tests.actors.test_engine_contract import restore
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, ids, reference, version_folder
+from tests.sglang_cpu.shared import Shared as Server
+from wire import digest
+from wire.faults import InfrastructureFault
+from wire.messages import GenerateRequest, LoadRequest, Sampling
+from wire.published import Manifest, Memory
+
+
+@pytest_asyncio.fixture
+async def engine(sglang_server: Server, llama: Path, tmp_path: Path) -> AsyncIterator[SGLangEngine]:
+    """On the session's server, with the base weights."""
+    made = sglang_server.engine()
+    await made.start()
+    await restore(made, llama, tmp_path)
+    yield made
+    await made.close()
+
+
+def in_memory(tmp_path: Path, giver: Giver, version: int, tensors: dict[str, Any], bucket_bytes: int) -> LoadRequest:
+    """A version that only the giver holds."""
+    folder = tmp_path / f"m{version}"
+    folder.mkdir()
+    proof = fingerprint(tensors)
+    memory = giver.offer(Snapshot(version, tensors, bucket_bytes))
+    Manifest(version, "full", proof, False, memory).write(folder)
+    return LoadRequest(version, str(folder), proof)
+
+
+@pytest.mark.parametrize("wanted", ["tensor", "distributed"])
+async def test_weights_out_of_the_learners_memory(
+    engine: SGLangEngine, llama: Path, tmp_path: Path, wanted: transport.Transport
+) -> None:
+    _, _, model = version_folder(tmp_path, llama, 7)
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    giver = Giver(timeout_s=60.0)
+    try:
+        # The rendezvous is on a CPU, where "auto" would take the tensors: the test names its transport.
+        engine.weights.config = SGLangConfig(way="url", weights=wanted)  # pyright: ignore[reportArgumentType]
+        loaded = await engine.load(in_memory(tmp_path, giver, 7, tensors, bucket_bytes=20_000))
+    finally:
+        giver.close()
+    assert loaded.proof
+    prompt = ids(1, 20)
+    (sample,) = (await engine.generate(GenerateRequest(prompt, 1, Sampling(6)))).samples
+    assert sample.versions.tolist() == [7] * len(sample.tokens)
+    assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+    assert engine.counts["loaded_bytes"] >= sum(t.nbytes for t in tensors.values())
+
+
+async def test_two_servers_of_one_engine_with_different_weights_are_noticed(engine: SGLangEngine) -> None:
+    answers = [{"per_engine_checksum": "a" * 64}, {"per_engine_checksum": "b" * 64}]
+    engine.way.servers.append(engine.way.servers[0])
+    with pytest.raises(InfrastructureFault, match="different weights"):
+        engine.weights._agreed(answers)
+    engine.way.servers.pop()
+
+
+async def test_an_update_that_changes_nothing_is_noticed(engine: SGLangEngine, llama: Path, tmp_path: Path) -> None:
+    folder, proof, _ = version_folder(tmp_path, llama, 8)
+    await engine.load(LoadRequest(8, str(folder), proof))
+    same = tmp_path / "same"
+    same.mkdir()
+    (same / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    Manifest(9, "full", proof).write(same)
+    await engine.load(LoadRequest(9, str(same), proof))  # the digest says so: nothing was to change
+    engine.weights._digest = "of other weights"
+    with pytest.raises(InfrastructureFault, match="those from before"):
+        await engine.load(LoadRequest(9, str(same), proof))
+    with pytest.raises(InfrastructureFault, match="weights are unknown"):
+        await engine.generate(GenerateRequest(ids(2, 8), 1, Sampling(2)))
+    (tmp_path / "again").mkdir()
+    await restore(engine, llama, tmp_path / "again")
+    assert (await engine.generate(GenerateRequest(ids(2, 8), 1, Sampling(2)))).samples
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.zzz.weight"])
+async def test_weights_of_another_model_are_refused_before_sglang_sees_them(
+    engine: SGLangEngine, llama: Path, tmp_path: Path, name: str
+) -> None:
+    """It would end its process over a wrong shape, and take no notice of an unknown name."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    tensors = {n: p.detach().clone() for n, p in reference(llama).named_parameters()} | {name: torch.zeros(5)}
+    save_file(tensors, folder / "model.safetensors")
+    proof = digest.safetensors_file(folder / "model.safetensors")
+    Manifest(9, "full", proof).write(folder)
+    with pytest.raises(InfrastructureFault, match=name):
+        await engine.load(LoadRequest(9, str(folder), proof))
+    (sample,) = (await engine.generate(GenerateRequest(ids(2, 8), 1, Sampling(2)))).samples
+    assert set(sample.versions.tolist()) == {0}
+
+
+async def test_a_version_the_learner_no_longer_gives_is_an_error_that_says_so(
+    engine: SGLangEngine, llama: Path, tmp_path: Path
+) -> None:
+    tensors = {name: p.detach() for name, p in reference(llama).named_parameters()}
+    giver = Giver(timeout_s=10.0)
+    try:
+        engine.weights.config = SGLangConfig(way="url", weights="tensor")
+        old = in_memory(tmp_path, giver, 7, tensors, 20_000)
+        giver.offer(Snapshot(8, tensors))
+        with pytest.raises(InfrastructureFault, match="asked for version 7, gives version 8"):
+            await engine.load(old)
+    finally:
+        giver.close()
+
+
+async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(engine: SGLangEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    Manifest(7, "full", "d" * 64, False, Memory("127.0.0.1:1", "here", "cpu")).write(folder)
+    engine.weights.config = SGLangConfig(way="url", weights="tensor", update_timeout_s=2.0)
+    with pytest.raises(InfrastructureFault, match="rendezvous"):
+        await asyncio.wait_for(engine.load(LoadRequest(7, str(folder), "d" * 64)), 60)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "facts", "host", "gpus", "expected"),
+    [
+        ({"kind": "lora"}, Facts(device="cuda"), "h", {"0"}, "adapter"),
+        ({}, Facts(device="cuda"), "h", {"0"}, "disk"),
+        ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "h", {"0"}, "tensor"),
+        ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "h", {"1"}, "distributed"),
+        ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "", set(), "distributed"),
+        ({"memory": Memory("s", "h", "cpu")}, Facts(device="cuda"), "h", {"0"}, "disk"),
+        ({"memory": Memory("s", "h", "cpu"), "file": False}, Facts(device="cpu"), "h", set(), "tensor"),
+        ({"memory": Memory("s", "h", "cpu"), "file": False}, Facts(device="cpu"), "g", set(), "distributed"),
+    ],
+)
+def test_the_transport_follows_from_where_the_processes_are(
+    manifest: dict[str, Any], facts: Facts, host: str, gpus: set[str], expected: str
+) -> None:
+    made = Manifest(**({"version": 1, "kind": "full", "digest": "d"} | manifest))
+    assert transport.choose(made, facts, SGLangConfig(), host, frozenset(gpus)) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "manifest"),
+    [("disk", Manifest(1, "full", "d", False, Memory("s", "h", "cpu"))), ("tensor", Manifest(1, "full", "d"))],
+)
+def test_a_transport_that_cannot_be_had_is_refused_with_the_remedy(
+    wanted: transport.Transport, manifest: Manifest
+) -> None:
+    config = SGLangConfig(weights=wanted)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InfrastructureFault, match=r"learner\.publish"):
+        transport.choose(manifest, Facts(), config, "h", frozenset())

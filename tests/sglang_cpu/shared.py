@@ -1,0 +1,72 @@
+"""One real SGLang server for a whole test session, started as an actor starts its own."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from actors.config import ActorsConfig, SGLangConfig
+from actors.engines.sglang import SGLangEngine
+from actors.engines.sglang_server import Launched
+from tests.sglang_cpu import environment
+from tests.sglang_cpu.server import FLAGS, SITE, VARIABLES
+
+KEY = "COPPICE_TEST_SGLANG_KEY"
+"""The variable that holds the session server's key."""
+
+LORA: dict[str, Any] = {
+    "enable_lora": True,
+    "lora_backend": "torch_native",
+    "max_lora_rank": 8,
+    "max_loras_per_batch": 3,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+"""Arguments of a server that takes adapters."""
+
+
+def config(**settings: Any) -> SGLangConfig:
+    """Settings of a server that starts here. arguments: more of them."""
+    arguments = FLAGS | settings.pop("arguments", {})
+    python = str(environment.python())
+    return SGLangConfig(
+        python=python,
+        arguments=arguments,
+        environment=VARIABLES | {"PYTHONPATH": str(SITE)},
+        start_timeout_s=300.0,
+        **settings,
+    )
+
+
+class Shared:
+    """The server; its event loop runs in a thread, so that tests with loops of their own can use it."""
+
+    def __init__(self, model: Path, arguments: dict[str, Any]):
+        self.model = model
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=config(arguments=arguments))
+        self.way = Launched(str(model), actors)
+        os.environ[KEY] = self.way.arguments["api_key"]
+        self._run(self.way.start())
+
+    @property
+    def url(self) -> str:
+        """Up to the path."""
+        return self.way.front.url
+
+    def engine(self, **settings: Any) -> SGLangEngine:
+        """An engine on this server, not started."""
+        sglang = SGLangConfig(way="url", urls=[self.url], api_key_env=KEY, update_timeout_s=60.0, **settings)
+        return SGLangEngine(str(self.model), ActorsConfig(max_batch=8, max_context=512, sglang=sglang))
+
+    def close(self) -> None:
+        """End it."""
+        self._run(self.way.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,0 +1,204 @@
+"""A client of JSON over HTTP: every call ends in the decoded answer or in a classified fault that names the URL and the cause.
+
+What may work later (a broken connection, no answer in time, statuses 408, 409, 425, 429 and 5xx) is tried again after a growing pause,
+or after as long as ``Retry-After`` asks. 400, 413 and 422 are DataFaults: the request is refused, here and anywhere. All else is an
+InfrastructureFault with what to change. Redirects are not followed, they would take the key to another host; the key stands in no message.
+"""
+
+import asyncio
+import email.utils
+import os
+import random
+import time
+from collections import Counter
+from typing import Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from wire.faults import DataFault, InfrastructureFault
+
+LONGEST_WAIT_S = 120.0
+"""The most that a Retry-After may ask for at once; a longer limit meets the next attempt."""
+_AGAIN = frozenset({408, 409, 425, 429})
+_REFUSED = frozenset({400, 413, 422})
+_SHOWN = 300
+"""Characters of a server's error text that a message quotes."""
+
+
+class _Busy(Exception):
+    """The same request may work later. after_s: how long the server asks to wait, 0 when it does not say."""
+
+    def __init__(self, cause: str, after_s: float = 0.0):
+        super().__init__(cause)
+        self.after_s = after_s
+
+
+class JsonClient:
+    """Calls one server. url: what every path is put behind. api_key_env: the environment variable that holds the key ("" for none);
+    key: the key itself, where this process made it.
+
+    timeout_s: of one attempt, without the wait for a place. backoff_s: the pause after the first failure, doubled each time.
+    concurrency: requests open at once. remedies: what to do about a status, in this server's own terms. ``counts``: requests,
+    retries and failures; ``busy_s``: all calls' time, with their pauses.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key_env: str = "",
+        key: str = "",
+        timeout_s: float = 120.0,
+        attempts: int = 3,
+        backoff_s: float = 1.0,
+        concurrency: int = 16,
+        remedies: dict[int, str] | None = None,
+    ):
+        if attempts < 1 or concurrency < 1:
+            raise ValueError(f"attempts {attempts} and concurrency {concurrency}: expected at least 1 of each")
+        if "@" in urlsplit(url).netloc:
+            raise ValueError(f"{_without_user(url)}: expected a URL without a user or a key; name the key's variable")
+        self.url = url.rstrip("/")
+        self.timeout_s, self.attempts, self.backoff_s, self.concurrency = timeout_s, attempts, backoff_s, concurrency
+        self.counts: Counter[str] = Counter()
+        self.busy_s = 0.0
+        self._api_key_env, self._key = api_key_env, key
+        self._remedies = remedies or {}
+        self._room = asyncio.Semaphore(concurrency)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Open the connection pool. Raises ValueError naming the variable when the API key is not set."""
+        headers = {"Content-Type": "application/json"}
+        if variable := self._api_key_env:
+            self._key = os.environ.get(variable, "").strip()
+            if not self._key:
+                raise ValueError(f"environment variable {variable} is empty: it must hold the API key of {self.url}")
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        # As many connections as places: a wait for a connection would count as the server's.
+        pool = aiohttp.TCPConnector(limit=self.concurrency)
+        self._session = aiohttp.ClientSession(headers=headers, connector=pool)
+
+    async def close(self) -> None:
+        """Close the connection pool."""
+        if self._session is not None:
+            await self._session.close()
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    async def post(self, path: str, body: Any, *, timeout_s: float | None = None, attempts: int | None = None) -> Any:
+        """The decoded answer. body: anything msgspec encodes. Raises DataFault or InfrastructureFault, see the module."""
+        return self._decoded(path, await self.send("POST", path, body, timeout_s=timeout_s, attempts=attempts))
+
+    async def get(self, path: str, *, timeout_s: float | None = None, attempts: int | None = None) -> Any:
+        """The same without a body."""
+        return self._decoded(path, await self.send("GET", path, timeout_s=timeout_s, attempts=attempts))
+
+    async def send(
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float | None = None,
+        attempts: int | None = None,
+    ) -> bytes:
+        """The answer as it came, for what is no JSON; otherwise like ``post``. body None: none is sent."""
+        url, content = f"{self.url}{path}", None if body is None else msgspec.json.encode(body)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        last = self.attempts if attempts is None else attempts
+        start = time.monotonic()
+        try:
+            for attempt in range(1, last + 1):
+                try:
+                    async with self._room:
+                        self.counts["requests"] += 1
+                        return await self._once(method, url, content, limit)
+                except _Busy as busy:
+                    if attempt == last:
+                        raise InfrastructureFault(
+                            f"{url}: {busy}, {attempt} attempts; go on when it answers again, or allow more attempts"
+                        ) from None
+                    self.counts["retries"] += 1
+                    await asyncio.sleep(pause_s(attempt, self.backoff_s, busy.after_s, random.random()))
+            raise ValueError(f"attempts {last}: expected at least 1")
+        except (InfrastructureFault, DataFault):
+            self.counts["failures"] += 1
+            raise
+        finally:
+            self.busy_s += time.monotonic() - start
+
+    # ------------------------------------------------------------------------------------------ inner workings
+
+    async def _once(self, method: str, url: str, content: bytes | None, timeout_s: float) -> bytes:
+        assert self._session is not None, "call before start"
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, url, data=content, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = await response.read()
+        except TimeoutError:
+            raise _Busy(f"no reply within {timeout_s:g} s") from None
+        except aiohttp.InvalidURL:
+            raise InfrastructureFault(f"{url} is no URL: expected http(s)://host:port") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Busy(self._hidden(f"{type(error).__name__}: {error}")) from None
+        if response.status != 200:
+            self._fail(url, response, answer.decode(errors="replace"))
+        return answer
+
+    def _decoded(self, path: str, answer: bytes) -> Any:
+        try:
+            return msgspec.json.decode(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.counts["failures"] += 1
+            raise InfrastructureFault(f"{self.url}{path} answered no JSON ({error}): is it the right URL?") from None
+
+    def _fail(self, url: str, response: aiohttp.ClientResponse, text: str) -> NoReturn:
+        """The fault that a status means, with what to do about it."""
+        status = response.status
+        said = self._hidden(f"HTTP {status}: {text.strip()}")[:_SHOWN]
+        if status in _AGAIN or status >= 500:
+            raise _Busy(said, retry_after(response.headers.get("Retry-After", ""), time.time()))
+        if status in _REFUSED:
+            raise DataFault(f"{url} refused the request, {said}")
+        if 300 <= status < 400:
+            remedy = f"it moved to {self._hidden(response.headers.get('Location', '(it does not say)'))}: give that URL"
+        else:
+            remedy = self._remedies.get(status) or self._remedy(status)
+        raise InfrastructureFault(f"{url}: {said}: {remedy}")
+
+    def _remedy(self, status: int) -> str:
+        if status in (401, 403):
+            key = self._api_key_env
+            return f"is the key in {key} right?" if key else "it wants an API key: name the variable that holds it"
+        return f"does the server's URL end where {self.url} does?" if status == 404 else "expected 200"
+
+    def _hidden(self, text: str) -> str:
+        return text.replace(self._key, "(the key)") if self._key else text
+
+
+def pause_s(attempt: int, backoff_s: float, asked_s: float, chance: float) -> float:
+    """Seconds before the attempt after ``attempt`` (the first is 1): doubling, spread by ``chance`` in [0, 1), at least what was asked."""
+    return min(LONGEST_WAIT_S, max(asked_s, backoff_s * 2 ** (attempt - 1) * (0.5 + chance)))
+
+
+def retry_after(header: str, now: float) -> float:
+    """Seconds that a Retry-After header asks to wait (a number, or a date against ``now``); 0 when it says nothing."""
+    try:
+        seconds = float(header)
+        return max(0.0, seconds) if seconds == seconds else 0.0  # "nan" is a number to float
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _without_user(url: str) -> str:
+    return url.replace(urlsplit(url).netloc, urlsplit(url).netloc.rpartition("@")[2], 1)
