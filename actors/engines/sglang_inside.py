@@ -1,13 +1,13 @@
 """SGLang inside the actor's process: ``sglang.Engine`` behind the calls that its HTTP server offers.
 
 The engine's tokenizer manager lives in the event loop of whoever calls it first, so it is called by its coroutines; the blocking methods of
-``sglang.Engine`` would run a loop inside ours.
+``sglang.Engine`` would run a loop inside ours. Its children are spawned: the main module must be importable without running.
 """
 
 import asyncio
+import multiprocessing
+from multiprocessing.process import BaseProcess
 from typing import Any
-
-import msgspec
 
 from actors.config import ActorsConfig
 from actors.engines.sglang_api import Facts, read_facts
@@ -29,6 +29,8 @@ _CALLS = {
 }
 """Path of the HTTP server -> request struct and coroutine of the tokenizer manager."""
 _ONE_ARGUMENT = frozenset({"pause_generation", "continue_generation"})
+_STEP_S = 0.5
+"""Between two looks at the children, seconds."""
 
 
 class Inside:
@@ -47,9 +49,13 @@ class Inside:
             "enable_cache_report": True,
         } | config.sglang.arguments
         self._engine: Any = None
+        self._children: list[BaseProcess] = []
 
     async def start(self) -> None:
-        """Load the model. It blocks this process, which serves nothing yet."""
+        """Load the model, on this thread: the children end with the thread that started them. It serves nothing yet.
+
+        Raises InfrastructureFault when it does not come up, or ends this process where a child of SGLang fails.
+        """
         try:
             import sglang  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -63,22 +69,34 @@ class Inside:
             raise InfrastructureFault(
                 f"actors.sglang.arguments: {error}; expected fields of sglang's ServerArgs"
             ) from None
+        except (ValueError, RuntimeError, EOFError, OSError) as error:
+            raise InfrastructureFault(f"{self.name} did not start: {type(error).__name__}: {error}") from error
+        self._children = multiprocessing.active_children()
 
     async def facts(self) -> Facts:
         """What the engine says of itself."""
-        info = self._engine._scheduler_init_result.scheduler_infos[0]
-        return read_facts(
-            self.arguments["model_path"], dict(info) | {"context_length": self.arguments["context_length"]}
-        )
+        info = self._engine.server_args.resolved_dict() | self._engine._scheduler_init_result.scheduler_infos[0]
+        return read_facts(self.arguments["model_path"], info | self._engine.get_model_info())
 
     async def generate(self, body: dict[str, Any]) -> Any:
         """One or several sequences, as POST /generate."""
+        from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput  # pyright: ignore[reportMissingImports]
 
+        answers: list[Any] = []
         try:
-            return await anext(self._engine.tokenizer_manager.generate_request(GenerateReqInput(**body), None))
+            async with asyncio.timeout(self.config.request_timeout_s):
+                async for answer in self._engine.tokenizer_manager.generate_request(GenerateReqInput(**body), None):
+                    answers.append(
+                        answer
+                    )  # one; it is run to its end, where it lets go of the lock that updates wait for
+        except TimeoutError:
+            raise InfrastructureFault(f"{self.name}: no answer within {self.config.request_timeout_s:g} s") from None
+        except HTTPException as error:
+            raise InfrastructureFault(f"{self.name}: {error.status_code} {error.detail}") from None
         except ValueError as error:
             raise DataFault(f"{self.name} refused the request: {error}") from None
+        return answers[-1]
 
     async def abort(self, names: list[str]) -> None:
         """Stop these requests."""
@@ -103,9 +121,12 @@ class Inside:
         return _answer(path, done, self.name)
 
     async def died(self) -> str:
-        """Never returns: SGLang ends its whole process, and so this actor, when one of its children dies."""
-        await asyncio.Event().wait()
-        return ""
+        """Returns when a child has ended. Where one was killed or failed, SGLang may end this whole process first."""
+        while True:
+            for child in self._children:
+                if not child.is_alive():
+                    return f"{self.name}: its process {child.name} ended with status {child.exitcode}"
+            await asyncio.sleep(_STEP_S)
 
     async def close(self) -> None:
         """End the engine's children."""
@@ -121,7 +142,7 @@ def _answer(path: str, done: Any, name: str) -> dict[str, Any]:
         more = ["ranks", "per_engine_checksum"] if path == "/weights_checker" else []
         answer: dict[str, Any] = dict(zip(["success", "message", *more], done, strict=False))
     else:
-        answer = msgspec.to_builtins(done)
-    if not answer.get("success", True):
-        raise InfrastructureFault(f"{name}: {path} failed: {answer.get('message') or answer.get('error_message')}")
+        answer = {"success": done.success, "message": done.error_message}
+    if not answer["success"]:
+        raise InfrastructureFault(f"{name}: {path} failed: {answer['message']}")
     return answer

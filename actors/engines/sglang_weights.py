@@ -5,9 +5,11 @@ others do not have. Transports are in ``sglang_transport``; adapters travel alon
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +51,19 @@ class Weights:
         self.adapter = ""
         self._adapters: list[str] = []
         self.facts = Facts()
-        self._proof = ""
+        self._proof = self._base = ""
         self._digest = ""
-        self._unloading: set[asyncio.Task[None]] = set()
 
     async def start(self, facts: Facts) -> None:
         """Note what the servers hold; servers that hold different weights are refused."""
         self.facts = facts
-        self._proof = await self._checksum()
+        self._proof = self._base = await self._checksum()
 
     async def close(self) -> None:
-        """Give up what is still being unloaded."""
-        for task in self._unloading:
-            task.cancel()
+        """Take this engine's adapters from servers that go on; one that is gone holds none."""
+        with contextlib.suppress(InfrastructureFault):
+            while self._adapters:
+                await self._unload(self._adapters.pop())
 
     async def update(self, request: LoadRequest) -> Update:
         """Bring ``request.version`` into force. Raises Refused when nothing was changed, InfrastructureFault when something may be."""
@@ -75,7 +77,7 @@ class Weights:
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise Refused(str(fault)) from None
         if chosen == "adapter":
-            size = await self._adapter(f"v{request.version}", folder)
+            size = await self._adapter(request, folder)
             pause = 0.0
         else:
             size, pause = await self._paused(request, manifest, chosen)
@@ -124,7 +126,7 @@ class Weights:
             raise InfrastructureFault(
                 f"{self.way.name} reports success, but its weights are those from before version {request.version}"
             )
-        self._proof = proof
+        self._proof = self._base = proof
         if chosen == "disk" and self.facts.device == "cpu" and self.facts.tp == 1:
             path = Path(request.path) / published.FILES[manifest.kind]
             for answer in answers:
@@ -144,17 +146,16 @@ class Weights:
 
     # ------------------------------------------------------------------------------------------ adapters
 
-    async def _adapter(self, name: str, folder: Path) -> int:
-        """Load an adapter under its version's name; requests from now on use it, running ones keep theirs."""
+    async def _adapter(self, request: LoadRequest, folder: Path) -> int:
+        """Load an adapter; requests from now on use it, running ones keep theirs. Its name is of this engine's life only:
+        servers outlive actors, and refuse a name that they know."""
         while len(self._adapters) >= _ADAPTERS_KEPT:
             await self._unload(self._adapters.pop(0))
-        if name in self._adapters:  # the same version again, after a restart of the scheduler
-            self._adapters.remove(name)
-            await self._unload(name)
+        name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
         await self._all("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         self._adapters.append(name)
         self.adapter = name
-        self._proof = hashlib.sha256(f"{self._proof}{name}".encode()).hexdigest()
+        self._proof = hashlib.sha256(f"{self._base}{request.digest}".encode()).hexdigest()
         return (folder / published.FILES["lora"]).stat().st_size
 
     async def _unload(self, name: str) -> None:

@@ -178,7 +178,7 @@ def version_folder(tmp_path: Path, source: Path, version: int, noise: float = 0.
         for parameter in model.parameters():
             parameter.add_(noise * torch.randn_like(parameter) * parameter.std())
     folder = tmp_path / f"v{version}"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
     proof = digest.safetensors_file(folder / "model.safetensors")
     (folder / "manifest.json").write_text(json.dumps({"version": version, "kind": "full", "digest": proof}))

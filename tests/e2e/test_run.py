@@ -55,6 +55,14 @@ lora = {{ rank = 4, alpha = 8.0 }}
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config over a tiny model and a small corpus; one of the task rows has no gold answer."""
     folder = tmp_path_factory.mktemp("e2e")
+    prepare(folder)
+    path = folder / "e2e.toml"
+    path.write_text(CONFIG.format(model=folder / "model", folder=folder, updates=UPDATES, questions=QUESTIONS))
+    return path
+
+
+def prepare(folder: Path) -> None:
+    """Model, corpus and tasks."""
     tiny.save(folder / "model")
     facts = [("Bulgaria", "Capital: Sofia"), ("Italy", "Capital: Rome"), ("Chile", "Capital: Santiago")]
     corpus = [{"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(facts)]
@@ -64,9 +72,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, corpus)) + "\n")
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, [*tasks, {"question": "Nobody knows"}])) + "\n")
-    path = folder / "e2e.toml"
-    path.write_text(CONFIG.format(model=folder / "model", folder=folder, updates=UPDATES, questions=QUESTIONS))
-    return path
 
 
 def launch(config: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -91,20 +96,25 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def check_whole(run: Path) -> None:
+    """As ``check_groups``, for this page's config."""
+    check_groups(run, UPDATES, QUESTIONS)
+
+
+def check_groups(run: Path, updates: int, questions: int) -> None:
     """Every drawn task once, every group trained once, all updates done."""
     journal = Journal(run / "journal.sqlite", readonly=True)
     trees = journal.trees("split='train'")
-    assert [t.position for t in trees] == list(range(UPDATES * QUESTIONS))
+    assert [t.position for t in trees] == list(range(updates * questions))
     assert {t.status for t in trees} == {"closed"}
     groups = [(g, v) for t in trees for g, v in journal.groups(t.id)]
     assert len({g for g, _ in groups}) == len(groups)
-    assert {v for _, v in groups} == set(range(1, UPDATES + 1))
+    assert {v for _, v in groups} == set(range(1, updates + 1))
     by_tree = [{v for _, v in journal.groups(t.id)} for t in trees]
     assert all(len(versions) == 1 for versions in by_tree)
-    for version in range(1, UPDATES + 1):
-        assert sum(version in versions for versions in by_tree) == QUESTIONS
+    for version in range(1, updates + 1):
+        assert sum(version in versions for versions in by_tree) == questions
     state = json.loads((sorted((run / "checkpoints").iterdir())[-1] / "state.json").read_text())
-    assert state["version"] == UPDATES
+    assert state["version"] == updates
     assert sorted(state["trained"]) == sorted(g for g, _ in groups)
 
 

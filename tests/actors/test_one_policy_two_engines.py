@@ -1,0 +1,83 @@
+"""The embedded engine and SGLang serve the same policy: the same greedy tokens, and log-probabilities within a stated bound."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest_asyncio
+
+from actors.config import ActorsConfig
+from actors.engines.base import Engine
+from actors.engines.local import LocalEngine
+from tests.actors.test_engine_contract import adapter_folder, restore
+from tests.actors.test_local_engine import ids, version_folder
+from tests.sglang_cpu.shared import Shared
+from wire.messages import GenerateRequest, LoadRequest, Sampling, ScoreRequest
+
+BOUND = 2e-5
+"""Largest difference of a log-probability between the engines, both in float32."""
+UPDATES = 10
+
+
+@pytest_asyncio.fixture
+async def pair(llama: Path, tmp_path: Path, sglang_server: Shared) -> AsyncIterator[tuple[Engine, Engine]]:
+    """Both engines with the base weights."""
+    local = LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=512, max_batch=8))
+    sglang = sglang_server.engine()
+    await local.start()
+    await sglang.start()
+    await restore(sglang, llama, tmp_path)
+    yield local, sglang
+    await local.close()
+    await sglang.close()
+
+
+async def compare(pair: tuple[Engine, Engine], version: int) -> np.ndarray:
+    """Both engines on the same prompts; returns the scores of one text, which tell versions apart."""
+    for seed in range(3):
+        request = GenerateRequest(ids(seed, 15 + 20 * seed), 1, Sampling(12, temperature=0.0))
+        ours, theirs = [(await engine.generate(request)).samples[0] for engine in pair]
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert np.abs(ours.logprobs - theirs.logprobs).max() < BOUND
+        assert set(ours.versions.tolist()) == set(theirs.versions.tolist()) == {version}
+        text = np.concatenate([request.tokens, ours.tokens])
+        scores = [(await engine.score(ScoreRequest(text))).logprobs for engine in pair]
+        assert np.abs(scores[0] - scores[1]).max() < BOUND
+    return scores[0]
+
+
+async def test_before_and_after_ten_updates_of_all_weights(
+    pair: tuple[Engine, Engine], llama: Path, tmp_path: Path
+) -> None:
+    before = await compare(pair, 0)
+    source = llama
+    for version in range(1, UPDATES + 1):
+        folder, proof, model = version_folder(tmp_path / f"from{version}", source, version, noise=0.05)
+        for engine in pair:
+            await engine.load(LoadRequest(version, str(folder), proof))
+        source = tmp_path / f"source{version}"
+        model.save_pretrained(source)
+    assert np.abs(before - await compare(pair, UPDATES)).max() > 100 * BOUND
+
+
+async def test_before_and_after_ten_updates_of_an_adapter(
+    pair: tuple[Engine, Engine], llama: Path, tmp_path: Path
+) -> None:
+    before = await compare(pair, 0)
+    for version in range(1, UPDATES + 1):
+        folder, proof, _ = adapter_folder(tmp_path, llama, version)
+        for engine in pair:
+            await engine.load(LoadRequest(version, str(folder), proof))
+    assert np.abs(before - await compare(pair, UPDATES)).max() > 100 * BOUND
+
+
+async def test_an_adapter_that_the_actor_merges(
+    llama: Path, tmp_path: Path, sglang_server: Shared, pair: tuple[Engine, Engine]
+) -> None:
+    merging = sglang_server.engine(lora="merged")
+    await merging.start()
+    folder, proof, _ = adapter_folder(tmp_path, llama, 3)
+    await pair[0].load(LoadRequest(3, str(folder), proof))
+    await merging.load(LoadRequest(3, str(folder), proof))
+    await compare((pair[0], merging), 3)
+    await merging.close()
