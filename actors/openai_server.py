@@ -1,95 +1,53 @@
-"""An OpenAI-compatible HTTP server over the embedded engine: /v1/models, /v1/completions, /v1/chat/completions.
+"""An OpenAI-compatible HTTP server over the embedded engine: /v1/models, /v1/completions, /v1/chat/completions, /health.
 
-``python -m actors.openai_server --model FOLDER --port N``. A request of another shape, or with a field that would do nothing here,
-is answered 400 with the reason. A client that hangs up aborts its samples.
+A request of another shape, or with a field that would change the answer and is not done here, is answered 400 with the reason. A request
+that finds the engine full waits. A client that hangs up aborts its samples. ``tools/serve-model`` starts one; docs/serve-model.md.
 """
 
-import argparse
 import asyncio
-import json
+import hmac
 import time
-import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.sandbox
 import msgspec
 import numpy as np
 import tokenizers
 from aiohttp import web
 
-from actors.config import ActorsConfig
+from actors.engines.base import OnTokens
 from actors.engines.local import LocalEngine
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import GenerateRequest, Sample, Sampling
+from actors.serving.answers import Answer
+from actors.serving.protocol import Asked, Chat, Completion, Refused, read
+from actors.serving.template import ChatTemplate
+from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.messages import GenerateRequest, GenerateResult
 
-_Stop = Annotated[str, msgspec.Meta(min_length=1)]
+LARGEST_BODY = 4 << 20
+"""Bytes of a request: a context of 100,000 tokens written out, four times."""
 
-
-class _Message(msgspec.Struct):
-    role: str
-    content: str
-
-
-class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    model: str = ""
-    max_tokens: int = 256
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    n: int = 1
-    stop: _Stop | list[_Stop] | None = None
-    seed: int | None = None
-    stream: bool = False
-
-    def __post_init__(self) -> None:
-        if self.stream:
-            raise ValueError("`stream`: true: expected false, this server answers whole")
-        if 0 < self.temperature < 1e-3:  # scaled logits would leave float32
-            raise ValueError(f"`temperature`: {self.temperature}: expected 0 (greedy) or at least 0.001")
-
-
-class _Chat(_Common, kw_only=True):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    logprobs: bool | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
-
-
-class _Completion(_Common, kw_only=True):
-    prompt: str
-    logprobs: Literal[0, 1] | None = None
-    """How many alternatives: the sampled token alone is known here, so 1 is answered as 0."""
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Grown = tuple[int, list[int], list[float]]
+"""A choice, its new tokens and their log-probabilities."""
 
 
 class Server:
-    """Translates HTTP requests to engine requests."""
+    """Translates HTTP requests to engine requests. api_key: what clients must send ("" for none)."""
 
-    def __init__(self, engine: LocalEngine, folder: Path):
-        self.engine, self.name = engine, folder.name
+    def __init__(self, engine: LocalEngine, folder: Path, *, name: str = "", api_key: str = ""):
+        self.engine, self.name, self._api_key = engine, name or folder.name, api_key
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        path, settings = folder / "tokenizer_config.json", {}
-        if path.is_file():
-            settings = json.loads(path.read_text())
-        self.special = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
-        template, path = settings.get("chat_template"), folder / "chat_template.jinja"
-        if path.is_file():
-            template = path.read_text()
-        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        sandbox.globals["raise_exception"] = _raise
-        self.template = sandbox.from_string(template) if isinstance(template, str) else None
+        self.template = ChatTemplate(folder)
+        self._started = int(time.time())
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application()
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_errors, self._authorized])
         app.add_routes(
             [
+                web.get("/health", self.health),
                 web.get("/v1/models", self.models),
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions", self.completions),
@@ -97,119 +55,149 @@ class Server:
         )
         return app
 
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        wanted = f"Bearer {self._api_key}".encode()
+        if self._api_key and request.path != "/health" and not hmac.compare_digest(given, wanted):
+            raise Refused("expected this server's API key as a bearer token", 401, "invalid_api_key")
+        return await handler(request)
+
+    # ------------------------------------------------------------------------------------------ routes
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Answers while the server does."""
+        return web.json_response({"status": "ok"})
+
     async def models(self, request: web.Request) -> web.Response:
         """The one model served."""
-        return web.json_response({"object": "list", "data": [{"id": self.name, "object": "model"}]})
+        one = {"id": self.name, "object": "model", "created": self._started, "owned_by": "coppice"}
+        return web.json_response({"object": "list", "data": [one]})
 
-    async def chat(self, request: web.Request) -> web.Response:
+    async def chat(self, request: web.Request) -> web.StreamResponse:
         """Chat completions."""
+        asked = read(await request.read(), Chat)
+        if not self.template.available:
+            raise Refused(f"model {self.name} has no chat template: use /v1/completions")
         try:
-            asked = msgspec.json.decode(await request.read(), type=_Chat)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _refused(str(error))
-        if self.template is None:
-            return _refused(f"model {self.name} has no chat template: use /v1/completions")
-        messages = [msgspec.to_builtins(m) for m in asked.messages]
-        try:
-            text = self.template.render(messages=messages, add_generation_prompt=True, **self.special)
-        except jinja2.TemplateError as error:
-            return _refused(str(error))
-        return await self._answer(text, asked, "chat.completion")
+            text = self.template.render([message.plain() for message in asked.messages], asked.chat_template_kwargs)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        return await self._answer(request, asked, [text])
 
-    async def completions(self, request: web.Request) -> web.Response:
+    async def completions(self, request: web.Request) -> web.StreamResponse:
         """Plain completions."""
-        try:
-            asked = msgspec.json.decode(await request.read(), type=_Completion)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _refused(str(error))
-        return await self._answer(asked.prompt, asked, "text_completion")
+        asked = read(await request.read(), Completion)
+        return await self._answer(request, asked, asked.prompts)
 
-    async def _answer(self, text: str, asked: _Chat | _Completion, kind: str) -> web.Response:
-        tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        sampling = Sampling(asked.max_tokens, asked.temperature, asked.top_p, 0, stop, asked.seed)
-        try:
-            result = await self.engine.generate(GenerateRequest(tokens, asked.n, sampling))
-        except DataFault as fault:
-            return _refused(str(fault))
-        except InfrastructureFault as fault:
-            return web.json_response({"error": {"message": str(fault), "type": "server_error"}}, status=503)
-        made = sum(len(sample.tokens) for sample in result.samples)
-        usage = {
-            "prompt_tokens": len(tokens),
-            "completion_tokens": made,
-            "total_tokens": len(tokens) + made,
-            "prompt_tokens_details": {"cached_tokens": result.cached_tokens},
-        }
-        choices = [self._choice(i, sample, stop, asked, kind) for i, sample in enumerate(result.samples)]
-        body = {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
-        return web.json_response(body | {"choices": choices, "usage": usage})
+    # ------------------------------------------------------------------------------------------ answers
 
-    def _choice(
-        self, index: int, sample: Sample, stop: list[str], asked: _Chat | _Completion, kind: str
-    ) -> dict[str, Any]:
-        text = self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
-        text = text[: min([p for p in (text.find(s) for s in stop) if p >= 0], default=len(text))]
-        body: dict[str, Any] = {"index": index, "finish_reason": sample.finish}
-        if kind == "chat.completion":
-            body["message"] = {"role": "assistant", "content": text}
-        else:
-            body["text"] = text
-        if asked.wants_logprobs:
-            pieces = [self.tokenizer.decode([token], skip_special_tokens=False) for token in sample.tokens.tolist()]
-            body["logprobs"] = _logprobs(pieces, sample.logprobs.tolist(), kind)
-        return body
+    async def _answer(self, request: web.Request, asked: Asked, prompts: list[str | list[int]]) -> web.StreamResponse:
+        if asked.model not in ("", self.name):
+            raise Refused(f"`model`: {asked.model!r}: this server has {self.name!r}", 404, "model_not_found")
+        asks = [await self._ask(asked, prompt) for prompt in prompts]
+        answer = Answer(asked, self.name, self.tokenizer, len(asks) * asked.n)
+        if asked.stream:
+            return await self._stream(request, answer, asks)
+        return web.json_response(answer.whole(await self._generate(asks)))
+
+    async def _ask(self, asked: Asked, prompt: str | list[int]) -> GenerateRequest:
+        """What the engine is asked for one prompt. Raises Refused when it could never fit."""
+        tokens = await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
+        longest, most = self.engine.longest, self.engine.config.max_batch
+        sampling = asked.sampling(longest - len(tokens))
+        if asked.n > most:
+            raise Refused(
+                f"`n`: {asked.n}: expected at most {most}, the samples this server decodes at once (max_batch)"
+            )
+        if len(tokens) + sampling.max_tokens > longest:
+            raise Refused(
+                f"a prompt of {len(tokens)} tokens and {sampling.max_tokens} new ones are {len(tokens) + sampling.max_tokens},"
+                f" the context holds {longest} (max_context): shorten the prompt or lower `max_tokens`",
+                code="context_length_exceeded",
+            )
+        return GenerateRequest(np.array(tokens, np.int32), asked.n, sampling)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    async def _generate(
+        self, asks: list[GenerateRequest], on_grown: Callable[[_Grown], None] | None = None
+    ) -> list[GenerateResult]:
+        """One result a prompt, issued together so that a shared prefix is computed once; when one fails, the others are aborted."""
+        running = []
+        for i, ask in enumerate(asks):
+            hook = None if on_grown is None else _counted_from(i * ask.n, on_grown)
+            running.append(asyncio.ensure_future(self.engine.generate(ask, hook)))
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _stream(self, request: web.Request, answer: Answer, asks: list[GenerateRequest]) -> web.StreamResponse:
+        """Server-sent events. What fails before the first token is an ordinary refusal, later an event with the error."""
+        grown: asyncio.Queue[_Grown | None] = asyncio.Queue()
+        work = asyncio.create_task(self._generate(asks, grown.put_nowait))
+        work.add_done_callback(lambda _: grown.put_nowait(None))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            event = await grown.get()
+            if event is None:
+                work.result()  # raises what went wrong before the first token
+            await response.prepare(request)
+            await _send(response, answer.opening())
+            while event is not None:
+                await _send(response, answer.grown(*event))
+                event = await grown.get()
+            await self._close(response, answer, work)
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+        return response
+
+    async def _close(
+        self, response: web.StreamResponse, answer: Answer, work: asyncio.Task[list[GenerateResult]]
+    ) -> None:
+        try:
+            chunks: Iterable[dict[str, Any]] = answer.closing(work.result())
+        except Fault as fault:
+            chunks = [_refusal(fault).body()]
+        await _send(response, chunks)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+
+
+def _counted_from(first: int, on_grown: Callable[[_Grown], None]) -> OnTokens:
+    """What hears the engine of one prompt, whose first choice is ``first``."""
+    return lambda index, tokens, logprobs: on_grown((first + index, tokens, logprobs))
+
+
+async def _send(response: web.StreamResponse, chunks: Iterable[dict[str, Any]]) -> None:
+    for chunk in chunks:
+        await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Every error in the protocol's shape."""
+    try:
+        return await handler(request)
+    except Refused as refused:
+        error = refused
+    except (DataFault, InfrastructureFault) as fault:
+        error = _refusal(fault)
+    except web.HTTPRequestEntityTooLarge:
+        error = Refused(f"the body is too long, expected at most {LARGEST_BODY} bytes", 413)
+    except web.HTTPException as http:
+        error = Refused(f"{request.method} {request.path}: {HTTPStatus(http.status).phrase}", http.status)
+    return web.json_response(error.body(), status=error.status)
+
+
+def _refusal(fault: Fault) -> Refused:
+    return Refused(str(fault), 400 if isinstance(fault, DataFault) else 503)
 
 
 def runner(server: Server) -> web.AppRunner:
     """What serves the application; a handler whose client hangs up is cancelled, which frees its samples."""
     return web.AppRunner(server.application(), handler_cancellation=True)
-
-
-def _logprobs(pieces: list[str], values: list[float], kind: str) -> dict[str, Any]:
-    """Of the sampled tokens, in the shape of each protocol; of all of them, those of a stop string too."""
-    if kind == "text_completion":
-        return {"tokens": pieces, "token_logprobs": values}
-    return {"content": [{"token": piece, "logprob": value} for piece, value in zip(pieces, values, strict=True)]}
-
-
-def _content(token: Any) -> str:
-    return (token.get("content") if isinstance(token, dict) else token) or ""
-
-
-def _raise(reason: str) -> NoReturn:
-    """What templates call to refuse a conversation."""
-    raise jinja2.TemplateError(reason)
-
-
-def _refused(reason: str) -> web.Response:
-    return web.json_response({"error": {"message": reason, "type": "invalid_request_error"}}, status=400)
-
-
-async def _serve(given: argparse.Namespace) -> None:
-    engine = LocalEngine(str(given.model), ActorsConfig(threads=given.threads, max_context=given.max_context))
-    await engine.start()
-    served = runner(Server(engine, given.model))
-    await served.setup()
-    try:
-        await web.TCPSite(served, given.host, given.port).start()
-        print(f"serving {given.model.name} at http://{given.host}:{given.port}/v1", flush=True)
-        await asyncio.Event().wait()
-    finally:
-        await served.cleanup()
-        await engine.close()
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Serve a model over the OpenAI-compatible protocol.")
-    parser.add_argument("--model", required=True, type=Path)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--max-context", type=int, default=4096)
-    asyncio.run(_serve(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,30 +1,35 @@
-"""A client of the OpenAI-compatible chat protocol with bounded concurrency, retries and counts; any server that speaks it will do."""
+"""A client of the OpenAI-compatible chat protocol; any server that speaks it will do. Retries and counts are ``wire.http``'s."""
 
-import asyncio
-import os
-import random
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
-import aiohttp
 import msgspec
 
 from wire.faults import InfrastructureFault
+from wire.http import JsonClient
 
-_RETRY_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504})
+_PATH = "/chat/completions"
 
 
 class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and how to ask. api_key_env: the environment variable that holds the key ("" for none). timeout_s: one attempt."""
+    """Where and how to ask. url: up to /v1. api_key_env: the environment variable that holds the key ("" for none).
+
+    timeout_s: of one attempt. backoff_s: the pause after the first failure, doubled each time, or as long as the server asks.
+    constrain: how the server is asked to hold a reply to the judge's form: "sglang" (also tools/serve-model), "vllm", or "" when it
+    cannot. fields: more of the request's body.
+    """
 
     url: str
     model: str
     api_key_env: str = ""
     timeout_s: float = 120.0
     attempts: int = 3
+    backoff_s: float = 0.5
     concurrency: int = 32
     max_tokens: int = 512
     temperature: float = 0.0
+    constrain: Literal["", "sglang", "vllm"] = ""
+    fields: dict[str, Any] = {}
 
 
 class ChatClient:
@@ -32,67 +37,54 @@ class ChatClient:
 
     def __init__(self, endpoint: ChatEndpoint):
         self.endpoint = endpoint
-        self.counts: Counter[str] = Counter()
-        self._room = asyncio.Semaphore(endpoint.concurrency)
-        self._session: aiohttp.ClientSession | None = None
-        self._rng = random.Random(0)
+        self.http = JsonClient(
+            endpoint.url,
+            api_key_env=endpoint.api_key_env,
+            timeout_s=endpoint.timeout_s,
+            attempts=endpoint.attempts,
+            backoff_s=endpoint.backoff_s,
+            concurrency=endpoint.concurrency,
+            remedies={404: f"does the URL end where {_PATH} begins, and is {endpoint.model!r} served there?"},
+        )
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.http.counts
 
     async def start(self) -> None:
-        """Open the connection pool. Raises KeyError naming the variable when the API key is not set."""
-        headers = {}
-        if self.endpoint.api_key_env:
-            key = os.environ.get(self.endpoint.api_key_env)
-            if not key:
-                raise KeyError(f"environment variable {self.endpoint.api_key_env} is empty: it must hold the API key")
-            headers["Authorization"] = f"Bearer {key}"
-        timeout = aiohttp.ClientTimeout(total=self.endpoint.timeout_s)
-        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        """Open the connection pool. Raises ValueError naming the variable when the API key is not set."""
+        await self.http.start()
 
     async def close(self) -> None:
         """Close the connection pool."""
-        if self._session is not None:
-            await self._session.close()
+        await self.http.close()
 
-    async def ask(self, prompt: str) -> str:
-        """The reply to one user message. Raises InfrastructureFault after the last attempt, naming the cause."""
+    async def ask(self, prompt: str, form: str = "") -> str:
+        """The reply to one user message. form: a regular expression for the whole reply, where the endpoint can be held to one.
+
+        Raises InfrastructureFault after the last attempt, DataFault for a request the endpoint refuses; both name the cause.
+        """
         request = {
             "model": self.endpoint.model,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": self.endpoint.temperature,
             "max_tokens": self.endpoint.max_tokens,
+            **self._constraint(form),
+            **self.endpoint.fields,
         }
-        cause = ""
-        async with self._room:
-            for attempt in range(self.endpoint.attempts):
-                if attempt:
-                    self.counts["retries"] += 1
-                    await asyncio.sleep(min(10.0, 0.2 * 2**attempt) * (0.5 + self._rng.random() / 2))
-                self.counts["requests"] += 1
-                reply, cause, final = await self._once(request)
-                if reply is not None:
-                    return reply
-                if final:
-                    break
-        self.counts["failures"] += 1
-        raise InfrastructureFault(f"chat endpoint {self.endpoint.url}: {cause}")
-
-    async def _once(self, request: dict[str, Any]) -> tuple[str | None, str, bool]:
-        """Reply or cause of failure, and whether another attempt is useless."""
-        assert self._session is not None, "ask before start"
+        reply = await self.http.post(_PATH, request)
         try:
-            async with self._session.post(
-                f"{self.endpoint.url.rstrip('/')}/chat/completions", json=request
-            ) as response:
-                text = await response.text(errors="replace")
-                if response.status != 200:
-                    return None, f"HTTP {response.status}: {text[:200]}", response.status not in _RETRY_STATUS
-                content = msgspec.json.decode(text)["choices"][0]["message"]["content"]
-                if not isinstance(content, str):
-                    raise TypeError(f"content is {content!r}, expected text")
-                return content, "", True
-        except TimeoutError:
-            return None, f"no reply within {self.endpoint.timeout_s:.0f} s", False
-        except aiohttp.ClientError as error:
-            return None, f"{type(error).__name__}: {error}", False
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
-            return None, f"a reply that is not the chat protocol: {type(error).__name__}: {error}", True
+            content = reply["choices"][0]["message"]["content"]
+            if not isinstance(content, str):
+                raise TypeError(f"content is {content!r}, expected text")
+        except (KeyError, IndexError, TypeError) as error:
+            self.counts["failures"] += 1
+            raise InfrastructureFault(
+                f"{self.http.url}{_PATH} answered what is not the chat protocol ({type(error).__name__}: {error})"
+            ) from None
+        return content
+
+    def _constraint(self, form: str) -> dict[str, Any]:
+        if not form or not self.endpoint.constrain:
+            return {}
+        return {"regex": form} if self.endpoint.constrain == "sglang" else {"structured_outputs": {"regex": form}}

@@ -2,6 +2,9 @@
 
 A search is judged by its think and its query, an answer by its think and its answer. Whatever is not exactly -1, 0 or +1 in
 the last score block is invalid: the strategy counts it and says what it becomes.
+
+The built-in prompts begin alike: the rules of all three components, then the context, then what is graded. A server that caches prefixes
+computes the rules once a run, what a context adds to the one before once, and per prompt only the graded text.
 """
 
 import asyncio
@@ -11,13 +14,19 @@ from pathlib import Path
 
 from judges.base import Judge
 from judges.llm import ChatClient, ChatEndpoint
-from wire.faults import InfrastructureFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn, Judgement
 
 PROMPTS = Path(__file__).parent / "prompts"
 
 _SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 _TERNARY = re.compile(r"\s*([+-]?1|[+-]?0)\s*")
+_REASONS = r"[\n -;=-~]"
+"""A character of constrained reasons: ASCII, so that none takes more than one token, and no "<"."""
+_AROUND = len("<explanation></explanation>\n<score>+1</score>") + 1
+"""The most tokens of a constrained reply beside its reasons, with the end token."""
+_FEWEST = 16
+"""Characters that constrained reasons must have room for."""
 
 
 def parse_score(reply: str) -> float | None:
@@ -27,8 +36,19 @@ def parse_score(reply: str) -> float | None:
     return float(found[1]) + 0.0 if found else None
 
 
+def reply_form(max_tokens: int) -> str:
+    """The output contract as a regular expression whose every match fits in ``max_tokens``. Raises ValueError for too few."""
+    room = max_tokens - _AROUND
+    if room < _FEWEST:
+        raise ValueError(f"judge slate: max_tokens {max_tokens}: a constrained reply needs {_AROUND + _FEWEST} or more")
+    return rf"<explanation>{_REASONS}{{1,{room}}}</explanation>\n?<score>(\+1|0|-1)</score>"
+
+
 class Slate(Judge):
-    """The LLM judge. templates: paths by component name that replace the built-in ones."""
+    """The LLM judge. templates: paths by component name that replace the built-in ones.
+
+    With ``endpoint.constrain`` the server holds every reply to the output contract, so that a small model's can be read too.
+    """
 
     name = "slate"
     columns = ("think", "query", "answer")
@@ -44,6 +64,7 @@ class Slate(Judge):
             for column in self.columns
         }
         self.client = ChatClient(endpoint)
+        self.form = reply_form(endpoint.max_tokens) if endpoint.constrain else ""
         self.counts: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -88,8 +109,8 @@ class Slate(Judge):
     async def _ask(self, prompt: str) -> tuple[str, str]:
         """The reply, or "" and why there is none."""
         try:
-            return await self.client.ask(prompt), ""
-        except InfrastructureFault as fault:
+            return await self.client.ask(prompt, self.form), ""
+        except (InfrastructureFault, DataFault) as fault:
             return "", str(fault)
 
     def stats(self) -> dict[str, float]:

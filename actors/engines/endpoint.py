@@ -4,31 +4,24 @@ Its tokens are UTF-8 bytes. A prompt is its chat messages as JSON (``EndpointTex
 prefix; so it plays environments that show a fresh prompt each turn. Log-probabilities are zeros: nothing can be trained on them.
 """
 
-import asyncio
-import email.utils
 import json
-import os
-import random
 import re
-import time
 from collections import Counter
-from typing import Any, NoReturn
+from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
+from actors.engines.base import OnTokens
 from actors.environments.base import SPLIT
 from wire.faults import DataFault, InfrastructureFault
+from wire.http import JsonClient
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample, ScoreRequest, ScoreResult
 
-LONGEST_WAIT_S = 120.0
-"""The most that a Retry-After may ask for at once; a longer limit meets the next attempt."""
+_PATH = "/chat/completions"
 _SEEDS = 2**31
 """Some servers keep a seed in 32 bits."""
 _ESCAPED_SPLIT = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(SPLIT):04x}")
-_AGAIN = frozenset({408, 409, 425, 429})
-_REFUSED = frozenset({400, 413, 422})
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -63,51 +56,45 @@ class EndpointText:
         return _ESCAPED_SPLIT.sub(lambda found: found[1] + SPLIT, json.dumps(messages, ensure_ascii=False))
 
 
-class _Busy(Exception):
-    """The same request may work later. after_s: how long the server asks to wait, 0 when it does not say."""
-
-    def __init__(self, cause: str, after_s: float = 0.0):
-        super().__init__(cause)
-        self.after_s = after_s
-
-
 class EndpointEngine:
     """Implements ``actors.engines.base.Engine``, but for ``score`` and ``load``, which a chat endpoint does not offer."""
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint, self.text = endpoint, EndpointText()
-        self.url = f"{endpoint.url.rstrip('/')}/chat/completions"
         self.counts: Counter[str] = Counter()
-        self.busy_s = 0.0
-        self._key = ""
-        self._room = asyncio.Semaphore(endpoint.concurrency)
-        self._session: aiohttp.ClientSession | None = None
-        self._rng = random.Random(0)
+        wanted = f"does the URL end where {_PATH} begins, and is {endpoint.model!r} served there?"
+        remedies = {404: wanted}
+        if not endpoint.api_key_env:
+            remedies[401] = "it wants an API key: name its variable with --api-key-env"
+        self.client = JsonClient(
+            endpoint.url,
+            api_key_env=endpoint.api_key_env,
+            timeout_s=endpoint.timeout_s,
+            attempts=endpoint.attempts,
+            backoff_s=endpoint.backoff_s,
+            concurrency=endpoint.concurrency,
+            remedies=remedies,
+        )
+        self.url = f"{self.client.url}{_PATH}"
 
     async def start(self) -> None:
         """Open the connection pool. Raises ValueError naming the variable when the API key is not set."""
-        headers = {}
-        if variable := self.endpoint.api_key_env:
-            self._key = os.environ.get(variable, "").strip()
-            if not self._key:
-                raise ValueError(f"environment variable {variable} is empty: it must hold the API key of {self.url}")
-            headers["Authorization"] = f"Bearer {self._key}"
-        timeout = aiohttp.ClientTimeout(total=self.endpoint.timeout_s)
-        room = aiohttp.TCPConnector(
-            limit=self.endpoint.concurrency
-        )  # a wait for a connection would count as the server's
-        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=room)
+        await self.client.start()
 
     async def close(self) -> None:
         """Close the connection pool."""
-        if self._session is not None:
-            await self._session.close()
+        await self.client.close()
 
     # ------------------------------------------------------------------------------------------ requests
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """``request.n`` replies. Raises DataFault for a prompt the endpoint refuses, InfrastructureFault after the last attempt."""
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
+        """``request.n`` replies; ``on_tokens`` sees each whole. Raises DataFault for what the endpoint refuses, InfrastructureFault
+        after the last attempt."""
         sampling = request.sampling
+        if sampling.constraint is not None:
+            raise DataFault(
+                f"{self.url}: servers ask for a {sampling.constraint.kind} in words of their own: give yours as `fields`"
+            )
         body = {
             "model": self.endpoint.model,
             "messages": self._messages(request.tokens),
@@ -120,7 +107,7 @@ class EndpointEngine:
         body |= {"n": request.n} if request.n > 1 else {}
         body |= {"stop": sampling.stop} if sampling.stop else {}
         body |= {"seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
-        reply = await self._ask(body | self.endpoint.fields)
+        reply = await self.client.post(_PATH, body | self.endpoint.fields)
         try:
             samples = [self._sample(choice, sampling.stop) for choice in reply["choices"]]
             prompt, cached = self._count(reply.get("usage") or {})
@@ -130,6 +117,9 @@ class EndpointEngine:
             ) from None
         if len(samples) != request.n:
             raise InfrastructureFault(f"{self.url} answered {len(samples)} choices, expected n = {request.n}")
+        for index, sample in enumerate(samples):
+            if on_tokens is not None:
+                on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
         return GenerateResult(samples, prompt or len(request.tokens), cached)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
@@ -142,7 +132,7 @@ class EndpointEngine:
 
     def stats(self) -> dict[str, float]:
         """Counters; see ``actors.engines.base``. Tokens are those of the replies' ``usage``; busy_s adds all requests up, with their retries."""
-        return {**self.counts, "busy_s": self.busy_s, "version": 0}
+        return {**self.counts, **self.client.counts, "busy_s": self.client.busy_s, "version": 0}
 
     # ------------------------------------------------------------------------------------------ inner workings
 
@@ -153,62 +143,6 @@ class EndpointEngine:
             raise DataFault(
                 f"a prefix that is not one prompt ({error}): an endpoint plays environments with a fresh prompt each turn"
             ) from None
-
-    async def _ask(self, body: dict[str, Any]) -> Any:
-        """The decoded reply, after as many attempts as it takes."""
-        for attempt in range(1, self.endpoint.attempts + 1):
-            start = time.monotonic()
-            try:
-                async with self._room:
-                    self.counts["requests"] += 1
-                    return await self._once(body)
-            except _Busy as busy:
-                if attempt == self.endpoint.attempts:
-                    raise InfrastructureFault(
-                        f"{self.url}: {busy}, {attempt} attempts; go on when it answers again, or allow more attempts"
-                    ) from None
-                wait = self.endpoint.backoff_s * 2 ** (attempt - 1) * (0.5 + self._rng.random())
-                self.counts["retries"] += 1
-                await asyncio.sleep(min(LONGEST_WAIT_S, max(wait, busy.after_s)))
-            finally:
-                self.busy_s += time.monotonic() - start
-        raise AssertionError("attempts < 1")
-
-    async def _once(self, body: dict[str, Any]) -> Any:
-        assert self._session is not None, "generate before start"
-        try:
-            # A redirect is not followed: it would take the key to another host.
-            async with self._session.post(self.url, json=body, allow_redirects=False) as response:
-                text = await response.text(errors="replace")
-        except TimeoutError:
-            raise _Busy(f"no reply within {self.endpoint.timeout_s:g} s") from None
-        except aiohttp.InvalidURL:
-            raise InfrastructureFault(f"{self.url} is no URL: expected http(s)://host:port/v1") from None
-        except aiohttp.ClientError as error:
-            raise _Busy(f"{type(error).__name__}: {error}") from None
-        if response.status != 200:
-            self._fail(response, text)
-        try:
-            return msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            raise InfrastructureFault(f"{self.url} answered no JSON ({error}): is it the right URL?") from None
-
-    def _fail(self, response: aiohttp.ClientResponse, text: str) -> NoReturn:
-        """The fault that a status means, with what to do about it."""
-        said = f"HTTP {response.status}: {text.strip()[:300]}"
-        said = said.replace(self._key, "(the key)") if self._key else said
-        if response.status in _AGAIN or response.status >= 500:
-            raise _Busy(said, retry_after(response.headers.get("Retry-After", ""), time.time()))
-        if response.status in _REFUSED:
-            raise DataFault(f"{self.url} refused the request, {said}")
-        key = self.endpoint.api_key_env
-        remedy = {
-            401: f"is the key in {key} right?" if key else "it wants an API key: name its variable with --api-key-env",
-            404: f"does the URL end where /chat/completions begins, and is {self.endpoint.model!r} served there?",
-        }.get(response.status, "expected 200")
-        if response.status in range(300, 400):
-            remedy = f"it moved to {response.headers.get('Location')}: give that URL"
-        raise InfrastructureFault(f"{self.url}: {said}: {remedy}")
 
     def _sample(self, choice: dict[str, Any], stop: list[str]) -> Sample:
         tokens = self.text.encode(whole(choice, stop))
@@ -244,15 +178,3 @@ def whole(choice: dict[str, Any], stop: list[str]) -> str:
         if end.startswith("</") and text.rfind(f"<{end[2:]}") > text.rfind(end):
             return text + end
     return text
-
-
-def retry_after(header: str, now: float) -> float:
-    """Seconds that a Retry-After header asks to wait (a number, or a date against ``now``); 0 when it says nothing."""
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
-    except (TypeError, ValueError):
-        return 0.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+import pytest_asyncio
 import tokenizers
 from aiohttp import web
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
-from actors.openai_server import Server, runner
+from actors.openai_server import LARGEST_BODY, Server, runner
 from tests import tiny
 from wire.messages import GenerateRequest, Sampling, ScoreRequest
 
@@ -44,12 +46,27 @@ class Client:
         assert status == 200, reply
         return reply
 
+    async def chat(self, **fields: Any) -> Any:
+        """A chat that must succeed."""
+        status, reply = await self.post("chat/completions", {**USER, "max_tokens": 8, **fields})
+        assert status == 200, reply
+        return reply
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream that must end well."""
+        async with self.session.post(f"{self.url}/{path}", json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            *events, done, rest = (await response.text()).split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Client]:
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
     engine = LocalEngine(str(folder), SETTINGS)
     await engine.start()
-    made = runner(Server(engine, folder))
+    made = runner(Server(engine, folder, **settings))
     await made.setup()
     await web.TCPSite(made, "127.0.0.1", 0).start()
     async with aiohttp.ClientSession() as session:
@@ -61,6 +78,13 @@ async def serving(folder: Path) -> AsyncIterator[Client]:
 @pytest.fixture
 async def client(llama: Path) -> AsyncIterator[Client]:
     """A server of the tiny Llama."""
+    async with serving(llama) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def refusing(llama: Path) -> AsyncIterator[Client]:
+    """A server that all refusals share, for none of them reaches its engine."""
     async with serving(llama) as made:
         yield made
 
@@ -100,8 +124,8 @@ async def test_n_choices_share_one_prefill_and_usage_counts_every_token(client: 
 async def test_a_repeated_prompt_reports_its_cached_tokens(client: Client) -> None:
     first, second = [await client.completions() for _ in range(2)]
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    # The last token's logits are computed anew.
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
+    # The last token may have to be computed anew, for its logits.
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= second["usage"]["prompt_tokens"] - 1
 
 
 async def test_a_seed_reproduces_and_another_seed_differs(client: Client) -> None:
@@ -135,7 +159,7 @@ async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> Non
     content = reply["choices"][0]["logprobs"]["content"]
     assert len(content) == reply["usage"]["completion_tokens"]
     assert all(entry["logprob"] <= 0 for entry in content)
-    assert "logprobs" not in (await client.post("chat/completions", asked | {"logprobs": False}))[1]["choices"][0]
+    assert (await client.chat(logprobs=False))["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize(
@@ -144,33 +168,62 @@ async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> Non
         ("completions", b"{not json", "JSON"),
         ("completions", b'{"prompt": "\xff"}', "utf"),
         ("completions", {"max_tokens": 4}, "prompt"),
-        ("completions", {"prompt": ["a", "b"]}, "prompt"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": ["a", ""]}, "prompt of 0 tokens"),
+        ("completions", {"prompt": [1, "a"]}, "prompt"),
+        ("completions", {"prompt": ["a"] * 129}, "prompt"),
+        ("completions", {"prompt": [260]}, "token ids"),
+        ("completions", {"prompt": [-1]}, "prompt"),
         ("completions", {"prompt": ""}, "prompt of 0 tokens"),
         ("completions", {"prompt": "a", "n": 9}, "max_batch"),
-        ("completions", {"prompt": "a", "max_tokens": 9999}, "max_context"),
+        (
+            "completions",
+            {"prompt": "a", "max_tokens": 9999},
+            "1 tokens and 9999 new ones are 10000, the context holds 256",
+        ),
         ("completions", {"prompt": "a", "max_tokens": "4"}, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
         ("completions", {"prompt": "a", "temperature": 1e-300}, "temperature"),
         ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
         ("completions", {"prompt": "a", "top_p": 1.5}, "top_p"),
         ("completions", {"prompt": "a", "stop": ""}, "stop"),
-        ("completions", {"prompt": "a", "stream": True}, "stream"),
         ("completions", {"prompt": "a", "best_of": 4}, "best_of"),
+        ("completions", {"prompt": "a", "echo": True}, "echo"),
+        ("completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+        ("completions", {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
         ("completions", {"prompt": "a", "logprobs": 5}, "logprobs"),
+        ("completions", {"prompt": "a", "messages": []}, "messages"),
+        ("completions", {"prompt": "a", "new_idea": 1}, "new_idea"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("completions", {"prompt": "a", "regex": "("}, "unclosed group"),
+        ("completions", {"prompt": "a", "regex": "a", "guided_json": {}}, "one constraint"),
+        ("completions", {"prompt": "a", "stream": True, "regex": "("}, "unclosed group"),
+        ("completions", {"prompt": "a", "json_schema": '{"type": "nothing"}'}, "nothing"),
+        ("completions", b"[" * 100_000, "depth"),
+        ("completions", b"[]", "JSON object"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "content"),
         ("chat/completions", {"messages": "hi"}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "tool_calls"),
         ("chat/completions", USER | {"top_logprobs": 3}, "top_logprobs"),
+        ("chat/completions", USER | {"tools": [{"type": "function"}]}, "tools"),
+        ("chat/completions", USER | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ("chat/completions", USER | {"response_format": {"type": "json_schema"}}, "json_schema"),
+        ("chat/completions", USER | {"response_format": {"type": "xml"}}, "response_format"),
+        ("chat/completions", USER | {"chat_template_kwargs": {"loud": True}}, "loud"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_that_cannot_be_served_is_400_with_the_reason(
-    client: Client, path: str, body: dict[str, Any] | bytes, reason: str
+    refusing: Client, path: str, body: dict[str, Any] | bytes, reason: str
 ) -> None:
-    status, reply = await client.post(path, body)
+    status, reply = await refusing.post(path, body)
     assert status == 400
     assert reply["error"]["type"] == "invalid_request_error"
     assert reason in reply["error"]["message"]
-    assert client.engine.counts["decoded_tokens"] == 0
+    assert refusing.engine.counts["decoded_tokens"] == 0
 
 
 async def test_a_template_that_refuses_a_conversation_is_400_with_its_reason(tmp_path: Path) -> None:
@@ -205,8 +258,205 @@ async def test_a_client_that_hangs_up_frees_its_samples(client: Client) -> None:
 
 
 async def test_a_body_that_is_too_long_for_the_server_is_refused(client: Client) -> None:
-    async with client.session.post(f"{client.url}/completions", data=b" " * (2 << 20)) as response:
+    async with client.session.post(f"{client.url}/completions", data=b" " * (LARGEST_BODY + 1)) as response:
         assert response.status == 413
+
+
+@pytest.mark.parametrize(("path", "status"), [("nowhere", 404), ("completions", 405)])
+async def test_a_path_or_a_method_that_is_not_served_is_an_error_in_the_same_shape(
+    client: Client, path: str, status: int
+) -> None:
+    async with client.session.get(f"{client.url}/{path}") as response:
+        assert response.status == status
+        assert f"GET /v1/{path}" in (await response.json())["error"]["message"]
+
+
+async def test_another_model_than_the_one_served_is_not_found(client: Client, llama: Path) -> None:
+    status, reply = await client.post("completions", {"prompt": "a", "model": "gpt"})
+    assert (status, reply["error"]["code"]) == (404, "model_not_found")
+    assert llama.name in reply["error"]["message"]
+    await client.completions(model=llama.name)
+
+
+async def test_fields_at_the_value_that_changes_nothing_are_accepted(client: Client) -> None:
+    plain = await client.chat(seed=2)
+    fields: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "metadata": {"a": "b"}}
+    fields |= {
+        "store": True,
+        "tools": None,
+        "stop": None,
+        "logit_bias": {},
+        "top_logprobs": 0,
+        "parallel_tool_calls": True,
+    }
+    same = await client.chat(seed=2, response_format={"type": "text"}, **fields)
+    assert same["choices"] == plain["choices"]
+
+
+async def test_token_ids_are_a_prompt_like_their_text_and_several_prompts_keep_their_order(
+    client: Client, llama: Path
+) -> None:
+    texts, fields = ["a tree", "two"], {"seed": 3, "n": 2}
+    singles = [(await client.completions(prompt=text, **fields))["choices"] for text in texts]
+    wanted = [choice["text"] for choices in singles for choice in choices]
+    for prompt in (texts, [encoded(llama, text) for text in texts]):
+        reply = await client.completions(prompt=prompt, **fields)
+        assert [choice["text"] for choice in reply["choices"]] == wanted
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+        assert reply["usage"]["prompt_tokens"] == sum(len(encoded(llama, text)) for text in texts)
+    alone = await client.completions(prompt=encoded(llama, "two"), **fields)
+    assert [choice["text"] for choice in alone["choices"]] == wanted[2:]
+
+
+async def test_a_message_may_come_in_parts(client: Client) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    told = await client.chat(messages=[{"role": "user", "content": parts}], seed=1)
+    assert told["choices"] == (await client.chat(seed=1))["choices"]
+
+
+async def test_a_chat_without_a_limit_may_use_what_is_left_of_the_context(client: Client) -> None:
+    _, reply = await client.post("chat/completions", USER | {"regex": "a{1000}"})
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["total_tokens"] == SETTINGS.max_context
+
+
+async def test_a_switch_of_the_template_reaches_it(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "switch")
+    (folder / "chat_template.jinja").write_text("{% if loud %}HEY {% endif %}{{ messages[0]['content'] }}")
+    async with serving(folder) as client:
+        for switches, text in (({}, "hi"), ({"loud": True}, "HEY hi")):
+            reply = await client.chat(chat_template_kwargs=switches)
+            assert reply["usage"]["prompt_tokens"] == len(encoded(folder, text))
+
+
+# ---------------------------------------------------------------------------------------------- constraints
+
+GRADE = r"<explanation>[^<]{0,20}</explanation>\s{0,2}<score>(\+1|0|-1)</score>"
+YES = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"regex": GRADE}, {"guided_regex": GRADE}, {"structured_outputs": {"regex": GRADE}}],
+    ids=lambda f: next(iter(f)),
+)
+async def test_every_choice_matches_the_regex_by_any_of_its_names(client: Client, fields: dict[str, Any]) -> None:
+    reply = await client.chat(n=4, max_tokens=120, **fields)
+    for choice in reply["choices"]:
+        assert re.fullmatch(GRADE, choice["message"]["content"])
+        assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "yes", "schema": YES, "strict": True}}},
+        {"json_schema": json.dumps(YES)},
+        {"guided_json": YES},
+        {"structured_outputs": {"json": YES}},
+    ],
+    ids=lambda f: next(iter(f)),
+)
+async def test_every_choice_validates_against_the_schema_by_any_of_its_names(
+    client: Client, fields: dict[str, Any]
+) -> None:
+    reply = await client.chat(n=4, max_tokens=120, **fields)
+    for choice in reply["choices"]:
+        found = json.loads(choice["message"]["content"])
+        assert set(found) == {"yes"}
+        assert isinstance(found["yes"], bool)
+
+
+async def test_json_object_is_held_to_an_object(client: Client) -> None:
+    reply = await client.chat(n=8, max_tokens=3, response_format={"type": "json_object"})
+    assert all(choice["message"]["content"].startswith("{") for choice in reply["choices"])
+
+
+# ---------------------------------------------------------------------------------------------- streams
+
+
+def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[Any], list[str]]:
+    """Text, log-probability entries and finish reasons of one choice."""
+    text, entries, reasons = "", [], []
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        entries += (choice["logprobs"] or {}).get("content") or (choice["logprobs"] or {}).get("token_logprobs") or []
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return text, entries, reasons
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("stop", [[], ["e", "no"], ["never to be seen"]])
+async def test_a_streamed_chat_put_together_is_the_whole_one(client: Client, stop: list[str], logprobs: bool) -> None:
+    asked = USER | {"n": 3, "seed": 4, "max_tokens": 60, "stop": stop, "logprobs": logprobs}
+    _, whole = await client.post("chat/completions", asked)
+    chunks = await client.stream("chat/completions", asked)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [{"role": "assistant", "content": ""}] * 3
+    for choice in whole["choices"]:
+        text, entries, reasons = joined(chunks, choice["index"])
+        assert text == choice["message"]["content"]
+        wanted = choice["logprobs"]["content"] if logprobs else []
+        assert [entry["token"] for entry in entries] == [entry["token"] for entry in wanted]
+        ours, theirs = ([entry["logprob"] for entry in several] for several in (entries, wanted))
+        np.testing.assert_allclose(ours, theirs, atol=GREATEST_DIFFERENCE)
+        assert reasons == [choice["finish_reason"]]
+    assert "usage" not in chunks[-1]
+
+
+async def test_a_streamed_completion_put_together_is_the_whole_one_and_its_usage_is_the_last_chunk(
+    client: Client,
+) -> None:
+    asked = {"prompt": ["a tree", "two"], "n": 2, "seed": 4, "max_tokens": 30, "logprobs": 0}
+    whole = await client.completions(**asked)
+    *chunks, last = await client.stream("completions", asked | {"stream_options": {"include_usage": True}})
+    for choice in whole["choices"]:
+        text, entries, reasons = joined(chunks, choice["index"])
+        assert (text, reasons) == (choice["text"], [choice["finish_reason"]])
+        np.testing.assert_allclose(entries, choice["logprobs"]["token_logprobs"], atol=GREATEST_DIFFERENCE)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+async def test_the_first_piece_arrives_while_the_rest_is_sampled(client: Client) -> None:
+    body = {"prompt": "a", "max_tokens": 250, "temperature": 0, "stream": True, "regex": "a{240}"}
+    async with client.session.post(f"{client.url}/completions", json=body) as response:
+        first = await response.content.readuntil(b"\n\n")
+        seen = client.engine.counts["decoded_tokens"]
+        rest = await response.read()
+    assert b'"text":"a"' in first
+    assert seen < client.engine.counts["decoded_tokens"]
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_hangs_up_in_a_stream_frees_its_samples(client: Client) -> None:
+    body = {"prompt": "a", "n": 8, "max_tokens": 250, "stream": True, "regex": "a{250}"}
+    async with client.session.post(f"{client.url}/completions", json=body) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    await client.completions(n=8, max_tokens=1)  # needs every sample slot
+    assert client.engine.counts["decoded_tokens"] < 8 * 250
+
+
+async def test_requests_that_find_the_engine_full_wait_for_it(client: Client) -> None:
+    replies = await asyncio.gather(*(client.completions(n=8, seed=seed) for seed in range(4)))
+    assert all(len(reply["choices"]) == 8 for reply in replies)
+
+
+# ---------------------------------------------------------------------------------------------- access
+
+
+async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> None:
+    async with serving(llama, name="mine", api_key="s3cret") as client:
+        for key, status in (("", 401), ("Bearer wrong", 401), ("Bearer s3cret", 200)):
+            async with client.session.get(f"{client.url}/models", headers={"Authorization": key}) as response:
+                assert response.status == status
+                reply = await response.json()
+        assert reply["data"][0]["id"] == "mine"
+        async with client.session.get(client.url.replace("/v1", "/health")) as response:
+            assert response.status == 200
 
 
 async def test_every_response_has_an_id_of_its_own(client: Client) -> None:

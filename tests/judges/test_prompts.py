@@ -1,12 +1,22 @@
-"""The SLATE templates: every placeholder is filled, the output contract is stated, and a file of the user's replaces one."""
+"""The SLATE templates: every placeholder is filled, the output contract is stated, and a file of the user's replaces one.
+
+They share all up to the end of the context, which a server with a prefix cache computes once.
+"""
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from actors.config import ActorsConfig
+from actors.engines.local import LocalEngine
 from judges.llm import ChatEndpoint
-from judges.slate import PROMPTS, Slate, parse_score
+from judges.slate import PROMPTS, Slate, parse_score, reply_form
+from tools.benches import judge_prefix
 from wire.messages import JudgedTurn
 
 PLACEHOLDERS = {
@@ -22,7 +32,7 @@ def test_a_template_has_the_placeholders_of_its_component_and_states_the_output(
     text = (PROMPTS / f"slate_{column}.txt").read_text()
     assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
     assert re.search(r"<explanation>.*</explanation>\s*<score>.*</score>", text, re.DOTALL)
-    assert re.findall(r"^([+-]?[01]):", text, re.MULTILINE) == ["+1", "0", "-1"]
+    assert re.findall(r"^([+-]?[01]):", text, re.MULTILINE) == ["+1", "0", "-1"] * 3  # the rules of every component
     assert parse_score(text) is None  # a model that repeats the instructions has not graded
 
 
@@ -52,3 +62,128 @@ def test_a_template_of_the_users_replaces_the_built_in_one(tmp_path: Path) -> No
 def test_a_template_for_an_unknown_component_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"outcome.*think.*query.*answer"):
         Slate(NOWHERE, {"outcome": "x.txt"})
+
+
+# ---------------------------------------------------------------------------------------------- shared prefixes
+
+
+def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
+    heads, tails = zip(
+        *((PROMPTS / f"slate_{c}.txt").read_text().split("{context}") for c in PLACEHOLDERS), strict=True
+    )
+    assert len(set(heads)) == 1
+    assert len(set(tails)) == 3
+    assert not any("{" in head for head in heads)
+
+
+def candidates(context: str, count: int = 5) -> list[JudgedTurn]:
+    """Of one context, the last an answer."""
+    return [
+        JudgedTurn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", query=None if i == count - 1 else f"query {i}",
+                   answer="an answer" if i == count - 1 else None)
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def test_all_prompts_of_one_context_begin_with_the_same_head_and_context() -> None:
+    context = "Question: who?\nThinking: {query}\nQuery: a\nRetrieved: b"
+    judge = Slate(NOWHERE)
+    made = [text for turn in candidates(context) for text in judge.prompts(turn).values()]
+    head = judge.templates["think"].partition("{context}")[0] + context
+    assert len(made) == 10
+    assert len(set(made)) == 10
+    assert all(text.startswith(f"{head}\n\n") for text in made)
+
+
+def test_a_later_context_goes_on_from_the_one_before_it() -> None:
+    judge, first = Slate(NOWHERE), "Question: who?"
+    (one,), (two,) = (
+        [judge.prompts(turn)["think"] for turn in candidates(context, 1)]
+        for context in (first, f"{first}\nThinking: a")
+    )
+    head = judge.templates["think"].partition("{context}")[0] + first
+    assert one.startswith(head)
+    assert two.startswith(head)
+
+
+def test_in_every_order_of_the_benchmark_the_prompts_hold_the_same_words_about_their_component() -> None:
+    for order in judge_prefix.ORDERS:
+        for column, text in judge_prefix.templates(order).items():
+            built_in = (PROMPTS / f"slate_{column}.txt").read_text()
+            assert set(text.split()) <= set(built_in.split())
+            assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
+            assert "<explanation> reasons </explanation>\n<score> grade </score>" in text
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
+    config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2)
+    async with judge_prefix.server(folder, config) as made:
+        yield made
+
+
+def distinct(engine: LocalEngine, judge: Slate, steps: list[list[JudgedTurn]]) -> tuple[int, int]:
+    """How many tokens no earlier prompt began with, and how many prompts there are, as the server renders them."""
+    seen: set[tuple[int, ...]] = set()
+    made = [text for step in steps for turn in step for text in judge.prompts(turn).values()]
+    for text in made:
+        ids = engine.tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False).ids
+        seen |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
+    return len(seen), len(made)
+
+
+async def test_a_server_computes_what_the_candidates_of_two_steps_share_once(llama: Path) -> None:
+    first = "Question: who founded the city?"
+    steps = [candidates(first), candidates(f"{first}\nThinking: a\nQuery: b\nRetrieved: {'c' * 300}")]
+    async with served(llama) as (engine, url):
+        judge = Slate(ChatEndpoint(url, llama.name, max_tokens=2))
+        needed, prompts = distinct(engine, judge, steps)
+        await judge.start()
+        for step in steps:
+            await judge.score(step)
+        await judge.close()
+        assert judge.counts["failed"] == 0
+        assert engine.counts["prompt_tokens"] > 10 * needed
+        assert (
+            needed <= engine.counts["prefilled_tokens"] <= needed + prompts
+        )  # a prompt's last token may be computed anew
+
+
+async def test_the_built_in_order_computes_less_than_a_prompt_for_each_component(llama: Path) -> None:
+    found = {}
+    steps = judge_prefix.turns(judge_prefix.Shape(questions=1, steps=2, step_words=60, think_words=20))
+    config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2)
+    for order in ("apart", "head"):
+        found[order] = (await judge_prefix.served(order, steps, llama, config))["prefilled_tokens"]
+    assert found["head"] < 0.5 * found["apart"]
+
+
+# ---------------------------------------------------------------------------------------------- constrained replies
+
+
+@given(st.integers(62, 4000))
+def test_a_reply_of_the_constrained_form_can_be_read_and_fits(max_tokens: int) -> None:
+    form = reply_form(max_tokens)
+    room = max_tokens - 46
+    longest = f"<explanation>{'x' * room}</explanation>\n<score>+1</score>"
+    assert re.fullmatch(form, longest)
+    assert len(longest) < max_tokens  # of at least one character a token, with one left for the end
+    assert parse_score(longest) == 1.0
+    assert not re.fullmatch(form, longest.replace("x", "xx", 1))
+    assert not re.fullmatch(form, longest.replace("+1", "2"))
+
+
+def test_too_few_tokens_for_a_constrained_reply_are_refused_with_the_number_needed() -> None:
+    with pytest.raises(ValueError, match=r"max_tokens 40: .* 62 or more"):
+        Slate(ChatEndpoint("http://h", "m", max_tokens=40, constrain="sglang"))
+    Slate(ChatEndpoint("http://h", "m", max_tokens=40))
+
+
+async def test_a_model_that_knows_nothing_gives_valid_grades_when_it_is_held_to_the_form(llama: Path) -> None:
+    async with served(llama) as (_, url):
+        judge = Slate(ChatEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain="sglang"))
+        await judge.start()
+        made = await judge.score(candidates("Question: who?"))
+        await judge.close()
+    assert judge.stats()["judge_valid_rate"] == 1.0
+    assert all(not judgement.invalid and set(judgement.scores.values()) <= {-1.0, 0.0, 1.0} for judgement in made)

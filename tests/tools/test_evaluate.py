@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import ActorProcess, ActorsConfig
-from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText, retry_after, whole
+from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText, whole
 from actors.environments.base import SPLIT
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.journal import Journal
@@ -262,12 +262,6 @@ async def ask(endpoint: Endpoint) -> None:
         assert engine.text.decode(found.samples[0].tokens).endswith("</action>")
     finally:
         await engine.close()
-
-
-def test_retry_after_is_a_number_or_a_date() -> None:
-    assert retry_after("7", 0.0) == 7.0
-    assert retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 20.0) == 40.0
-    assert [retry_after(header, 0.0) for header in ("", "soon", "-3")] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""Answers of the OpenAI-compatible protocol: one whole body, or the chunks of a stream.
+
+The chunks of a choice, put together, are the choice of the whole body: a role (chat), texts with their log-probabilities, a finish
+reason. Log-probabilities are of the distribution really sampled from, after temperature, top-p/k and constraint.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tokenizers
+
+from actors.serving.pieces import Pieces, TokenText
+from actors.serving.protocol import Asked, Chat
+from wire.messages import GenerateResult, Sample
+
+
+class Answer:
+    """The answer to one request, for ``choices`` samples in all; sample j of prompt i is choice ``i * n + j``."""
+
+    def __init__(self, asked: Asked, model: str, tokenizer: tokenizers.Tokenizer, choices: int):
+        self._asked, self._model = asked, model
+        self.chat = isinstance(asked, Chat)
+        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._texts = [Pieces(tokenizer, asked.stops) for _ in range(choices)]
+        self._fed = [0] * choices
+
+    # ------------------------------------------------------------------------------------------ whole
+
+    def whole(self, results: Sequence[GenerateResult]) -> dict[str, Any]:
+        """The body of an answer that is no stream."""
+        choices = [self._choice(i, sample) for i, sample in enumerate(s for r in results for s in r.samples)]
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": usage(results)}
+
+    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
+        text = self._rest(index, sample)
+        made: dict[str, Any] = {"index": index}
+        made |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        made["logprobs"] = self._logprobs(index)
+        made["finish_reason"] = self._reason(index, sample)
+        return made
+
+    # ------------------------------------------------------------------------------------------ stream
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before the first token: a chat's roles."""
+        for index in range(len(self._texts) if self.chat else 0):
+            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED})
+
+    def grown(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> Iterator[dict[str, Any]]:
+        """At most one chunk: what new tokens of a choice make certain."""
+        text = self._feed(index, tokens, logprobs)
+        if text:
+            yield self._text_chunk(index, text)
+
+    def closing(self, results: Sequence[GenerateResult]) -> Iterator[dict[str, Any]]:
+        """What is left of every choice, its finish reason, and the counts when they are asked for."""
+        for index, sample in enumerate(s for result in results for s in result.samples):
+            text = self._rest(index, sample)
+            if text or (self._asked.wants_logprobs and self._texts[index].tokens):
+                yield self._text_chunk(index, text)
+            content: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+            reason = self._reason(index, sample)
+            yield self._chunk({"index": index, **content, "logprobs": None, "finish_reason": reason})
+        if self._asked.wants_usage:
+            yield {**self._chunk(), "usage": usage(results)}
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
+        return self._chunk({"index": index, **content, **_UNFINISHED, "logprobs": self._logprobs(index)})
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        head = self._head("chat.completion.chunk" if self.chat else "text_completion")
+        return {**head, "choices": list(choices), **({"usage": None} if self._asked.wants_usage else {})}
+
+    # ------------------------------------------------------------------------------------------ parts of both
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _feed(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
+        self._fed[index] += len(tokens)
+        pieces = self._texts[index]
+        return "".join(pieces.feed(token, value) for token, value in zip(tokens, logprobs, strict=True))
+
+    def _rest(self, index: int, sample: Sample) -> str:
+        """The text after what was given out."""
+        begin = self._fed[index]
+        new = self._feed(index, sample.tokens[begin:].tolist(), sample.logprobs[begin:].tolist())
+        return new + self._texts[index].finish()
+
+    def _reason(self, index: int, sample: Sample) -> str:
+        return "stop" if self._texts[index].stopped else sample.finish
+
+    def _logprobs(self, index: int) -> dict[str, Any] | None:
+        """Of the tokens since the last call; those of a stop string too."""
+        if not self._asked.wants_logprobs:
+            return None
+        tokens = self._texts[index].take()
+        if self.chat:
+            return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": None,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+_UNFINISHED: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+
+
+def _chat_logprob(token: TokenText) -> dict[str, Any]:
+    return {
+        "token": token.text,
+        "logprob": token.logprob,
+        # Part of a character: its bytes are not known here.
+        "bytes": None if "\ufffd" in token.text else list(token.text.encode()),
+        "top_logprobs": [],
+    }
+
+
+def usage(results: Sequence[GenerateResult]) -> dict[str, Any]:
+    """Counts of tokens; a prompt counts once, whatever the number of its samples."""
+    prompt = sum(result.prompt_tokens for result in results)
+    made = sum(len(sample.tokens) for result in results for sample in result.samples)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
+    }

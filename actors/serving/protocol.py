@@ -1,0 +1,292 @@
+"""Requests of the OpenAI-compatible protocol, checked: what would change the answer and is not done here is refused by its name.
+
+Beyond OpenAI's own fields: ``top_k``, ``chat_template_kwargs``, and a constraint in the words of SGLang (``regex``, ``json_schema``) or
+vLLM (``guided_regex``, ``guided_json``, ``structured_outputs``). A field that is null counts as absent.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from wire.messages import Constraint, Sampling
+
+_Stop = Annotated[str, msgspec.Meta(min_length=1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+COMPLETION_TOKENS = 16
+"""What a completion without max_tokens gets, as in the protocol; a chat gets what is left of the context."""
+MOST_PROMPTS = 128
+"""Of one completions request."""
+
+_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""Fields that change no answer, whatever they say."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "use_beam_search": (False,),
+}
+"""Fields that other servers know, with the values at which they do nothing."""
+
+
+class Refused(Exception):
+    """A request that is answered with ``status`` and the reason. code: the protocol's short name of it."""
+
+    def __init__(self, reason: str, status: int = 400, code: str | None = None):
+        super().__init__(reason)
+        self.status, self.code = status, code
+
+    def body(self) -> dict[str, Any]:
+        """The error in the protocol's shape."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    """One part of a message's content; text is the only kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One message. content: a text, or parts of it that are put together."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """What chat templates read."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {**msgspec.to_builtins(self), "content": text}
+
+
+class _JsonSchema(msgspec.Struct):
+    schema: dict[str, Any] | bool
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """How the answer must look. type "json_schema" needs ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's words for a constraint."""
+
+    regex: str | None = None
+    json: str | dict[str, Any] | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """include_usage: one more chunk at the end with the counts of tokens. include_obfuscation: has no effect here."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of request have in common."""
+
+    model: str = ""
+    max_tokens: _Positive | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    n: _Positive = 1
+    stop: _Stop | list[_Stop] = []
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < 1e-3:  # scaled logits would leave float32
+            raise ValueError(f"`temperature`: {self.temperature}: expected 0 (greedy) or at least 0.001")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` has no effect without `stream`: true")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def wants_usage(self) -> bool:
+        """Of a stream."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def longest(self, room: int) -> int:
+        """The most new tokens, where ``room`` are left of the context."""
+        raise NotImplementedError
+
+    def sampling(self, room: int) -> Sampling:
+        """How the engine is to sample. room: tokens left of the context."""
+        return Sampling(
+            self.longest(room),
+            self.temperature,
+            self.top_p,
+            max(0, self.top_k),
+            self.stops,
+            self.seed,
+            self.constraint(),
+        )
+
+    def constraint(self) -> Constraint | None:
+        """The one constraint asked for. Raises Refused when there are several."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        said: dict[str, Constraint] = {}
+        regexes = {"regex": self.regex, "guided_regex": self.guided_regex, "structured_outputs.regex": outputs.regex}
+        said |= {name: Constraint("regex", text) for name, text in regexes.items() if text is not None}
+        schemas: dict[str, Any] = {
+            "json_schema": self.json_schema,
+            "guided_json": self.guided_json,
+            "structured_outputs.json": outputs.json,
+            "response_format": self._schema(),
+        }
+        for name, schema in schemas.items():
+            if schema is not None:
+                text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+                said[name] = Constraint("json_schema", text)
+        if len(said) > 1:
+            raise Refused(f"{' and '.join(f'`{name}`' for name in said)}: expected one constraint")
+        return next(iter(said.values()), None)
+
+    def _schema(self) -> dict[str, Any] | bool | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "object"}
+        if wanted.json_schema is None:
+            raise Refused("`response_format`: of type json_schema, expected `json_schema`: {`schema`: ...}")
+        return wanted.json_schema.schema
+
+
+class Chat(Asked, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: _Positive | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"`max_tokens`: {self.max_tokens} and `max_completion_tokens`: {self.max_completion_tokens}: expected one"
+            )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    def longest(self, room: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or max(1, room)
+
+
+class Completion(Asked, kw_only=True):
+    """POST /v1/completions. prompt: one or several, each a text or token ids; a text is taken as it is, without a token before it.
+
+    logprobs: how many alternatives; the sampled token alone is known here, so 1 is answered as 0.
+    """
+
+    prompt: str | list[str | _Token | list[_Token]]
+    logprobs: Literal[0, 1] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def longest(self, room: int) -> int:
+        return self.max_tokens or COMPLETION_TOKENS
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several. Raises Refused for none, an empty one, and too many."""
+        given: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        kinds = {type(part) for part in given}
+        if len(kinds) > 1:
+            raise Refused("`prompt`: texts, token ids or lists of them mixed, expected one kind")
+        made = [given] if kinds == {int} else given
+        if not 1 <= len(made) <= MOST_PROMPTS:
+            raise Refused(f"`prompt`: {len(made)} prompts, expected 1 to {MOST_PROMPTS}")
+        if not all(made):
+            raise Refused("`prompt`: a prompt of 0 tokens, expected at least one")
+        return made
+
+
+_Kind = TypeVar("_Kind", Chat, Completion)
+
+
+def read(raw: bytes, kind: type[_Kind]) -> _Kind:
+    """The request in ``raw``. Raises Refused naming the field that cannot be served."""
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise Refused("the body is no JSON of reasonable depth") from None
+    if not isinstance(fields, dict):
+        raise Refused(f"the body is {type(fields).__name__}, expected a JSON object")
+    known = set(kind.__struct_fields__)
+    left = {}
+    for name, value in fields.items():
+        if value is None or name in _IGNORED - known:
+            continue
+        if name in _NEUTRAL and name not in known:
+            _check_neutral(name, value)
+        else:
+            left[name] = value
+    try:
+        return msgspec.convert(left, kind)
+    except msgspec.ValidationError as error:
+        raise Refused(str(error)) from None
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    neutral = _NEUTRAL[name]
+    if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral):
+        shown = " or ".join(msgspec.json.encode(good).decode() for good in neutral)
+        raise Refused(f"`{name}`: {_short(value)}: not done by this server, expected {shown} or nothing")
+
+
+def _short(value: Any) -> str:
+    text = "NaN" if isinstance(value, float) and math.isnan(value) else msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,63 @@
+"""A model's chat template, rendered as its authors' library renders it, in a sandbox."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+
+_OURS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"})
+"""What a caller's own variables may not replace."""
+
+
+class ChatTemplate:
+    """The template of one model folder; ``available`` is False where the folder has none."""
+
+    def __init__(self, folder: Path):
+        path, settings = folder / "tokenizer_config.json", {}
+        if path.is_file():
+            settings = json.loads(path.read_text())
+        self._special = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
+        source, path = settings.get("chat_template"), folder / "chat_template.jinja"
+        if path.is_file():
+            source = path.read_text()
+        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        sandbox.filters["tojson"] = _to_json
+        sandbox.globals |= {"raise_exception": _raise, "strftime_now": time.strftime}
+        self.available = isinstance(source, str)
+        self._template = sandbox.from_string(source if isinstance(source, str) else "")
+        read = jinja2.meta.find_undeclared_variables(sandbox.parse(source)) if isinstance(source, str) else set()
+        self._variables = read - _OURS
+
+    def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """The prompt. variables: the template's own switches. Raises ValueError with the template's reason, or for a switch it lacks."""
+        if unknown := sorted(set(variables) - self._variables):
+            raise ValueError(
+                f"`chat_template_kwargs`: {unknown}: this model's template reads {sorted(self._variables) or 'none'}"
+            )
+        try:
+            return self._template.render(
+                **self._special, **variables, messages=list(messages), add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def _content(token: Any) -> str:
+    return (token.get("content") if isinstance(token, dict) else token) or ""
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(reason: str) -> NoReturn:
+    """What templates call to refuse a conversation."""
+    raise jinja2.TemplateError(reason)

@@ -1,0 +1,81 @@
+"""tools/serve-model: a process that serves the protocol until it is interrupted, and says in one line why it does not."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tools.serve_model import _parser, is_loopback, main
+
+COMMAND = [sys.executable, "-m", "tools.serve_model"]
+"""Without the set-up of the environment that tools/serve-model begins with."""
+
+
+def test_it_serves_at_the_address_it_prints_until_it_is_interrupted(llama: Path) -> None:
+    command = [*COMMAND, str(llama), "--port", "0", "--threads", "1", "--name", "tiny"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+/v1)\n", said)
+            assert found, said
+            with urllib.request.urlopen(f"{found[1]}/models") as answer:
+                assert b'"tiny"' in answer.read()
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, rest) == (0, "")
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nothing-of-this-name"], "smollm2-135m"),
+        (["--host", "0.0.0.0"], "--api-key-env"),
+        (["--host", "::"], "--api-key-env"),
+        (["--host", "example.org"], "--api-key-env"),
+        (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY: that variable is empty"),
+        (["--port", "70000"], "70000"),
+        (["--max-batch", "0"], "--max-batch 0"),
+        (["--kv-cache-gib", "-1"], "--kv-cache-gib -1"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_line(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 1
+    said = capsys.readouterr().err
+    assert re.search(reason, said)
+    assert said.startswith("tools/serve-model: ")
+    assert said.count("\n") == 1
+
+
+def test_an_address_that_is_taken_is_one_clear_line(llama: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [*COMMAND, str(llama), "--port", str(taken.getsockname()[1]), "--threads", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_only_addresses_of_this_machine_need_no_key() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example.org", "")))
+
+
+def test_the_docs_name_every_option_and_no_other() -> None:
+    text = (Path(__file__).parent.parent.parent / "docs" / "serve-model.md").read_text()
+    options = {word for action in _parser()._actions for word in action.option_strings} - {"-h", "--help"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) == options

@@ -1,0 +1,274 @@
+"""The HTTP client: every call ends in the decoded answer or in a classified fault that names the URL and the cause."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.faults import DataFault, InfrastructureFault
+from wire.http import LONGEST_WAIT_S, JsonClient, pause_s, retry_after
+
+Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def client(reply: Reply, **settings: Any) -> AsyncIterator[JsonClient]:
+    """A started client of a real server that answers every path with ``reply``."""
+    app = web.Application(client_max_size=1 << 28)
+    app.router.add_route("*", "/{path:.*}", reply)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    settings = {"backoff_s": 1e-3} | settings
+    made = JsonClient(f"http://127.0.0.1:{runner.addresses[0][1]}", **settings)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+        await runner.cleanup()
+
+
+def answers(*statuses: int, **more: Any) -> Reply:
+    """One status a call, the last for ever."""
+    left = list(statuses)
+
+    async def reply(request: web.Request) -> web.Response:
+        status = left.pop(0) if len(left) > 1 else left[0]
+        return web.json_response({"status": status}, status=status, **more)
+
+    return reply
+
+
+async def test_a_post_carries_its_body_and_a_get_none() -> None:
+    seen: list[Any] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        seen.append((request.method, request.path, await request.read(), request.content_type))
+        return web.json_response({"answer": "é"})
+
+    async with client(reply) as c:
+        assert await c.post("/v1/do", {"a": [1, "ü"]}) == {"answer": "é"}
+        assert await c.get("/v1/look") == {"answer": "é"}
+    assert seen == [
+        ("POST", "/v1/do", '{"a":[1,"ü"]}'.encode(), "application/json"),
+        ("GET", "/v1/look", b"", "application/json"),
+    ]
+
+
+async def test_an_answer_that_is_no_json_is_given_as_it_came() -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(text="Cache flushed.")
+
+    async with client(reply) as c:
+        assert await c.send("POST", "/flush") == b"Cache flushed."
+        with pytest.raises(InfrastructureFault, match=r"/flush answered no JSON"):
+            await c.post("/flush", {})
+        assert c.counts == {"requests": 2, "failures": 1}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"a": "\xff"}', b"[" * 100_000])
+async def test_an_answer_that_cannot_be_decoded_is_a_fault(body: bytes) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    async with client(reply) as c:
+        with pytest.raises(InfrastructureFault, match="answered no JSON"):
+            await c.get("/x")
+        assert c.counts == {"requests": 1, "failures": 1}
+
+
+async def test_tens_of_megabytes_go_both_ways() -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.json_response(await request.json())
+
+    body = {"tensor": "x" * (30 << 20)}
+    async with client(reply) as c:
+        assert await c.post("/echo", body) == body
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 504])
+async def test_what_may_work_later_is_tried_again(status: int) -> None:
+    async with client(answers(status, 200)) as c:
+        assert await c.post("/x", {}) == {"status": 200}
+        assert c.counts == {"requests": 2, "retries": 1}
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_refused_request_is_a_data_fault_at_once(status: int) -> None:
+    async with client(answers(status)) as c:
+        with pytest.raises(DataFault, match=f"127.0.0.1:.*/x refused.*HTTP {status}"):
+            await c.post("/x", {})
+        assert c.counts == {"requests": 1, "failures": 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "settings", "remedy"),
+    [
+        (401, {}, "wants an API key"),
+        (401, {"api_key_env": "TEST_HTTP_KEY"}, "key in TEST_HTTP_KEY right"),
+        (404, {}, "does the server's URL end"),
+        (404, {"remedies": {404: "look elsewhere"}}, "look elsewhere"),
+        (405, {}, "expected 200"),
+    ],
+)
+async def test_another_refusal_is_final_and_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, status: int, settings: dict[str, Any], remedy: str
+) -> None:
+    monkeypatch.setenv("TEST_HTTP_KEY", "s3cret")
+    async with client(answers(status), **settings) as c:
+        with pytest.raises(InfrastructureFault, match=remedy):
+            await c.post("/x", {})
+        assert c.counts["requests"] == 1
+
+
+async def test_after_the_last_attempt_the_fault_says_how_many_there_were() -> None:
+    async with client(answers(503), attempts=3) as c:
+        with pytest.raises(InfrastructureFault, match=r"/x: HTTP 503.*3 attempts"):
+            await c.get("/x")
+        with pytest.raises(InfrastructureFault, match=r"1 attempts"):
+            await c.post("/x", {}, attempts=1)
+        assert c.counts == {"requests": 4, "retries": 2, "failures": 2}
+
+
+async def test_a_call_may_have_a_patience_of_its_own() -> None:
+    gate = asyncio.Event()
+
+    async def reply(request: web.Request) -> web.Response:
+        if request.path == "/slow":
+            await gate.wait()
+        return web.json_response(1)
+
+    async with client(reply, timeout_s=0.05, attempts=1) as c:
+        with pytest.raises(InfrastructureFault, match=r"no reply within 0\.05 s"):
+            await c.get("/slow")
+        slow = asyncio.create_task(c.get("/slow", timeout_s=60))
+        assert await c.get("/fast") == 1
+        await asyncio.sleep(0.1)  # twice the client's own patience
+        gate.set()
+        assert await slow == 1
+
+
+async def test_a_connection_that_breaks_is_made_anew() -> None:
+    calls = 0
+
+    async def reply(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response(calls)
+
+    async with client(reply) as c:
+        assert await c.post("/x", {}) == 2
+
+
+async def test_a_server_that_is_not_there_and_an_address_that_is_none_are_faults() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for url, said in ((f"http://127.0.0.1:{port}", f"{port}/x: Client"), ("http://", "is no URL"), ("x y", "x y/x")):
+        c = JsonClient(url, attempts=1)
+        await c.start()
+        with pytest.raises(InfrastructureFault, match=said):
+            await c.get("/x")
+        await c.close()
+
+
+async def test_the_key_travels_as_a_bearer_token_and_stands_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_HTTP_KEY", " s3cret\n")
+    seen: list[str] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        status = {"/busy": 503, "/bad": 400, "/moved": 307}.get(request.path, 403)
+        return web.Response(status=status, text=f"no {seen[-1]}", headers={"Location": f"/?{seen[-1]}"})
+
+    async with client(reply, api_key_env="TEST_HTTP_KEY", attempts=1) as c:
+        for path in ("/busy", "/bad", "/moved", "/else"):
+            with pytest.raises((InfrastructureFault, DataFault), match=r"Bearer \(the key\)") as caught:
+                await c.get(path)
+            assert "s3cret" not in str(caught.value)
+    assert seen == ["Bearer s3cret"] * 4
+
+
+async def test_a_key_may_be_given_instead_of_a_variable_and_stands_in_no_message_either() -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(status=403, text=request.headers["Authorization"])
+
+    async with client(reply, key="s3cret") as c:
+        with pytest.raises(InfrastructureFault, match=r"Bearer \(the key\)"):
+            await c.get("/x")
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    paths: list[str] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        paths.append(request.path)
+        return web.Response(status=308, headers={"Location": "/elsewhere"})
+
+    async with client(reply) as c:
+        with pytest.raises(InfrastructureFault, match="it moved to /elsewhere"):
+            await c.post("/x", {})
+    assert paths == ["/x"]
+
+
+async def test_no_more_requests_are_open_than_allowed_and_a_pause_takes_no_place() -> None:
+    open_now, most, limited = 0, 0, asyncio.Event()
+
+    async def reply(request: web.Request) -> web.Response:
+        nonlocal open_now, most
+        if request.path == "/limited" and not limited.is_set():
+            limited.set()
+            return web.Response(status=429, headers={"Retry-After": "0.3"})
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0)
+        open_now -= 1
+        return web.json_response(request.path)
+
+    async with client(reply, concurrency=1) as c:
+        waiting = asyncio.create_task(c.get("/limited"))
+        await limited.wait()
+        assert await asyncio.gather(*(c.get(f"/{i}") for i in range(5))) == [f"/{i}" for i in range(5)]
+        assert not waiting.done()
+        assert await waiting == "/limited"
+    assert most == 1
+
+
+async def test_a_missing_key_and_a_key_in_the_url_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_HTTP_KEY", raising=False)
+    with pytest.raises(ValueError, match=r"TEST_HTTP_KEY is empty.*http://h"):
+        await JsonClient("http://h", api_key_env="TEST_HTTP_KEY").start()
+    with pytest.raises(ValueError, match=r"http://h:1/v1.*without a user") as caught:
+        JsonClient("http://me:s3cret@h:1/v1")
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{"attempts": 0}, {"concurrency": 0}])
+def test_a_client_that_could_never_ask_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        JsonClient("http://h", **settings)
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    assert retry_after("7", 0.0) == 7.0
+    assert retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 20.0) == 40.0
+    assert [retry_after(header, 0.0) for header in ("", "soon", "-3", "nan")] == [0.0] * 4
+
+
+@given(st.integers(1, 40), st.floats(0, 1e6), st.floats(0, 1, exclude_max=True))
+def test_a_pause_is_at_least_what_was_asked_up_to_the_longest_and_grows(
+    attempt: int, asked: float, chance: float
+) -> None:
+    pause = pause_s(attempt, 0.5, asked, chance)
+    assert min(asked, LONGEST_WAIT_S) <= pause <= LONGEST_WAIT_S
+    assert pause_s(attempt + 1, 0.5, asked, chance) >= pause
