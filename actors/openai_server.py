@@ -21,7 +21,7 @@ from actors.engines.base import OnTokens
 from actors.engines.local import LocalEngine
 from actors.serving.answers import Answer
 from actors.serving.protocol import Asked, Chat, Completion, Refused, read
-from actors.serving.template import ChatTemplate
+from wire.chat_template import ChatTemplate
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult
 

@@ -1,13 +1,11 @@
 """Text to tokens, once, when it enters the tree; sampled ids are never tokenized again. No torch here."""
 
-import json
 from pathlib import Path
-from typing import Any
 
-import jinja2
-import jinja2.sandbox
 import numpy as np
 import tokenizers
+
+from wire.chat_template import ChatTemplate
 
 
 class Text:
@@ -18,15 +16,7 @@ class Text:
         if not (path / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{path} has no tokenizer.json: expected a Hugging Face model folder")
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        settings: dict[str, Any] = {}
-        if (path / "tokenizer_config.json").is_file():
-            settings = json.loads((path / "tokenizer_config.json").read_text())
-        template = settings.get("chat_template")
-        if (path / "chat_template.jinja").is_file():
-            template = (path / "chat_template.jinja").read_text()
-        self._special = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
-        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        self._template = sandbox.from_string(template) if isinstance(template, str) else None
+        self._template = ChatTemplate(path)
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [tokens], nothing added."""
@@ -41,14 +31,7 @@ class Text:
 
         thinking: False asks a template that knows ``enable_thinking`` (Qwen3's) for an answer without a thinking block.
         """
-        if self._template is None:
+        if not self._template.available:
             return "\n".join(message["content"] for message in messages) + "\n"
-        return self._template.render(
-            messages=messages, add_generation_prompt=True, enable_thinking=thinking, **self._special
-        )
-
-
-def _content(token: Any) -> str:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token or ""
+        switches = {"enable_thinking": thinking} if "enable_thinking" in self._template.variables else {}
+        return self._template.render(messages, switches)

@@ -131,6 +131,10 @@ class Http:
             )
         return answer or {}
 
+    async def send(self, path: str) -> None:
+        """POST without a body, of what answers in words (/flush_cache)."""
+        await self._client.send("POST", path, attempts=1)
+
     async def abort(self, names: list[str]) -> None:
         """Stop requests; one that has ended already is no error."""
         for name in names:

@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from actors.config import ActorsConfig, SGLangConfig
 from actors.engines.sglang import SGLangEngine
@@ -15,6 +18,14 @@ from tests.sglang_cpu.server import FLAGS, SITE, VARIABLES
 KEY = "COPPICE_TEST_SGLANG_KEY"
 """The variable that holds the session server's key."""
 
+GPU_FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "attention_backend": "triton",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 16384,
+    "random_seed": 1,
+}
+"""float32, so that the bounds of the contract tests hold."""
 LORA: dict[str, Any] = {
     "enable_lora": True,
     "lora_backend": "torch_native",
@@ -26,16 +37,14 @@ LORA: dict[str, Any] = {
 
 
 def config(**settings: Any) -> SGLangConfig:
-    """Settings of a server that starts here. arguments: more of them."""
-    arguments = FLAGS | settings.pop("arguments", {})
-    python = str(environment.python())
-    return SGLangConfig(
-        python=python,
-        arguments=arguments,
-        environment=VARIABLES | {"PYTHONPATH": str(SITE)},
-        start_timeout_s=300.0,
-        **settings,
-    )
+    """Settings of a server that starts here. arguments: more of them. With a GPU, of the sglang that is installed for it."""
+    more = settings.pop("arguments", {})
+    if torch.cuda.is_available():
+        python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
+        arguments = GPU_FLAGS | {key: value for key, value in more.items() if key != "lora_backend"}
+        return SGLangConfig(python=python, arguments=arguments, start_timeout_s=600.0, **settings)
+    python, variables = str(environment.python()), VARIABLES | {"PYTHONPATH": str(SITE)}
+    return SGLangConfig(python=python, arguments=FLAGS | more, environment=variables, start_timeout_s=300.0, **settings)
 
 
 class Shared:

@@ -16,7 +16,7 @@ _OURS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"
 
 
 class ChatTemplate:
-    """The template of one model folder; ``available`` is False where the folder has none."""
+    """The template of one model folder; ``available`` is False where the folder has none. variables: the switches it reads."""
 
     def __init__(self, folder: Path):
         path, settings = folder / "tokenizer_config.json", {}
@@ -34,13 +34,13 @@ class ChatTemplate:
         self.available = isinstance(source, str)
         self._template = sandbox.from_string(source if isinstance(source, str) else "")
         read = jinja2.meta.find_undeclared_variables(sandbox.parse(source)) if isinstance(source, str) else set()
-        self._variables = read - _OURS
+        self.variables = read - _OURS
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         """The prompt. variables: the template's own switches. Raises ValueError with the template's reason, or for a switch it lacks."""
-        if unknown := sorted(set(variables) - self._variables):
+        if unknown := sorted(set(variables) - self.variables):
             raise ValueError(
-                f"`chat_template_kwargs`: {unknown}: this model's template reads {sorted(self._variables) or 'none'}"
+                f"`chat_template_kwargs`: {unknown}: this model's template reads {sorted(self.variables) or 'none'}"
             )
         try:
             return self._template.render(
