@@ -163,7 +163,43 @@ def check(config: Config) -> None:
             f" actors.max_context = {a.max_context}"
         )
     _check_environment(config)
+    _check_engine(config)
     _check_effects(config)
+
+
+def _check_engine(config: Config) -> None:
+    """Settings of one engine, or of one way to it, that another would silently ignore."""
+    a, publish, default = config.actors, config.learner.publish, ActorsConfig()
+    g = a.sglang
+    if a.engine == "local":
+        if g != default.sglang:
+            raise ConfigError("config: [actors.sglang] has no effect with actors.engine = 'local': set it to 'sglang'")
+        if publish == "memory":
+            raise ConfigError(
+                "config: learner.publish = 'memory': the embedded engine reads files; expected 'file' (or 'both')"
+            )
+        return
+    for key in ("kv_cache_gib", "dtype"):
+        if getattr(a, key) != getattr(default, key):
+            raise ConfigError(
+                f"config: actors.{key} has no effect with actors.engine = 'sglang': SGLang's own settings are in"
+                " [actors.sglang.arguments] (mem_fraction_static, dtype)"
+            )
+    if (g.way == "url") != bool(g.urls):
+        raise ConfigError(
+            f"config: actors.sglang.way = {g.way!r} with actors.sglang.urls = {g.urls}: expected URLs with 'url', and only then"
+        )
+    idle = {"url": ("python", "arguments", "environment", "gpus")}.get(g.way, ("workers", "api_key_env"))
+    for key in idle:
+        if getattr(g, key):
+            raise ConfigError(
+                f"config: actors.sglang.{key} has no effect with actors.sglang.way = {g.way!r}: remove it"
+            )
+    if g.weights in ("tensor", "distributed") and (publish == "file" or config.learner.lora.rank):
+        raise ConfigError(
+            f"config: actors.sglang.weights = {g.weights!r} needs learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
+            " (adapters travel as files)"
+        )
 
 
 def _check_environment(config: Config) -> None:

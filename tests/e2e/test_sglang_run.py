@@ -20,7 +20,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(folder)
     text = CONFIG.format(model=folder / "model", folder=folder, updates=UPDATES, questions=QUESTIONS)
     text = text.replace("k = 3", "k = 4").replace("questions = 4", "questions = 2")
-    text = text.replace("count = 2\ndtype", 'engine = "sglang"\ncount = 1\nmax_batch = 8\ndtype', 1)
+    mine = '[actors]\nengine = "sglang"\ncount = 1\nmax_batch = 8\n'
+    text = text.replace('[actors]\ncount = 2\ndtype = "float32"\nkv_cache_gib = 0.01\n', mine)
     text = text.replace("lora = { rank = 4, alpha = 8.0 }", "lora = { rank = 0 }")
     settings = shared.config()
     section = {"python": settings.python, "start_timeout_s": settings.start_timeout_s}

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from actors.environments import registry
-from tools.config import ConfigError, convert, load
+from tools.config import DEFAULT_CONFIG, ConfigError, convert, load
+from tools.plan import gpus_of
 
 ROOT = Path(__file__).parent.parent.parent
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
@@ -161,3 +162,28 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
     }[game]
     assert {name: getattr(environment, name) for name in expected} == expected
     assert environment.stop == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["actors.sglang.gpus=1"], "no effect with actors.engine = 'local'"),
+        (["learner.publish=memory"], "the embedded engine reads files"),
+        (["actors.engine=sglang", "actors.kv_cache_gib=2.0"], "mem_fraction_static"),
+        (["actors.engine=sglang", "actors.sglang.way=url"], "expected URLs with 'url'"),
+        (["actors.engine=sglang", 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
+        (["actors.engine=sglang", 'actors.sglang.workers=["http://h"]'], "actors.sglang.workers has no effect"),
+        (["actors.engine=sglang", "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
+    ],
+)
+def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], said: str) -> None:
+    clean = ["actors.dtype=auto", "actors.kv_cache_gib=0.5"]
+    with pytest.raises(ConfigError, match=said):
+        load(DEFAULT_CONFIG, [*clean, *overrides])
+
+
+def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_none() -> None:
+    assert [gpus_of(i, 1, 2, list("0123")) for i in range(3)] == [["2"], ["3"], ["2"]]
+    assert [gpus_of(i, 2, 2, list("012345")) for i in range(2)] == [["2", "3"], ["4", "5"]]
+    assert [gpus_of(i, 1, 4, list("01")) for i in range(3)] == [["0"], ["1"], ["0"]]  # shared with the learner
+    assert gpus_of(0, 0, 1, list("01")) == gpus_of(0, 1, 1, []) == []
