@@ -9,7 +9,7 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors.sglang], for engine = "sglang".
 
     way: "server" starts one SGLang server an actor and ends with it; "inside" runs the engine in the actor's process; "url" uses
-    servers that run already. urls: of them, the actors take turns. workers: of a router, the servers behind it, which take the weights.
+    servers that run already. urls: of them, one an actor. workers: of a router, the servers behind it, which take the weights.
     python: the interpreter that has sglang ("" is ours). arguments: of sglang.launch_server, or of sglang.Engine, by their Python names
     ({tp_size = 2}). environment: variables of that process. gpus: how many each actor takes (0: as it finds them). api_key_env: the variable
     that holds the servers' API key; a server that the actor starts gets a key of its own.

@@ -184,6 +184,8 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
         raise
     finally:
         serving.cancel()
+        if giver is not None:
+            giver.close()
 
 
 def follow(trainer: Trainer) -> None:

@@ -1,6 +1,8 @@
 """Shared fixtures."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis  # noqa: F401 (its pytest plugin imports it at the end of a session, where 3.11 may fail to)
 import pytest
@@ -14,6 +16,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama folder."""
     torch.set_num_threads(1)
     return tiny.save(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def sglang_server(llama: Path) -> Iterator[Any]:
+    """A real SGLang server of the tiny Llama, with adapters, for all tests that need one."""
+    from tests.sglang_cpu.shared import LORA, Shared
+
+    made = Shared(llama, LORA)
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -189,6 +189,16 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             f"config: actors.sglang.way = {g.way!r} with actors.sglang.urls = {g.urls}: expected URLs with 'url', and only then"
         )
+    if g.urls and a.count > len(g.urls):
+        raise ConfigError(
+            f"config: actors.count = {a.count} and {len(g.urls)} actors.sglang.urls: expected a URL an actor, since each pauses and"
+            " updates its own server"
+        )
+    if g.workers and (config.scheduler.top_p < 1 or config.scheduler.top_k):
+        raise ConfigError(
+            "config: scheduler.top_p and top_k behind a router (actors.sglang.workers): it drops the request for what they left, so"
+            " log-probabilities would be of another distribution; set top_p = 1 and top_k = 0"
+        )
     idle = {"url": ("python", "arguments", "environment", "gpus")}.get(g.way, ("workers", "api_key_env"))
     for key in idle:
         if getattr(g, key):

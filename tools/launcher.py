@@ -70,8 +70,13 @@ def main(command: list[str] | None = None) -> int:
             )
             return 2
         (run / "config.json").write_bytes(saved(config))
+        try:
+            made = plan.make(config, found, run)
+        except ValueError as error:
+            print(f"tools/launch: {error}", file=sys.stderr)
+            return 2
         print(f"run folder {run}", flush=True)
-        return Supervisor(run, plan.make(config, found, run)).watch()
+        return Supervisor(run, made).watch()
 
 
 def dry_run(config: Config, run: Path) -> int:

@@ -84,20 +84,27 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
 
 def _actor(config: Config, place: int) -> Process:
     """One actor. With SGLang inside, it runs where sglang is installed; with actors.sglang.gpus it sees only its own GPUs."""
-    a = config.actors
-    name, sglang = f"actor-{place}", a.engine == "sglang"
-    python = a.sglang.python if sglang and a.sglang.way == "inside" else ""
-    shown = gpus_of(place, a.sglang.gpus, config.learner.count, hardware.visible_gpus()) if sglang else []
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
-    return Process(name, "actors.worker", name, a.threads, False, environment, python)
+    a, name = config.actors, f"actor-{place}"
+    if a.engine != "sglang":
+        return Process(name, "actors.worker", name, a.threads, False)
+    inside = a.sglang.way == "inside"
+    shown = gpus_of(place, a.sglang.gpus, config.learner.count, hardware.visible_gpus())
+    environment = dict(a.sglang.environment) if inside else {}
+    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
+    return Process(name, "actors.worker", name, a.threads, False, environment, a.sglang.python if inside else "")
 
 
 def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
-    """The GPUs of the actor at ``place``: those behind the learner's, taking turns; all of them when there are none behind."""
+    """The GPUs of the actor at ``place``: those behind the learner's, taking turns; all of them when there are none behind.
+
+    Raises ValueError when there are fewer than one actor takes.
+    """
     if not each or not gpus:
         return []
+    if each > len(gpus):
+        raise ValueError(f"actors.sglang.gpus = {each}, and {len(gpus)} are here: {gpus}")
     own = gpus[learners:] if len(gpus) - learners >= each else gpus
-    first = place * each % (len(own) // each * each) if len(own) >= each else 0
+    first = place * each % (len(own) // each * each)
     return own[first : first + each]
 
 

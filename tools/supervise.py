@@ -42,8 +42,15 @@ class Child:
         environment = os.environ | self.spec.environment
         threads = str(self.spec.threads)
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        command = [self.spec.python or sys.executable, "-m", self.spec.module, str(self.run / "processes" / f"{self.spec.file}.json")]
+        paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]
+        environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        command = [
+            self.spec.python or sys.executable,
+            "-m",
+            self.spec.module,
+            str(self.run / "processes" / f"{self.spec.file}.json"),
+        ]
         self.log.parent.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
             show = subprocess.PIPE if self.spec.name == "scheduler" else log

@@ -23,6 +23,8 @@ LONGEST_WAIT_S = 120.0
 """The most that a Retry-After may ask for at once; a longer limit meets the next attempt."""
 _AGAIN = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({400, 413, 422})
+_IDLE_S = 2.0
+"""An idle connection is not used again after so long: servers close theirs (uvicorn after 5 s), and a request that meets that is lost."""
 _SHOWN = 300
 """Characters of a server's error text that a message quotes."""
 
@@ -79,7 +81,7 @@ class JsonClient:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         # As many connections as places: a wait for a connection would count as the server's.
-        pool = aiohttp.TCPConnector(limit=self.concurrency)
+        pool = aiohttp.TCPConnector(limit=self.concurrency, keepalive_timeout=_IDLE_S)
         self._session = aiohttp.ClientSession(headers=headers, connector=pool)
 
     async def close(self) -> None:

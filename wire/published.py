@@ -18,17 +18,22 @@ NAME = "manifest.json"
 class Memory(msgspec.Struct, frozen=True):
     """Where the learner gives the same weights out of its memory (``learner.giver``).
 
-    store: host:port of its rendezvous. host: its host's name. device: "cuda" or "cpu". gpu: which one, as CUDA_VISIBLE_DEVICES names it.
+    store: host:port of its rendezvous. token: what keys there begin with, known to who may read the run folder. host: its host's name.
+    device: "cuda" or "cpu". gpu: which one, as CUDA_VISIBLE_DEVICES names it.
     """
 
     store: str
     host: str
     device: str
     gpu: str = ""
+    token: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One version. digest: ``wire.digest.tensors`` of its weights. file: whether the folder holds them."""
+    """One version. digest: ``wire.digest.tensors`` of its weights, or where they are in no file, ``learner.publish.fingerprint``.
+
+    file: whether the folder holds them.
+    """
 
     version: int
     kind: Literal["full", "lora"]
@@ -37,8 +42,10 @@ class Manifest(msgspec.Struct, frozen=True):
     memory: Memory | None = None
 
     def write(self, folder: Path) -> None:
-        """Into a version folder."""
-        (folder / NAME).write_bytes(msgspec.json.encode(self))
+        """Into a version folder, for its owner alone."""
+        path = folder / NAME
+        path.touch(0o600)
+        path.write_bytes(msgspec.json.encode(self))
 
 
 def read(folder: Path, expected: str) -> Manifest:

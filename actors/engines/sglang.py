@@ -2,7 +2,7 @@
 
 Log-probabilities: SGLang gives those of the distribution after temperature; where top-p or top-k cut it, its sampling mask gives those of
 what was left; a constraint masks before either. At temperature 0 they are of the untempered distribution. Each request's cache entries
-carry the policy version as their salt, and an update flushes the cache, so no request reads what another version computed.
+carry the policy version as their salt (and an update that retracts flushes the cache), so no request reads what another version computed.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from wire.messages import (
 )
 
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+_PREFIX = "-prefix"
 
 
 class SGLangEngine:
@@ -48,6 +49,7 @@ class SGLangEngine:
         self._open = asyncio.Event()
         self._updating = asyncio.Lock()
         self._broken = ""
+        self._failures = 0
         self._in_flight = 0
         self._busy_s = 0.0
         self._busy_since = 0.0
@@ -62,7 +64,7 @@ class SGLangEngine:
             self.longest = min(self.config.max_context, facts.context or self.config.max_context)
             await self.weights.start(facts)
             if facts.version not in ("", "default", "0"):  # of a run before, or of this actor's life before
-                self._broken = f"it holds weight version {facts.version} from before and waits for this run's weights"
+                self._broken = f"it holds weight version {facts.version} from before and waits for this run's weights; start it anew for a new run"
         except BaseException:
             await self.way.close()
             raise
@@ -85,22 +87,22 @@ class SGLangEngine:
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
         self._enter()
         try:
-            cached = None if request.n == 1 else await self._prefill(request.tokens, names[0] + "-prefix")
+            prefix = None if request.n == 1 else await self._prefill(request.tokens, names[0] + _PREFIX)
             answers = await self._ask(self._body(request, names))
         except asyncio.CancelledError:
-            await asyncio.shield(self.way.abort([*names, names[0] + "-prefix"]))
+            await asyncio.shield(self.way.abort(names if request.n == 1 else [*names, names[0] + _PREFIX]))
             raise
         finally:
             self._leave()
         if len(answers) != request.n:
             raise InfrastructureFault(f"{self.way.name} answered {len(answers)} samples, expected n = {request.n}")
         samples = [self._sample(answer, request.sampling) for answer in answers]
-        found = [self._count(answer) for answer in answers]
+        cached = self._count(answers, prefix)
         for index, sample in enumerate(samples):
             if on_tokens is not None:
                 on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
         self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
-        return GenerateResult(samples, len(request.tokens), found[0] if cached is None else cached)
+        return GenerateResult(samples, len(request.tokens), cached)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Log-probabilities of given tokens at temperature 1."""
@@ -132,15 +134,15 @@ class SGLangEngine:
             self._open.clear()
             try:
                 update = await self.weights.update(request)
+                self.version, self._broken = request.version, ""
             except sglang_weights.Refused as refused:  # nothing has changed anywhere
                 raise InfrastructureFault(str(refused)) from None
-            except (InfrastructureFault, asyncio.CancelledError) as error:
-                self._broken = (
-                    f"the update to version {request.version} failed ({error}); weights are unknown until one succeeds"
-                )
+            except BaseException as error:
+                self._failures += 1
+                self._broken = f"the update to version {request.version} failed ({error!r}); weights are unknown until one succeeds"
+                if isinstance(error, Exception) and not isinstance(error, InfrastructureFault):
+                    raise InfrastructureFault(f"{self.way.name}: {type(error).__name__}: {error}") from error
                 raise
-            else:
-                self.version, self._broken = request.version, ""
             finally:
                 self._open.set()
             self.counts["loaded_bytes"] += update.bytes
@@ -178,11 +180,10 @@ class SGLangEngine:
                 f" {self.folder}; the request was made with another model's tokenizer"
             )
 
-    async def _prefill(self, tokens: np.ndarray, name: str) -> int:
-        """Compute the prefix once, before its samples are asked for together; how much of it was cached."""
+    async def _prefill(self, tokens: np.ndarray, name: str) -> dict[str, Any]:
+        """Compute the prefix once, before its samples are asked for together."""
         body = {"input_ids": tokens.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}, "rid": name}
-        (answer,) = await self._ask(body)
-        return self._count(answer)
+        return (await self._ask(body))[0]
 
     def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
         sampling, tokens = request.sampling, request.tokens.tolist()
@@ -227,19 +228,27 @@ class SGLangEngine:
         if self._broken:
             raise InfrastructureFault(f"{self.way.name}: {self._broken}")
         many = bool(body["input_ids"]) and isinstance(body["input_ids"][0], list)
-        salt, adapter = str(self.version), self.weights.adapter
-        count = len(body["input_ids"])
+        version, adapter, failures = self.version, self.weights.adapter, self._failures
+        count, salt = len(body["input_ids"]), str(version)
         body = body | {"extra_key": [salt] * count if many else salt}
         if adapter:
             body["lora_path"] = [adapter] * count if many else adapter
-        answer = await self.way.generate(body)
+        try:
+            answer = await self.way.generate(body)
+        except DataFault as fault:
+            if "never been loaded" in str(fault):  # the adapter: somebody else started the server anew
+                raise InfrastructureFault(f"{self.way.name} lost adapter {adapter}: {fault}") from None
+            raise
+        if self._failures != failures:  # the server may have held this request during the update, and sampled it since
+            raise InfrastructureFault(f"{self.way.name}: {self._broken or 'an update failed meanwhile'}")
         answers = answer if isinstance(answer, list) else [answer]
-        if not all(isinstance(row, dict) and isinstance(row.get("meta_info"), dict) for row in answers):
-            raise self._strange(TypeError(f"{str(answer)[:200]}"))
-        if adapter:  # an adapter serves a request from its first to its last token
-            for row in answers:
-                row["meta_info"]["weight_version"] = salt
-                row["meta_info"].pop("weight_versions", None)
+        for row in answers:
+            if not isinstance(row, dict) or not isinstance(row.get("meta_info"), dict):
+                raise self._strange(TypeError(f"{str(answer)[:200]}"))
+            if adapter:  # it serves a request from its first to its last token
+                row["meta_info"] |= {"weight_version": salt, "weight_versions": None}
+            elif self._number(row["meta_info"].get("weight_version")) < version:
+                raise InfrastructureFault(f"{self.way.name} went back to an older version: somebody started it anew")
         return answers
 
     # ------------------------------------------------------------------------------------------ answers
@@ -254,7 +263,7 @@ class SGLangEngine:
             finish = _FINISH[meta["finish_reason"]["type"]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None
-        if finish == "abort" and not len(tokens):
+        if finish == "abort":  # by a failed update, or by SGLang itself: half an action is none
             raise InfrastructureFault(
                 f"{self.way.name} aborted a request: {meta['finish_reason'].get('message') or 'no reason given'}"
             )
@@ -285,17 +294,23 @@ class SGLangEngine:
             return int(version)
         except (TypeError, ValueError):
             raise InfrastructureFault(
-                f"{self.way.name} serves weight version {version!r}: expected a number, as this actor's updates leave it"
+                f"{self.way.name} serves weight version {version!r}: expected a number, as this actor's whole updates leave it"
             ) from None
 
-    def _count(self, answer: dict[str, Any]) -> int:
-        """Note what one sequence took; how much of its prompt was cached."""
-        meta = answer["meta_info"]
-        prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
+    def _count(self, answers: list[dict[str, Any]], prefix: dict[str, Any] | None) -> int:
+        """Note a request's prompt once and what was computed of it, samples included; how much of it was cached.
+
+        prefix: the pass that computed it for several samples; each of them computes its last token again.
+        """
+        first = (prefix or answers[0])["meta_info"]
+        prompt, cached = int(first.get("prompt_tokens") or 0), int(first.get("cached_tokens") or 0)
+        rows = [row["meta_info"] for row in ([prefix, *answers] if prefix else answers)]
         self.counts["prompt_tokens"] += prompt
         self.counts["cached_tokens"] += cached
-        self.counts["prefilled_tokens"] += prompt - cached
-        self.counts["retractions"] += int(meta.get("num_retractions") or 0)
+        self.counts["prefilled_tokens"] += sum(
+            int(r.get("prompt_tokens") or 0) - int(r.get("cached_tokens") or 0) for r in rows
+        )
+        self.counts["retractions"] += sum(int(row.get("num_retractions") or 0) for row in rows)
         return cached
 
     def _strange(self, error: Exception) -> InfrastructureFault:

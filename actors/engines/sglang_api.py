@@ -1,5 +1,7 @@
 """The calls of an SGLang server, and the three ways to reach SGLang that share them."""
 
+import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -12,6 +14,9 @@ import msgspec
 from actors.config import ActorsConfig
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
+
+_EACH = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path")
+"""Fields of /generate that are lists when several sequences are asked for."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -99,9 +104,16 @@ class Http:
         await self._client.close()
 
     async def healthy(self) -> bool:
-        """Whether it answers /health now."""
+        """Whether it answers /health now: not while it starts, nor while its generation pauses."""
+        return await self._answers("/health")
+
+    async def alive(self) -> bool:
+        """Whether its process answers, paused or not."""
+        return await self._answers("/model_info")
+
+    async def _answers(self, path: str) -> bool:
         try:
-            await self._client.send("GET", "/health", timeout_s=5.0, attempts=1)
+            await self._client.send("GET", path, timeout_s=5.0, attempts=1)
         except (InfrastructureFault, DataFault):
             return False
         return True
@@ -162,10 +174,13 @@ class Remote:
         """Open the connections. Raises InfrastructureFault when a server does not answer."""
         for server in self._all:
             await server.start()
+        for server in self.servers:
+            for path in ("/end_weight_update", "/continue_generation"):  # an actor before may have died in an update
+                with contextlib.suppress(InfrastructureFault):
+                    await server.call(path, {}, 10.0)
+        for server in self._all:
             if not await server.healthy():
-                raise InfrastructureFault(
-                    f"{server.name} does not answer /health: is it running, and is its key right?"
-                )
+                raise InfrastructureFault(f"{server.name} does not answer /health: is it running there?")
 
     async def facts(self) -> Facts:
         """Of the first server; capacity is that of all."""
@@ -173,8 +188,18 @@ class Remote:
         return msgspec.structs.replace(each[0], capacity=sum(facts.capacity for facts in each))
 
     async def generate(self, body: dict[str, Any]) -> Any:
-        """POST /generate."""
-        return await self.front.call("/generate", body, self.timeout_s)
+        """POST /generate. SGLang's router takes one sequence a request: behind it, those asked for together go out side by side."""
+        if self.front in self.servers or not isinstance(body["input_ids"][0], list):
+            return await self.front.call("/generate", body, self.timeout_s)
+        listed = [name for name in _EACH if isinstance(body.get(name), list)]
+        alone = [body | {name: body[name][index] for name in listed} for index in range(len(body["input_ids"]))]
+        tasks = [asyncio.create_task(self.front.call("/generate", one, self.timeout_s)) for one in alone]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:  # what one of them failed with is the answer of all
+                task.cancel()
+            raise
 
     async def abort(self, names: list[str]) -> None:
         """Stop requests wherever they run."""
@@ -183,14 +208,12 @@ class Remote:
 
     async def died(self) -> str:
         """Returns when a server no longer answers three times in a row."""
-        import asyncio
-
         silent = 0
         while silent < 3:
             await asyncio.sleep(10.0)
-            alive = [await server.healthy() for server in self._all]
+            alive = [await server.alive() for server in self.servers]
             silent = 0 if all(alive) else silent + 1
-        return f"{self.name} no longer answers /health"
+        return f"{self.name} no longer answers /model_info"
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""

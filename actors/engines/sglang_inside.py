@@ -26,9 +26,10 @@ _CALLS = {
     "/load_lora_adapter": ("LoadLoRAAdapterReqInput", "load_lora_adapter"),
     "/unload_lora_adapter": ("UnloadLoRAAdapterReqInput", "unload_lora_adapter"),
     "/weights_checker": ("CheckWeightsReqInput", "check_weights"),
+    "/update_weight_version": ("UpdateWeightVersionReqInput", "update_weight_version"),
 }
 """Path of the HTTP server -> request struct and coroutine of the tokenizer manager."""
-_ONE_ARGUMENT = frozenset({"pause_generation", "continue_generation"})
+_ONE_ARGUMENT = frozenset({"pause_generation", "continue_generation", "update_weight_version"})
 _STEP_S = 0.5
 """Between two looks at the children, seconds."""
 
@@ -48,6 +49,7 @@ class Inside:
             "chunked_prefill_size": config.prefill_tokens,
             "enable_cache_report": True,
         } | config.sglang.arguments
+        self._late = ""
         self._engine: Any = None
         self._children: list[BaseProcess] = []
 
@@ -57,14 +59,14 @@ class Inside:
         Raises InfrastructureFault when it does not come up, or ends this process where a child of SGLang fails.
         """
         try:
-            import sglang  # pyright: ignore[reportMissingImports]
+            from sglang import Engine  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError as error:
             raise InfrastructureFault(
                 f"sglang cannot be imported here ({error}): install the gpu extra, set actors.sglang.python to an interpreter that"
                 ' has it, or use actors.sglang.way = "server"'
             ) from None
         try:
-            self._engine = sglang.Engine(**self.arguments)
+            self._engine = Engine(**self.arguments)
         except TypeError as error:
             raise InfrastructureFault(
                 f"actors.sglang.arguments: {error}; expected fields of sglang's ServerArgs"
@@ -80,7 +82,7 @@ class Inside:
 
     async def generate(self, body: dict[str, Any]) -> Any:
         """One or several sequences, as POST /generate."""
-        from fastapi import HTTPException
+        from fastapi import HTTPException  # pyright: ignore[reportMissingImports]
         from sglang.srt.managers.io_struct import GenerateReqInput  # pyright: ignore[reportMissingImports]
 
         answers: list[Any] = []
@@ -114,11 +116,26 @@ class Inside:
         kind, method = _CALLS[path]
         request = getattr(io_struct, kind)(**body)
         arguments = (request,) if method in _ONE_ARGUMENT else (request, None)
+        if self._late:  # its answer, when it comes, would be taken for that of the next call of its kind
+            raise InfrastructureFault(
+                f"{self.name}: {self._late} was given up and has not ended: this actor must start anew"
+            )
+        running = asyncio.ensure_future(getattr(manager, method)(*arguments))
         try:
-            done = await asyncio.wait_for(getattr(manager, method)(*arguments), timeout_s)
-        except TimeoutError:
+            done = await asyncio.wait_for(asyncio.shield(running), timeout_s)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._late = path
+            running.add_done_callback(self._caught_up)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise InfrastructureFault(f"{self.name}: {path} took longer than {timeout_s:g} s") from None
         return _answer(path, done, self.name)
+
+    def _caught_up(self, ended: "asyncio.Future[Any]") -> None:
+        """The call that nobody waits for any more is over."""
+        self._late = ""
+        if not ended.cancelled():
+            ended.exception()
 
     async def died(self) -> str:
         """Returns when a child has ended. Where one was killed or failed, SGLang may end this whole process first."""

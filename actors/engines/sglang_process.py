@@ -17,6 +17,8 @@ def main() -> None:
     """Serve until killed; ends when the actor that started it is gone, whatever killed that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1:  # it was gone before that call
+        sys.exit("the actor that started this server is gone")
     arguments = json.load(sys.stdin)
     try:
         from sglang.launch_server import run_server  # pyright: ignore[reportMissingImports]

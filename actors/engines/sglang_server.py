@@ -19,7 +19,11 @@ from wire.faults import InfrastructureFault
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STEP_S = 0.5
-_GRACE_S = 15.0
+_GRACE_S = 7.0
+"""Below what the launcher gives an actor to end."""
+_LONGEST_LINE = 2**20
+_OWN = ("model_path", "host", "port", "api_key", "weight_version")
+"""Arguments that an actor sets itself."""
 _TAIL = 40
 """Lines of the server's log kept for error messages."""
 
@@ -29,6 +33,8 @@ class Launched:
 
     def __init__(self, model: str, config: ActorsConfig):
         self.config = config.sglang
+        if taken := sorted(set(config.sglang.arguments) & set(_OWN)):
+            raise ValueError(f"actors.sglang.arguments: {taken} are set by the actor: remove them")
         self.port = _free_port()
         self._key = key = secrets.token_urlsafe(24)
         self.front = Http(f"http://127.0.0.1:{self.port}", key, config.sglang.request_timeout_s, config.capacity)
@@ -51,14 +57,15 @@ class Launched:
 
     async def start(self) -> None:
         """Start and wait until it answers. Raises InfrastructureFault with the end of its log when it does not."""
-        environment = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"} | self.config.environment
+        own = {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
+        environment = os.environ | own | self.config.environment
         if "PYTHONPATH" in self.config.environment:
             environment["PYTHONPATH"] = f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_ROOT}"
         python = self.config.python or sys.executable
         try:
             self._process = await asyncio.create_subprocess_exec(
                 python, "-m", "actors.engines.sglang_process",
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                limit=_LONGEST_LINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                 env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -91,7 +98,13 @@ class Launched:
 
     async def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than the limit; what is left of it comes next
+                continue
+            if not line:
+                return
             text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")  # it prints its arguments
             self._log.append(text)
             print(text, file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ others do not have. Transports are in ``sglang_transport``; adapters travel alon
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import time
@@ -25,6 +24,8 @@ from wire.messages import LoadRequest
 
 log = logging.getLogger("actors.sglang")
 
+MOVING = "moving-"
+"""What a server's weight version begins with while an update is on its way."""
 _ADAPTERS_KEPT = 2
 """The newest adapter, and the one before, which requests that began earlier still use."""
 
@@ -34,7 +35,7 @@ class Refused(Exception):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What an update moved. proof: SGLang's own checksum of the weights it now holds, the same on every server."""
+    """What an update moved. proof: of SGLang's own checksum of its weights, and of an adapter's digest; the same on every server."""
 
     transport: str
     bytes: int
@@ -49,45 +50,46 @@ class Weights:
     def __init__(self, way: Way, base: Path, config: SGLangConfig):
         self.way, self.base, self.config = way, base, config
         self.adapter = ""
-        self._adapters: list[str] = []
         self.facts = Facts()
-        self._proof = self._base = ""
+        self._adapters: list[str] = []
+        self._held = ""
+        """Checksum of the whole weights that the servers hold, without adapters."""
         self._digest = ""
+        """Of the version they are; "" until the first."""
 
     async def start(self, facts: Facts) -> None:
         """Note what the servers hold; servers that hold different weights are refused."""
         self.facts = facts
-        self._proof = self._base = await self._checksum()
+        self._held = self._agreed(await self._all("/weights_checker", {"action": "checksum"}))
 
     async def close(self) -> None:
-        """Take this engine's adapters from servers that go on; one that is gone holds none."""
-        with contextlib.suppress(InfrastructureFault):
-            while self._adapters:
-                await self._unload(self._adapters.pop())
+        """Take this engine's adapters from servers that go on."""
+        while self._adapters:
+            await self._unload(self._adapters.pop())
 
     async def update(self, request: LoadRequest) -> Update:
         """Bring ``request.version`` into force. Raises Refused when nothing was changed, InfrastructureFault when something may be."""
         start = time.monotonic()
-        folder = Path(request.path)
+        folder, pulls = Path(request.path), []
         try:
             manifest = published.read(folder, request.digest)
             chosen = transport.choose(manifest, self.facts, self.config, *transport.here(self.config, self.way))
             if chosen in ("adapter", "disk", "merged"):
                 await asyncio.to_thread(self._verify, folder, request.digest)
+            pulls = await transport.prepare(chosen, self.way, manifest, self.config)
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise Refused(str(fault)) from None
         if chosen == "adapter":
-            size = await self._adapter(request, folder)
-            pause = 0.0
+            size, pause = await self._adapter(request, folder), 0.0
         else:
-            size, pause = await self._paused(request, manifest, chosen)
+            size, pause = await self._paused(request, chosen, pulls)
         seconds = time.monotonic() - start
+        proof = hashlib.sha256(f"{self._held}{request.digest if self.adapter else ''}".encode()).hexdigest()
         log.info(
             "version %d by %s: %.1f MB in %.2f s (%.0f MB/s), generation paused for %.2f s, checksum %s",
-            request.version, chosen, size / 1e6, seconds, size / 1e6 / seconds, pause, self._proof[:16],
+            request.version, chosen, size / 1e6, seconds, size / 1e6 / seconds, pause, proof[:16],
         )  # fmt: skip
-        self._digest = request.digest
-        return Update(chosen, size, seconds, pause, self._proof)
+        return Update(chosen, size, seconds, pause, proof)
 
     def _verify(self, folder: Path, expected: str) -> None:
         """The file is whole, and of this model: SGLang dies of a wrong shape, and says nothing of a missing or unknown name."""
@@ -98,43 +100,56 @@ class Weights:
     # ------------------------------------------------------------------------------------------ whole weights
 
     async def _paused(
-        self, request: LoadRequest, manifest: published.Manifest, chosen: transport.Transport
+        self, request: LoadRequest, chosen: transport.Transport, pulls: list[transport.Pull]
     ) -> tuple[int, float]:
-        """Bytes moved and seconds paused. After a failure running requests are aborted before generation goes on."""
-        begun = time.monotonic()
-        moved = False
-        await self._all("/pause_generation", {"mode": self.config.pause})
+        """Bytes moved and seconds paused. Generation goes on whatever happens; after a failure running requests are aborted first."""
+        begun, moved = time.monotonic(), False
         try:
-            size = await transport.move(chosen, self.way, self.base, request, manifest, self.config)
-            await self._prove(request, manifest, chosen)
+            await self._all("/pause_generation", {"mode": self.config.pause})
+            # What is sampled before the whole version is there bears a name that no version has.
+            between = {"new_version": f"{MOVING}{request.version}", "abort_all_requests": False}
+            await self._all("/update_weight_version", between)
+            size = await transport.move(chosen, self.way, self.base, request, self.config, pulls)
+            await self._prove(request, chosen)
             moved = True
         finally:
+            await asyncio.shield(asyncio.ensure_future(self._go_on(abort=not moved)))
             if not moved:
-                await self._all("/abort_request", {"rid": "", "abort_all": True})
-            await self._all("/continue_generation", {})
+                for pull in pulls:
+                    await pull.release()
         self.adapter = ""
         return size, time.monotonic() - begun
 
-    async def _prove(self, request: LoadRequest, manifest: published.Manifest, chosen: transport.Transport) -> None:
-        """Raises InfrastructureFault unless every server holds the same weights, others than before, and where it can be seen, those of the file.
+    async def _go_on(self, abort: bool) -> None:
+        """Every server generates again. One that does not answer is told in the log: it must not hide the failure before."""
+        paths = [("/abort_request", {"rid": "", "abort_all": True})] if abort else []
+        for path, body in [*paths, ("/continue_generation", {})]:
+            try:
+                await self._all(path, body)
+            except InfrastructureFault as fault:
+                if not abort:
+                    raise
+                log.warning("%s", fault)
+
+    async def _prove(self, request: LoadRequest, chosen: transport.Transport) -> None:
+        """Raises InfrastructureFault unless all servers hold the same weights, others than before, and where it can be seen, those of the file.
 
         On a GPU SGLang's checksum cannot be computed from a file; there the learner's watch sees weights that differ from its own.
         """
         answers = await self._all("/weights_checker", {"action": "checksum"})
-        proof = self._agreed(answers)
-        if proof == self._proof and request.digest != self._digest and self._digest:
-            raise InfrastructureFault(
-                f"{self.way.name} reports success, but its weights are those from before version {request.version}"
-            )
-        self._proof = self._base = proof
+        held = self._agreed(answers)
+        if held == self._held and request.digest != self._digest:
+            if self._digest:
+                raise InfrastructureFault(
+                    f"{self.way.name} reports success, but its weights are those from before version {request.version}"
+                )
+            log.warning("version %d left the weights as they were at the start", request.version)
         if chosen == "disk" and self.facts.device == "cpu" and self.facts.tp == 1:
-            path = Path(request.path) / published.FILES[manifest.kind]
+            path = Path(request.path) / published.FILES["full"]
             for answer in answers:
-                held = answer["ranks"][0]["checksums"]
-                await asyncio.to_thread(_compare, path, held, _STORED.get(self.facts.dtype, ""))
-
-    async def _checksum(self) -> str:
-        return self._agreed(await self._all("/weights_checker", {"action": "checksum"}))
+                found = answer["ranks"][0]["checksums"]
+                await asyncio.to_thread(_compare, path, found, _STORED.get(self.facts.dtype, ""))
+        self._held, self._digest = held, request.digest
 
     def _agreed(self, answers: list[dict[str, Any]]) -> str:
         """SGLang's checksum of its weights. Raises InfrastructureFault unless all servers give the same."""
@@ -147,20 +162,25 @@ class Weights:
     # ------------------------------------------------------------------------------------------ adapters
 
     async def _adapter(self, request: LoadRequest, folder: Path) -> int:
-        """Load an adapter; requests from now on use it, running ones keep theirs. Its name is of this engine's life only:
-        servers outlive actors, and refuse a name that they know."""
-        while len(self._adapters) >= _ADAPTERS_KEPT:
-            await self._unload(self._adapters.pop(0))
+        """Load an adapter; requests from now on use it, running ones keep theirs.
+
+        Its name is of this engine's life only: servers outlive actors, and refuse a name that they know.
+        """
+        size = (folder / published.FILES["lora"]).stat().st_size
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
-        await self._all("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         self._adapters.append(name)
+        while len(self._adapters) > _ADAPTERS_KEPT:
+            await self._unload(self._adapters.pop(0))
+        await self._all("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         self.adapter = name
-        self._proof = hashlib.sha256(f"{self._base}{request.digest}".encode()).hexdigest()
-        return (folder / published.FILES["lora"]).stat().st_size
+        return size
 
     async def _unload(self, name: str) -> None:
-        """SGLang waits for the requests that still use it."""
-        await self._all("/unload_lora_adapter", {"lora_name": name})
+        """SGLang waits for the requests that still use it; an adapter that stays costs its memory and nothing else."""
+        try:
+            await self._all("/unload_lora_adapter", {"lora_name": name})
+        except InfrastructureFault as fault:
+            log.warning("adapter %s stays loaded: %s", name, fault)
 
     async def _all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The same call to every server at once; all have answered or failed when it returns or raises."""

@@ -15,12 +15,14 @@ from safetensors import safe_open
 from wire import digest, published
 from wire.faults import InfrastructureFault
 
-_OTHER_KINDS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
-
 
 def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
     """Kind and weights file of a version folder. Raises InfrastructureFault when it is missing or its digest disagrees."""
     manifest = published.read(folder, expected)
+    if not manifest.file:
+        raise InfrastructureFault(
+            f"weights {folder} are only in the learner's memory: set learner.publish to 'file' or 'both'"
+        )
     path = folder / published.FILES[manifest.kind]
     try:
         found = digest.safetensors_file(path)
@@ -64,12 +66,7 @@ def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
 
 def adapter_targets(path: Path) -> dict[str, list[int]]:
     """Names and shapes of the weights that an adapter changes. Raises ValueError for one that is not merged by its scale alone."""
-    settings = json.loads((path.parent / "adapter_config.json").read_bytes())
-    odd = [key for key in _OTHER_KINDS if settings.get(key)]
-    if odd:
-        raise ValueError(
-            f"{path}: the adapter has {', '.join(odd)}; expected plain LoRA, scaled by lora_alpha / r everywhere"
-        )
+    _check_plain(json.loads((path.parent / "adapter_config.json").read_bytes()), path)
     with safe_open(path, framework="pt") as adapter:
         return {
             _target(name): [_shape(adapter, name.replace("lora_A", "lora_B"))[0], _shape(adapter, name)[1]]
@@ -93,6 +90,18 @@ def merged(base: Path, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _target(name: str) -> str:
     return name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+
+
+_UNMERGED = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Settings of an adapter under which its weights are not base + lora_alpha / r * B A."""
+
+
+def _check_plain(settings: dict[str, Any], path: Path) -> None:
+    found = {name: settings[name] for name in _UNMERGED if settings.get(name)}
+    if settings.get("bias", "none") != "none":
+        found["bias"] = settings["bias"]
+    if found:
+        raise ValueError(f"{path}: adapter settings {found} cannot be merged here: expected a plain LoRA, none taken")
 
 
 def _shape(file: Any, name: str) -> list[int]:

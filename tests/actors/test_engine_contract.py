@@ -126,8 +126,13 @@ async def test_cancelling_frees_the_engine(engine: Engine) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await asyncio.sleep(0.5)
+    before = engine.stats().get("decoded_tokens", 0.0)
     result = await engine.generate(GenerateRequest(ids(9, 10), 8, Sampling(2)))  # all the room there is
     assert len(result.samples) == 8
+    assert engine.stats()["decoded_tokens"] - before == sum(
+        len(s.tokens) for s in result.samples
+    )  # and nothing else ran
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -36,6 +38,14 @@ async def engine(sglang_server: Server, llama: Path, tmp_path: Path) -> AsyncIte
     await made.close()
 
 
+def test_the_rendezvous_listens_on_its_host_alone_and_ends() -> None:
+    giver = Giver(timeout_s=5.0)
+    port = int(giver.address.rpartition(":")[2])
+    found = [c for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port]
+    assert [c.laddr.ip for c in found] == ["127.0.0.1"]
+    giver.close()
+
+
 def in_memory(tmp_path: Path, giver: Giver, version: int, tensors: dict[str, Any], bucket_bytes: int) -> LoadRequest:
     """A version that only the giver holds."""
     folder = tmp_path / f"m{version}"
@@ -55,7 +65,7 @@ async def test_weights_out_of_the_learners_memory(
     giver = Giver(timeout_s=60.0)
     try:
         # The rendezvous is on a CPU, where "auto" would take the tensors: the test names its transport.
-        engine.weights.config = SGLangConfig(way="url", weights=wanted)  # pyright: ignore[reportArgumentType]
+        engine.weights.config = msgspec.structs.replace(engine.weights.config, weights=wanted)
         loaded = await engine.load(in_memory(tmp_path, giver, 7, tensors, bucket_bytes=20_000))
     finally:
         giver.close()
@@ -70,9 +80,11 @@ async def test_weights_out_of_the_learners_memory(
 async def test_two_servers_of_one_engine_with_different_weights_are_noticed(engine: SGLangEngine) -> None:
     answers = [{"per_engine_checksum": "a" * 64}, {"per_engine_checksum": "b" * 64}]
     engine.way.servers.append(engine.way.servers[0])
-    with pytest.raises(InfrastructureFault, match="different weights"):
-        engine.weights._agreed(answers)
-    engine.way.servers.pop()
+    try:
+        with pytest.raises(InfrastructureFault, match="different weights"):
+            engine.weights._agreed(answers)
+    finally:
+        engine.way.servers.pop()
 
 
 async def test_an_update_that_changes_nothing_is_noticed(engine: SGLangEngine, llama: Path, tmp_path: Path) -> None:
@@ -113,14 +125,17 @@ async def test_weights_of_another_model_are_refused_before_sglang_sees_them(
 async def test_a_version_the_learner_no_longer_gives_is_an_error_that_says_so(
     engine: SGLangEngine, llama: Path, tmp_path: Path
 ) -> None:
-    tensors = {name: p.detach() for name, p in reference(llama).named_parameters()}
+    tensors = {name: p.detach() * 1.01 for name, p in reference(llama).named_parameters()}
     giver = Giver(timeout_s=10.0)
     try:
-        engine.weights.config = SGLangConfig(way="url", weights="tensor")
+        engine.weights.config = msgspec.structs.replace(engine.weights.config, weights="tensor")
         old = in_memory(tmp_path, giver, 7, tensors, 20_000)
         giver.offer(Snapshot(8, tensors))
-        with pytest.raises(InfrastructureFault, match="asked for version 7, gives version 8"):
+        await engine.load(old)  # the version before the newest is still given
+        giver.offer(Snapshot(9, tensors))
+        with pytest.raises(InfrastructureFault, match="asked for version 7, gives 8, 9"):
             await engine.load(old)
+        assert (await engine.generate(GenerateRequest(ids(2, 8), 1, Sampling(2)))).samples  # nothing was touched
     finally:
         giver.close()
 
@@ -129,7 +144,7 @@ async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(engine: SGL
     folder = tmp_path / "gone"
     folder.mkdir()
     Manifest(7, "full", "d" * 64, False, Memory("127.0.0.1:1", "here", "cpu")).write(folder)
-    engine.weights.config = SGLangConfig(way="url", weights="tensor", update_timeout_s=2.0)
+    engine.weights.config = msgspec.structs.replace(engine.weights.config, weights="tensor", update_timeout_s=2.0)
     with pytest.raises(InfrastructureFault, match="rendezvous"):
         await asyncio.wait_for(engine.load(LoadRequest(7, str(folder), "d" * 64)), 60)
 

@@ -25,16 +25,22 @@ from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 def told(result: GenerateResult) -> dict[str, Any]:
     """A result as JSON."""
     samples = [
-        {"tokens": s.tokens.tolist(), "logprobs": s.logprobs.tolist(), "versions": s.versions.tolist(), "finish": s.finish}
+        {
+            "tokens": s.tokens.tolist(),
+            "logprobs": s.logprobs.tolist(),
+            "versions": s.versions.tolist(),
+            "finish": s.finish,
+        }
         for s in result.samples
     ]
     return {"cached": result.cached_tokens, "samples": samples}
 
 
-async def drive(plan: dict[str, Any], answers: dict[str, Any]) -> None:
-    """Fill ``answers``; at the end a child of the engine is killed, and the engine must say so or end this process."""
+async def drive(plan: dict[str, Any], path: Path) -> None:
+    """Write the answers to ``path``; then a child of the engine is killed, and this process must end."""
     sglang = SGLangConfig(way="inside", arguments=plan["arguments"], update_timeout_s=60.0)
     engine = SGLangEngine(plan["model"], ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang))
+    answers: dict[str, Any] = {}
     await engine.start()
     prompt, other = (np.array(plan[name], np.int32) for name in ("prompt", "other"))
 
@@ -45,11 +51,14 @@ async def drive(plan: dict[str, Any], answers: dict[str, Any]) -> None:
         version, folder, digest = plan[name]
         return (await engine.load(LoadRequest(version, folder, digest))).proof
 
-    answers["facts"] = {"device": engine.facts.device, "tp": engine.facts.tp, "capacity": engine.facts.capacity}
     answers["greedy"] = await generate(prompt, 1, 8, temperature=0.0)
     answers["four"] = await generate(other, 4, 6)
     answers["again"] = await generate(other, 4, 6)
     answers["score"] = (await engine.score(ScoreRequest(prompt))).logprobs.tolist()
+    try:
+        await engine.way.generate({"input_ids": [1, 2], "sampling_params": {"temperature": -1.0}})
+    except DataFault as fault:
+        answers["data_fault"] = str(fault)
 
     running = asyncio.create_task(generate(other, 4, 400))
     await asyncio.sleep(0.5)
@@ -58,34 +67,29 @@ async def drive(plan: dict[str, Any], answers: dict[str, Any]) -> None:
     answers["cancelled"] = running.cancelled()
     answers["room"] = len((await generate(prompt, 8, 2))["samples"])
 
-    running = asyncio.create_task(generate(other, 2, 300))
+    running = asyncio.create_task(generate(other, 2, 400))
     await asyncio.sleep(0.5)
     answers["proofs"] = [await load("full")]
-    answers["mixed"] = await running
-    answers["updated"] = await generate(prompt, 2, 6)
+    answers["across"] = await running
+    answers["full"] = await generate(prompt, 2, 6)
     try:
         await load("wrong")
     except InfrastructureFault as fault:
         answers["refused"] = str(fault)
-    answers["proofs"].append(await load("memory"))
-    answers["remembered"] = await generate(prompt, 1, 6)
-    answers["proofs"].append(await load("adapter"))
-    answers["adapted"] = await generate(prompt, 2, 6)
-    try:
-        await engine.way.generate({"input_ids": [1, 2], "sampling_params": {"temperature": -1.0}})
-    except DataFault as fault:
-        answers["data_fault"] = str(fault)
+    for name in ("memory", "base", "adapter"):
+        answers["proofs"].append(await load(name))
+        answers[name] = await generate(prompt, 2, 6)
     answers["stats"] = engine.stats()
-    Path(sys.argv[2]).write_text(json.dumps(answers))
+    path.write_text(json.dumps(answers))
 
     gone = asyncio.create_task(engine.died())
     await asyncio.sleep(0)
-    child = next(child for child in multiprocessing.active_children() if child.pid in engine.way._engine.get_all_child_pids())  # pyright: ignore
-    os.kill(child.pid or 0, signal.SIGKILL)
-    answers["died"] = await gone
-    await engine.close()
-    Path(sys.argv[2]).write_text(json.dumps(answers))
+    os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+    try:
+        sys.exit(await gone)  # as the worker ends, unless SGLang has killed this process before
+    finally:
+        await engine.close()
 
 
 if __name__ == "__main__":
-    loop.run(drive(json.loads(Path(sys.argv[1]).read_text()), {}))
+    loop.run(drive(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])))

@@ -172,6 +172,10 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
         (["actors.engine=sglang", "actors.kv_cache_gib=2.0"], "mem_fraction_static"),
         (["actors.engine=sglang", "actors.sglang.way=url"], "expected URLs with 'url'"),
         (["actors.engine=sglang", 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
+        (
+            ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=2"],
+            "expected a URL an actor",
+        ),
         (["actors.engine=sglang", 'actors.sglang.workers=["http://h"]'], "actors.sglang.workers has no effect"),
         (["actors.engine=sglang", "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
     ],
@@ -186,4 +190,6 @@ def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_
     assert [gpus_of(i, 1, 2, list("0123")) for i in range(3)] == [["2"], ["3"], ["2"]]
     assert [gpus_of(i, 2, 2, list("012345")) for i in range(2)] == [["2", "3"], ["4", "5"]]
     assert [gpus_of(i, 1, 4, list("01")) for i in range(3)] == [["0"], ["1"], ["0"]]  # shared with the learner
+    with pytest.raises(ValueError, match=r"actors\.sglang\.gpus = 4"):
+        gpus_of(0, 4, 1, list("01"))
     assert gpus_of(0, 0, 1, list("01")) == gpus_of(0, 1, 1, []) == []

@@ -1,0 +1,176 @@
+"""An update of SGLang that fails at each of its steps: what the engine serves afterwards, and that generation always goes on.
+
+The server is scripted: a real one cannot be made to fail at a chosen step. What a real one does is in test_sglang_weights.py.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actors.config import ActorsConfig, SGLangConfig
+from actors.engines import sglang
+from actors.engines.sglang_api import Facts
+from wire import digest
+from wire.faults import InfrastructureFault
+from wire.messages import GenerateRequest, LoadRequest, Sampling
+from wire.published import Manifest
+
+REQUEST = GenerateRequest(np.array([1, 2, 3], np.int32), 1, Sampling(4))
+STEPS = ["/pause_generation", "/update_weight_version", "/update_weights_from_disk", "/weights_checker"]
+
+
+class Scripted:
+    """Server and way in one: answers like SGLang, fails where ``fails`` says, ``once`` for each entry."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.servers = [self]
+        self.weights, self.version, self.paused = "base", "0", False
+        self.fails: dict[str, BaseException] = {}
+        self.calls: list[str] = []
+        self.finish = "length"
+
+    async def start(self) -> None: ...
+
+    async def facts(self) -> Facts:
+        return Facts(1000, 1000, 260, "cuda", "float32", 1, self.version)
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0.05)  # on its way
+        while self.paused:
+            await asyncio.sleep(0.01)
+        meta = {"weight_version": self.version, "prompt_tokens": 3, "cached_tokens": 0}
+        meta |= {"finish_reason": {"type": self.finish}, "output_token_logprobs": [[-1.0, 1, None]]}
+        return {"output_ids": [1], "meta_info": meta}
+
+    async def abort(self, names: list[str]) -> None: ...
+
+    async def died(self) -> str:
+        return ""
+
+    async def close(self) -> None: ...
+
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
+        self.calls.append(path)
+        if path == "/pause_generation":
+            self.paused = True
+        if path == "/continue_generation":
+            self.paused = False
+        if path == "/update_weights_from_disk":
+            self.weights = digest.safetensors_file(Path(body["model_path"]) / "model.safetensors")
+        if path in self.fails:
+            raise self.fails.pop(path)
+        if path == "/update_weights_from_disk":
+            self.version = body["weight_version"]
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        return {"per_engine_checksum": self.weights, "ranks": []} if path == "/weights_checker" else {}
+
+
+def version(folder: Path, number: int) -> LoadRequest:
+    """A published version of a model of one tensor."""
+    place = folder / f"v{number}"
+    place.mkdir(exist_ok=True)
+    save_file({"a": torch.full((4,), float(number))}, place / "model.safetensors")
+    proof = digest.safetensors_file(place / "model.safetensors")
+    Manifest(number, "full", proof).write(place)
+    return LoadRequest(number, str(place), proof)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    made = Scripted()
+    monkeypatch.setattr(sglang, "ways", lambda *_: made)
+    return made
+
+
+async def started(tmp_path: Path) -> sglang.SGLangEngine:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(4)}, base / "model.safetensors")
+    config = ActorsConfig(max_batch=8, max_context=512, sglang=SGLangConfig(update_timeout_s=5))
+    made = sglang.SGLangEngine(str(base), config)
+    await made.start()
+    await made.load(version(tmp_path, 1))
+    return made
+
+
+@pytest.mark.parametrize("step", [*STEPS, "/continue_generation"])
+@pytest.mark.parametrize("error", [InfrastructureFault("injected"), KeyError("buckets"), asyncio.CancelledError()])
+async def test_a_failed_update_serves_nothing_until_one_succeeds(
+    server: Scripted, tmp_path: Path, step: str, error: BaseException
+) -> None:
+    engine = await started(tmp_path)
+    server.fails = {step: error}
+    with pytest.raises((InfrastructureFault, asyncio.CancelledError)):
+        await engine.load(version(tmp_path, 2))
+    assert "/continue_generation" in server.calls[server.calls.index("/pause_generation") :]
+    with pytest.raises(InfrastructureFault, match="weights are unknown"):
+        await engine.generate(REQUEST)
+    server.paused = False  # where it was the going on that failed
+    await engine.load(version(tmp_path, 2))
+    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [2]
+
+
+@pytest.mark.parametrize("step", STEPS[2:])
+async def test_a_request_that_was_on_its_way_does_not_answer_with_half_an_update(
+    server: Scripted, tmp_path: Path, step: str
+) -> None:
+    engine = await started(tmp_path)
+    server.fails = {step: InfrastructureFault("injected")}
+    running = asyncio.create_task(engine.generate(REQUEST))
+    await asyncio.sleep(0.01)
+    with pytest.raises(InfrastructureFault, match="injected"):
+        await engine.load(version(tmp_path, 2))
+    with pytest.raises(InfrastructureFault, match="failed"):
+        await running
+
+
+async def test_a_cancelled_update_leaves_no_server_paused(server: Scripted, tmp_path: Path) -> None:
+    engine = await started(tmp_path)
+    answer = server.call
+
+    async def slow(path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
+        found = await answer(path, body, timeout_s)
+        await asyncio.sleep(0.3 if path == "/pause_generation" else 0)
+        return found
+
+    server.call = slow  # pyright: ignore[reportAttributeAccessIssue]
+    task = asyncio.create_task(engine.load(version(tmp_path, 2)))
+    await asyncio.sleep(0.1)
+    assert server.paused
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not server.paused
+
+
+async def test_an_action_that_was_cut_off_is_no_sample(server: Scripted, tmp_path: Path) -> None:
+    engine = await started(tmp_path)
+    server.finish = "abort"
+    with pytest.raises(InfrastructureFault, match="aborted"):
+        await engine.generate(REQUEST)
+
+
+async def test_a_server_that_somebody_started_anew_is_noticed(server: Scripted, tmp_path: Path) -> None:
+    engine = await started(tmp_path)
+    server.version = "default"
+    with pytest.raises(InfrastructureFault, match="older version"):
+        await engine.generate(REQUEST)
+
+
+async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(server: Scripted, tmp_path: Path) -> None:
+    server.version = "moving-1"
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file({"a": torch.zeros(4)}, base / "model.safetensors")
+    engine = sglang.SGLangEngine(str(base), ActorsConfig(max_batch=8, max_context=512))
+    await engine.start()
+    with pytest.raises(InfrastructureFault, match="moving-1"):
+        await engine.generate(REQUEST)
