@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.placement import Breaker
+from scheduler.placement import Breaker, Place
 from wire.arrays import Frame
 from wire.faults import Fault
 from wire.messages import Register
@@ -62,9 +62,8 @@ class Pending:
         "hedge",
         "last_fault",
         "on_partial",
-        "prefer",
+        "place",
         "result_type",
-        "served_by",
         "service",
         "tries",
         "worker",
@@ -76,13 +75,12 @@ class Pending:
         body: list[Frame],
         result_type: type,
         deadline: float,
-        prefer: str | None,
+        place: Place | None,
         worker: str | None,
         on_partial: Callable[[Any], None] | None,
-        served_by: Callable[[str], None] | None,
     ):
         self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
-        self.prefer, self.worker, self.on_partial, self.served_by = prefer, worker, on_partial, served_by
+        self.place, self.worker, self.on_partial = place, worker, on_partial
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()
         self.attempts: dict[int, Attempt] = {}

@@ -21,6 +21,16 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
 
+class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [scheduler.placement], see docs/placement.md.
+
+    batch: samples that an actor should decode together; one that has fewer takes on trees for which its prefix cache has no room (0:
+    the cache comes first).
+    """
+
+    batch: int = 16
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler].
 
@@ -50,6 +60,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_staleness: int = 1
     evaluation: EvaluationConfig = EvaluationConfig()
     dispatch: DispatchConfig = DispatchConfig()
+    placement: PlacementConfig = PlacementConfig()
     bind: str = "tcp://127.0.0.1:0"
     generate_deadline_s: float = 600.0
     judge_deadline_s: float = 120.0

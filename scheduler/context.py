@@ -13,6 +13,7 @@ import numpy as np
 from actors.environments.base import SPLIT, Action, Environment, Task
 from scheduler.config import SchedulerConfig
 from scheduler.dispatch import Dispatcher
+from scheduler.fleet import Fleet
 from scheduler.journal import Journal
 from scheduler.rewards import INVALID_REWARD, composite
 from scheduler.text import Text
@@ -41,8 +42,7 @@ Emit = Callable[[Tree, list[Node], list[Turn]], None]
 class Shop(msgspec.Struct, frozen=True):
     """What all contexts of a run share. most: samples of one generate call; more are asked for in several calls.
 
-    aside: room for calls of continuations, so that they wait here, where no deadline runs, and never stand before the turns of
-    the trained trajectories in a queue.
+    aside: room for calls of continuations, so that they wait here, where no deadline runs. fleet: places generate calls.
     """
 
     dispatcher: Dispatcher
@@ -54,6 +54,7 @@ class Shop(msgspec.Struct, frozen=True):
     emit: Emit
     most: int = 64
     aside: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(64))
+    fleet: Fleet = msgspec.field(default_factory=Fleet)
 
 
 class Context:
@@ -64,7 +65,6 @@ class Context:
         self.environment = shop.environment
         self.seed = rng.getrandbits(62)
         self.state_type: type = type(None)
-        self._home: str | None = None
 
     # ------------------------------------------------------------------------------------------ strategy calls
 
@@ -86,7 +86,7 @@ class Context:
         return node
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
-        """``n`` actions sampled from the prefix that ends in ``node``, at the actor that holds it unless that is overloaded."""
+        """``n`` actions sampled from the prefix that ends in ``node``."""
         samples, cached = await self.sample(self.tree.prefix(node), n, self.environment.stop)
         place = node.trajectory if trajectory is None else trajectory
         made = [self._sampled(node, sample, trajectory=place) for sample in samples]
@@ -207,7 +207,7 @@ class Context:
     def aside(self, purpose: str) -> "Context":
         """The same tree with randomness of its own, for work whose order among other work is not fixed."""
         made = Context(self.shop, self.settings, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
-        made.state_type, made._home = self.state_type, self._home
+        made.state_type = self.state_type
         return made
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[str, str]:
@@ -217,11 +217,17 @@ class Context:
         head, _, tail = text.partition(SPLIT)
         return head, tail
 
-    async def sample(self, prefix: np.ndarray, n: int, stop: list[str]) -> tuple[list[Sample], int]:
-        """``n`` continuations of a prefix, asked for together, and how many of its tokens the engine had in its cache."""
+    async def sample(
+        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False
+    ) -> tuple[list[Sample], int]:
+        """``n`` continuations of a prefix, asked for together, and how many of its tokens the engine had in its cache.
+
+        beside: they are no turns of a trained trajectory, so those go first.
+        """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
-        results = await together(self._generate(prefix, size, self._sampling(stop)) for size in sizes)
+        requests = [GenerateRequest(prefix, size, self._sampling(stop)) for size in sizes]
+        results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
         return samples, results[0].cached_tokens
@@ -274,16 +280,12 @@ class Context:
         s = self.settings
         return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed=self.rng.getrandbits(62))
 
-    async def _generate(self, prefix: np.ndarray, n: int, sampling: Sampling) -> GenerateResult:
-        def remember(worker: str) -> None:
-            self._home = worker
-
+    async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
         return await self.shop.dispatcher.call(
             "generate",
-            GenerateRequest(prefix, n, sampling),
+            request,
             deadline=self.settings.generate_deadline_s,
-            prefer=self._home,
-            served_by=remember,
+            place=self.shop.fleet.call(self.tree.id, request, beside),
         )
 
     def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:

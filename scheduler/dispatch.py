@@ -1,7 +1,8 @@
 """Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's cancellation.
 
-One ``await dispatcher.call(service, request, deadline=...)`` for every service. Calls wait first in, first out for a worker
-with room; infrastructure faults, deadlines and deaths of workers move a call to another worker; late answers are counted.
+One ``await dispatcher.call(service, request, deadline=...)`` for every service. Calls wait for a worker with room, first in, first
+out unless they bring a ``Place`` that says otherwise; infrastructure faults, deadlines and deaths of workers move a call to another
+worker; late answers are counted.
 
 States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done.
 States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> draining -> gone.
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from scheduler.calls import Attempt, DispatchConfig, Event, Pending, Worker
-from scheduler.placement import Latencies, Load, backoff, choose
+from scheduler.placement import Latencies, Load, Place, backoff, choose
 from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
 from wire.faults import FAULTS, Fault, InfrastructureFault, WireError
 from wire.messages import (
@@ -45,7 +46,14 @@ log = logging.getLogger("scheduler.dispatch")
 JoinHook = Callable[[Worker], Awaitable[None]]
 
 _LOOK_AHEAD = 64
-"""Retried calls that may wait at the head for one particular worker before the calls behind them wait too."""
+"""Calls that may wait at the head for one particular worker, or be held back, before the calls behind them wait too."""
+_LOOK_AGAIN_S = 0.05
+"""How soon calls that are held back while workers have room are tried again, whatever happens."""
+
+
+def _turn(pending: Pending) -> tuple[Any, ...]:
+    """Retried calls come first, then ranks count."""
+    return (not pending.failed_on, *(pending.place.rank() if pending.place is not None else ()))
 
 
 class Dispatcher:
@@ -70,6 +78,7 @@ class Dispatcher:
         self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
         self._latencies: defaultdict[str, Latencies] = defaultdict(Latencies)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._joined = asyncio.Event()
         self._limits = Limits()
         self._failure: BaseException | None = None
@@ -88,16 +97,15 @@ class Dispatcher:
         request: msgspec.Struct,
         *,
         deadline: float,
-        prefer: str | None = None,
+        place: Place | None = None,
         worker: str | None = None,
         on_partial: Callable[[Any], None] | None = None,
-        served_by: Callable[[str], None] | None = None,
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
-        deadline: seconds for the whole call, waiting and retries included. prefer: the worker to use unless it is
-        overloaded. worker: the only worker to use, at once, once, even if it is full. on_partial gets each piece of the answer
-        (again from the first after a retry); served_by is told the worker that answered.
+        deadline: seconds for the whole call, waiting and retries included. place: chooses among the workers and is told of every
+        attempt; the least loaded without one. worker: the only worker to use, at once, once, even if it is full. on_partial gets each
+        piece of the answer (again from the first after a retry).
 
         Raises the Fault that ended the call: InfrastructureFault when the deadline passed, ``max_attempts`` failed or the
         one ``worker`` is gone, DataFault or PolicyFault as the worker reported it; WireError when ``request`` cannot be sent.
@@ -107,7 +115,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         end = time.monotonic() + deadline
         result_type = service_types(service)[1]
-        pending = Pending(service, encode_body(request), result_type, end, prefer, worker, on_partial, served_by)
+        pending = Pending(service, encode_body(request), result_type, end, place, worker, on_partial)
         self.counters["calls"] += 1
         self._open.add(pending)
         timer = loop.call_later(deadline, self._expire, pending, deadline)
@@ -145,6 +153,10 @@ class Dispatcher:
         """Open calls by service: those that wait for a worker and those that run on one (what a watchdog prints)."""
         return dict(Counter(pending.service for pending in self._open))
 
+    def look_again(self, service: str) -> None:
+        """A reason for which calls of ``service`` were held back is gone."""
+        self._pump(service)
+
     async def drain(self) -> None:
         """Ask every worker to finish and leave."""
         for worker in self._workers.values():
@@ -153,6 +165,8 @@ class Dispatcher:
     async def close(self) -> None:
         """Stop; calls still open fail with InfrastructureFault."""
         self._closed = True
+        for timer in self._again_at.values():
+            timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -196,8 +210,11 @@ class Dispatcher:
         queue = self._waiting.get(service)
         if not queue:
             return
+        if any(pending.place is not None for pending in queue):
+            queue = self._waiting[service] = deque(sorted(queue, key=_turn))
         passed: list[Pending] = []
-        while queue and len(passed) < _LOOK_AHEAD:
+        room = True
+        while queue and room and len(passed) < _LOOK_AHEAD:
             pending = queue.popleft()
             if pending.done.done():
                 continue
@@ -206,17 +223,29 @@ class Dispatcher:
                 self._start(pending, worker)
                 continue
             passed.append(pending)
-            if not pending.failed_on:
-                break  # no worker has room for anybody
+            room = any(len(w.in_flight) < w.hello.capacity for w in self._usable(service))
         queue.extendleft(reversed(passed))
+        if room and any(pending.place is not None for pending in passed):
+            self._pump_later(service)
+
+    def _pump_later(self, service: str) -> None:
+        def pump() -> None:
+            del self._again_at[service]
+            self._pump(service)
+
+        if service not in self._again_at:
+            self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, pump)
+
+    def _usable(self, service: str) -> list[Worker]:
+        now = time.monotonic()
+        return [w for w in self.workers(service) if not w.draining and w.breaker.closed(now)]
 
     def _place(self, pending: Pending, avoid: frozenset[str]) -> Worker | None:
-        now = time.monotonic()
-        usable = [w for w in self.workers(pending.service) if not w.draining and w.breaker.closed(now)]
-        if len(usable) == 1:
+        usable = self._usable(pending.service)
+        if len(usable) == 1 and pending.place is None:
             return usable[0] if len(usable[0].in_flight) < usable[0].hello.capacity else None
-        loads = [Load(w.name, len(w.in_flight), w.hello.capacity) for w in usable]
-        name = choose(loads, pending.prefer, avoid)
+        loads = [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in usable]
+        name = choose(loads, avoid) if pending.place is None else pending.place.choose(loads, avoid)
         return next((w for w in usable if w.name == name), None)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
@@ -230,12 +259,16 @@ class Dispatcher:
         pending.attempts[number] = worker.in_flight[number] = attempt
         header = encode_header(Request(number, pending.service, max(0.001, pending.deadline - now)))
         self.router.send([worker.identity, header, *pending.body])
+        if pending.place is not None:
+            pending.place.started(worker.name)
 
-    def _finish(self, attempt: Attempt, outcome: str) -> None:
+    def _finish(self, attempt: Attempt, outcome: str, result: Any = None) -> None:
         """An attempt is over, however it ended: free its room and start what waits."""
         worker, pending = attempt.worker, attempt.pending
         worker.in_flight.pop(attempt.number, None)
         pending.attempts.pop(attempt.number, None)
+        if pending.place is not None:
+            pending.place.ended(worker.name, result)
         if self.on_event is not None:
             self.on_event(Event(pending.service, worker.name, attempt.start, time.monotonic(), outcome))
         self._pump_all(worker)
@@ -360,10 +393,8 @@ class Dispatcher:
         worker.breaker.record(True, now)
         if self.config.hedge_quantile:
             self._latencies[pending.service].record(now - attempt.start)
-        if pending.served_by is not None and not pending.done.done():
-            pending.served_by(worker.name)
         pending.settle(body)
-        self._finish(attempt, "ok")
+        self._finish(attempt, "ok", body)
 
     def _drop_malformed(self, identity: bytes, error: WireError) -> None:
         self.counters["malformed_peers"] += 1

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from scheduler import baselines, evaluation, report, strategies
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.context import Context, Shop
 from scheduler.dispatch import Dispatcher, Worker
+from scheduler.fleet import Fleet
 from scheduler.journal import Journal, TreeRow
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
@@ -39,6 +41,8 @@ INTERRUPTED = 130
 EVALUATIONS_AT_ONCE = 96
 WORK = ("environment_steps", "continuation_steps", "generated_tokens")
 """Counts of work that a run's curves are drawn against; they go on after a resume (work that a crash undid counts too)."""
+LOAD_S = 1200.0
+"""Above what an engine gives to the steps of an update (actors.sglang.update_timeout_s each), so that it fails with its own reason."""
 CHECK_S = 2.0
 """How soon a background task that died ends the run."""
 
@@ -56,6 +60,11 @@ class Frontier(msgspec.Struct, frozen=True):
 
     version: int = 0
     trained: list[int] = []
+
+
+def most_common(proofs: Sequence[str]) -> str:
+    """The proof that most actors give, of those that give one; "" when none does. Of equally many, the first's."""
+    return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
 
 
 def frontier(run: Path) -> Frontier:
@@ -108,6 +117,7 @@ class Run:
             self.counts,
             self.stream.emit,
             process.most,
+            fleet=Fleet(self.settings.budget, self.settings.placement.batch),
         )
         self.grow = strategies.load(self.settings.strategy)
 
@@ -253,16 +263,22 @@ class Run:
 
     async def _attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
         """Plant and grow, again after an infrastructure fault. Raises DataFault, and the fifth InfrastructureFault."""
-        for attempt in range(5):
-            try:
-                await context.plant()
-                await grow(tree, context)
-                return
-            except InfrastructureFault as fault:
-                log.warning("tree %d, attempt %d: %s", tree.id, attempt + 1, fault)
-                if attempt == 4:
-                    raise InfrastructureFault(f"tree {tree.id} failed five times; the last time: {fault}") from fault
-                self.counts["tree_retries"] += 1
+        try:
+            for attempt in range(5):
+                try:
+                    await context.plant()
+                    await grow(tree, context)
+                    return
+                except InfrastructureFault as fault:
+                    log.warning("tree %d, attempt %d: %s", tree.id, attempt + 1, fault)
+                    if attempt == 4:
+                        raise InfrastructureFault(
+                            f"tree {tree.id} failed five times; the last time: {fault}"
+                        ) from fault
+                    self.counts["tree_retries"] += 1
+        finally:
+            self.shop.fleet.ended(tree.id)
+            self.dispatcher.look_again("generate")
 
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)
@@ -290,8 +306,10 @@ class Run:
             self.outcomes.clear()
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
         values["count/over_stale"] = float(self.pacing.over_stale)
+        values |= self.shop.fleet.residency.take().values()
         self.metrics.record(trained.version, values)
-        for warning in trained.warnings:
+        doubt = self.shop.fleet.residency.doubt()
+        for warning in [*trained.warnings, *([doubt] if doubt else [])]:
             print(f"warning, update {trained.version}: {warning}", flush=True)
         self.pacing.trained(trained.version)
         await self._evaluate_if_due()
@@ -300,24 +318,36 @@ class Run:
     async def _spread(self) -> None:
         """The newest weights to every actor; one that cannot prove them is sent away."""
         actors = self.dispatcher.workers("load")
-        await asyncio.gather(*(self._load(actor) for actor in actors))
+        proofs = await asyncio.gather(*(self._load(actor) for actor in actors))
+        common = most_common(proofs)
+        for actor, proof in zip(actors, proofs, strict=True):
+            if proof and proof != common:
+                self._drop(actor, f"its weights have checksum {proof[:16]}, most have {common[:16]}")
         if not self.dispatcher.workers("generate"):
             raise InfrastructureFault(
                 f"no actor could load policy version {self.weights.version}: see the actors' logs"
             )
 
-    async def _load(self, actor: Worker) -> None:
+    async def _load(self, actor: Worker) -> str:
+        """Give an actor the newest weights; the engine's own proof of them, "" when it has none or did not take them."""
         w = self.weights
         try:
             loaded: LoadResult = await self.dispatcher.call(
-                "load", LoadRequest(w.version, w.path, w.digest), deadline=300.0, worker=actor.name
+                "load", LoadRequest(w.version, w.path, w.digest), deadline=LOAD_S, worker=actor.name
             )
             if (loaded.version, loaded.digest) != (w.version, w.digest):
                 raise InfrastructureFault(f"answered version {loaded.version}, digest {loaded.digest[:16]}")
         except Fault as fault:
-            print(f"actor {actor.name} did not take policy version {w.version} and is dropped: {fault}", flush=True)
-            self.counts["failed_loads"] += 1
-            self.dispatcher.remove(actor, f"weights of version {w.version} were not proven")
+            self._drop(actor, str(fault))
+            return ""
+        self.shop.fleet.residency.emptied(actor.name, w.version)
+        return loaded.proof
+
+    def _drop(self, actor: Worker, reason: str) -> None:
+        version = self.weights.version
+        print(f"actor {actor.name} did not take policy version {version} and is dropped: {reason}", flush=True)
+        self.counts["failed_loads"] += 1
+        self.dispatcher.remove(actor, f"weights of version {version} were not proven")
 
     async def _joined(self, worker: Worker) -> None:
         log.info("%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity)
@@ -325,11 +355,13 @@ class Run:
         if "load" in worker.hello.services and self.weights.version:
             w = self.weights
             await self.dispatcher.call(
-                "load", LoadRequest(w.version, w.path, w.digest), deadline=300.0, worker=worker.name
+                "load", LoadRequest(w.version, w.path, w.digest), deadline=LOAD_S, worker=worker.name
             )
+            self.shop.fleet.residency.emptied(worker.name, w.version)
 
     def _left(self, worker: Worker, reason: str) -> None:
         log.info("%s left: %s", worker.name, reason)
+        self.shop.fleet.left(worker.name)
 
     async def _workers_left(self, timeout: float) -> None:
         end = time.monotonic() + timeout

@@ -29,12 +29,12 @@ _COLUMNS = [
     ("engine", "busy/engine", "{:.0%}"),
     ("learner", "busy/learner", "{:.0%}"),
     ("tok/s", "rate/decoded_tokens", "{:.0f}"),
-    ("cache", "cache/hit_share", "{:.0%}"),
+    ("cache", "cache/hit_rate", "{:.0%}"),
     ("saved", "cache/tokens_saved", "{:.0f}"),
     ("seconds", "time/run", "{:.0f}"),
 ]
 """Heading, metric and format of the live table; a column is shown once a record has it. engine and learner are busy shares of wall time, per process; cache is the share of
-prompt tokens served from the prefix cache, saved their number."""
+prompt tokens served from the prefix cache (docs/placement.md), saved their number."""
 
 
 class Metrics:
@@ -102,14 +102,12 @@ class Metrics:
         # A worker that was restarted begins at zero: negative differences count as none.
         new = {name: max(0.0, value - self._before[name]) for name, value in totals.items()}
         self._before = totals
-        prompt, cached = new.get("engine/prompt_tokens", 0.0), new.get("engine/cached_tokens", 0.0)
         return {
             "busy/engine": new.get("engine/busy_s", 0.0) / wall / max(1, kinds["engine"]),
             "busy/learner": new.get("learner/busy_s", 0.0) / wall,
             "rate/decoded_tokens": new.get("engine/decoded_tokens", 0.0) / wall,
             "rate/learner_tokens": new.get("learner/learner/forwarded_tokens", 0.0) / wall,
-            "cache/hit_share": cached / prompt if prompt else 0.0,
-            "cache/tokens_saved": cached,
+            "cache/tokens_saved": new.get("engine/cached_tokens", 0.0),
             "cache/prefilled_over_ideal": new.get("engine/prefilled_tokens", 0.0)
             / max(1.0, new.get("engine/ideal_prefill_tokens", 0.0)),
         }

@@ -1,25 +1,23 @@
-"""Which worker gets a call: the one that holds its prefix unless that one is overloaded, else the least loaded.
+"""Where a call runs when nothing is known but load, and what the dispatcher asks of those who know more.
 
 Pure decisions with an injected clock; the dispatcher does the I/O.
 """
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-AFFINITY_SLACK = 0.5
-"""A preferred worker may be fuller than the least loaded one by this share of its capacity before affinity is given up:
-a prefix costs one prefill elsewhere, a queue costs every request behind it."""
-
 
 class Load(msgspec.Struct, frozen=True):
-    """A worker as placement sees it."""
+    """A worker as placement sees it. stats: its counters and gauges, of its last heartbeat."""
 
     worker: str
     in_flight: int
     capacity: int
+    stats: Mapping[str, float] = {}
 
     @property
     def share(self) -> float:
@@ -27,22 +25,44 @@ class Load(msgspec.Struct, frozen=True):
         return self.in_flight / self.capacity
 
 
-def choose(loads: Iterable[Load], prefer: str | None = None, avoid: frozenset[str] = frozenset()) -> str | None:
-    """The worker for one call, or None when all are full.
+def roomy(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> list[Load]:
+    """The workers that have room for a call.
 
     ``avoid`` holds workers that failed this call: they are used only when no other worker exists at all, because one that fails
     fast always has room and would swallow every attempt.
     """
-    known = list(loads)
-    candidates = [load for load in known if load.worker not in avoid] or known
-    free = [load for load in candidates if load.in_flight < load.capacity]
-    if not free:
-        return None
-    least = min(free, key=lambda load: load.share)
-    for load in free:
-        if load.worker == prefer and load.share <= least.share + AFFINITY_SLACK:
-            return load.worker
-    return least.worker
+    candidates = [load for load in loads if load.worker not in avoid] or loads
+    return [load for load in candidates if load.in_flight < load.capacity]
+
+
+def choose(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> str | None:
+    """The least loaded worker, or None when all are full."""
+    free = roomy(loads, avoid)
+    return min(free, key=lambda load: load.share).worker if free else None
+
+
+class Place:
+    """What one call asks of the dispatcher, and learns from it; this one takes its turn on the least loaded worker.
+
+    ``started`` and ``ended`` come in pairs, one for each attempt.
+    """
+
+    def rank(self) -> tuple[Any, ...]:
+        """Calls of one service that wait are tried in the order of their ranks, equal ones in the order they came; may change."""
+        return ()
+
+    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+        """The worker to run on now, or None to wait. loads: the usable workers; avoid: see ``roomy``.
+
+        Who waits though there is room is asked again when a call ends or a heartbeat comes, and soon after.
+        """
+        return choose(loads, avoid)
+
+    def started(self, worker: str) -> None:
+        """An attempt was sent to ``worker``."""
+
+    def ended(self, worker: str, result: Any | None) -> None:
+        """The attempt is over; result is None when it failed, was cancelled, or came too late."""
 
 
 class Breaker:

@@ -38,11 +38,12 @@ async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
     """The outcomes of ``n`` continuations."""
     prefix = np.frombuffer(position.prefix, np.int32)
     async with ctx.shop.aside:
-        samples, _ = await ctx.sample(prefix, n, ctx.environment.stop)
+        samples, _ = await ctx.sample(prefix, n, ctx.environment.stop, beside=True)
     reached = await together(advance(ctx, position, sample) for sample in samples)
     ended = [place for place in reached if isinstance(place, float)]
     going = Counter(place for place in reached if isinstance(place, Position))
-    later = await together(outcomes(ctx, place, count) for place, count in going.items())
+    siblings = sorted(going.items(), key=lambda item: item[0].prefix)
+    later = await together(outcomes(ctx, place, count) for place, count in siblings)
     return ended + [outcome for found in later for outcome in found]
 
 

@@ -1,13 +1,38 @@
 """A dispatcher and in-process workers over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from scheduler.dispatch import DispatchConfig, Dispatcher
+from scheduler.placement import Load, Place, roomy
 from wire.service import Handler, Service
 from wire.sockets import RunKeys
+
+
+class Prefer(Place):
+    """On one worker while it has room. log: (worker, served) of each attempt that is over."""
+
+    def __init__(self, worker: str):
+        self.worker = worker
+        self.log: list[tuple[str, bool]] = []
+        self.open: list[str] = []
+
+    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+        """That worker, or the least loaded."""
+        free = {load.worker for load in roomy(loads, avoid)}
+        return self.worker if self.worker in free else super().choose(loads, avoid)
+
+    def started(self, worker: str) -> None:
+        """Note it."""
+        self.open.append(worker)
+
+    def ended(self, worker: str, result: Any | None) -> None:
+        """Note it."""
+        self.open.remove(worker)
+        self.log.append((worker, result is not None))
 
 
 class Bench:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from scheduler.dispatch import DispatchConfig, Dispatcher
+from tests.services import Prefer
 from wire.faults import InfrastructureFault
 from wire.messages import ScoreRequest, ScoreResult
 from wire.sockets import RunKeys
@@ -41,7 +42,8 @@ class Floor:
     def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[ScoreResult]:
         """One call, answered with the process id of the worker that served it."""
         request = ScoreRequest(np.array([what], np.float32))
-        return asyncio.create_task(self.dispatcher.call("score", request, deadline=30, prefer=prefer))
+        place = Prefer(prefer) if prefer else None
+        return asyncio.create_task(self.dispatcher.call("score", request, deadline=30, place=place))
 
     async def has(self, process: asyncio.subprocess.Process, what: float) -> None:
         """Wait until the worker has received such a request."""

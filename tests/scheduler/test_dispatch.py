@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from scheduler.dispatch import DispatchConfig
-from tests.services import bench
+from scheduler.placement import Load, Place
+from tests.services import Prefer, bench
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import ScoreRequest, ScoreResult
 from wire.service import Call
@@ -141,26 +143,76 @@ async def test_the_calls_of_a_worker_that_dies_move_to_another(tmp_path: Path) -
         assert b.dispatcher.counters["dead_workers"] == 1
 
 
-async def test_a_preferred_worker_gets_its_calls_until_it_is_overloaded(tmp_path: Path) -> None:
-    served: list[str] = []
-    gate = asyncio.Event()
-
-    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
-        await gate.wait()
-        return ScoreResult(request.tokens, 0)
+async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_attempt(tmp_path: Path) -> None:
+    async def broken(request: ScoreRequest, call: Call) -> ScoreResult:
+        raise InfrastructureFault("no luck")
 
     async with bench(tmp_path) as b:
-        await b.work("a", {"score": wait}, capacity=4)
-        await b.work("b", {"score": wait}, capacity=4)
-        calls = [
-            asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10, prefer="b", served_by=served.append))
-            for _ in range(6)
-        ]
+        await b.work("a", {"score": echo})
+        await b.work("b", {"score": echo})
+        await b.work("broken", {"score": broken})
+        for wanted, log in (("b", [("b", True)]), ("a", [("a", True)])):
+            place = Prefer(wanted)
+            await b.dispatcher.call("score", ask(), deadline=10, place=place)
+            assert (place.log, place.open) == (log, [])
+        place = Prefer("broken")
+        await b.dispatcher.call("score", ask(), deadline=10, place=place)
+        assert place.log[0] == ("broken", False)
+        assert [served for _, served in place.log] == [False, True]
+
+
+class Ranked(Place):
+    """Held back until ``free`` is set; noted when it starts."""
+
+    def __init__(self, rank: int, started: list[int], free: asyncio.Event):
+        self.number, self.order, self.free = rank, started, free
+
+    def rank(self) -> tuple[int, ...]:
+        return (self.number,)
+
+    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+        return super().choose(loads, avoid) if self.free.is_set() else None
+
+    def started(self, worker: str) -> None:
+        self.order.append(self.number)
+
+
+async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -> None:
+    started: list[int] = []
+    free = asyncio.Event()
+    async with bench(tmp_path) as b:
+        await b.work("w", {"score": echo}, capacity=1)
+        places = [Ranked(rank, started, free) for rank in (3, 1, 2, 0)]
+        calls = [asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10, place=p)) for p in places]
         await asyncio.sleep(0)
-        gate.set()
+        free.set()
+        b.dispatcher.look_again("score")
         await asyncio.gather(*calls)
-    assert served.count("b") >= 3
-    assert served.count("a") >= 2
+    assert started == [0, 1, 2, 3]
+
+
+async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_itself(tmp_path: Path) -> None:
+    started: list[int] = []
+    held, free = asyncio.Event(), asyncio.Event()
+    free.set()
+    async with bench(tmp_path) as b:
+        await b.work("w", {"score": echo})
+        waits = asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10, place=Ranked(0, started, held)))
+        await asyncio.sleep(0)
+        await b.dispatcher.call("score", ask(), deadline=10, place=Ranked(1, started, free))
+        await b.dispatcher.call("score", ask(), deadline=10)
+        assert started == [1]
+        held.set()  # nobody tells the dispatcher
+        await waits
+    assert started == [1, 0]
+
+
+async def test_a_held_call_still_ends_at_its_deadline_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("w", {"score": echo})
+        with pytest.raises(InfrastructureFault, match="took over"):
+            await b.dispatcher.call("score", ask(), deadline=0.2, place=Ranked(0, [], asyncio.Event()))
+        assert b.dispatcher.waiting() == {}
 
 
 async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: Path) -> None:

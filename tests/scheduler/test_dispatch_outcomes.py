@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.dispatch import DispatchConfig, Dispatcher, Event
-from tests.services import bench
+from tests.services import Prefer, bench
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault, WireError
 from wire.messages import ScoreRequest, ScoreResult
@@ -288,7 +288,7 @@ async def test_a_slow_call_is_hedged_on_another_worker_and_the_first_answer_coun
             await b.dispatcher.call("score", ask(value), deadline=5)
         await b.work("quick", {"score": echo})
         b.dispatcher.on_event = events.append
-        result = await b.dispatcher.call("score", ask(99), deadline=30, prefer="slow")
+        result = await b.dispatcher.call("score", ask(99), deadline=30, place=Prefer("slow"))
         assert result.logprobs.tolist() == [99]
         await asyncio.wait_for(stopped.wait(), 5)
         assert b.dispatcher.counters["hedges"] == 1
@@ -306,7 +306,7 @@ async def test_a_worker_that_keeps_failing_is_rested(tmp_path: Path) -> None:
         await b.work("broken", {"score": broken})
         await b.work("sound", {"score": echo})
         for _ in range(40):
-            await b.dispatcher.call("score", ask(), deadline=10, prefer="broken")
+            await b.dispatcher.call("score", ask(), deadline=10, place=Prefer("broken"))
     assert len(served) == 5
 
 

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.placement import AFFINITY_SLACK, Breaker, Latencies, Load, backoff, choose
+from scheduler.placement import Breaker, Latencies, Load, backoff, choose
 
 LOADS = st.lists(
     st.builds(Load, st.sampled_from("abcdef"), st.integers(0, 12), st.integers(1, 8)),
@@ -15,29 +15,21 @@ LOADS = st.lists(
 NAMES = st.frozensets(st.sampled_from("abcdef"))
 
 
-@given(LOADS, st.sampled_from([None, *"abcdef"]), NAMES)
+@given(LOADS, NAMES)
 def test_a_full_worker_is_never_chosen_and_a_failed_one_only_when_it_is_alone(
-    loads: list[Load], prefer: str | None, avoid: frozenset[str]
+    loads: list[Load], avoid: frozenset[str]
 ) -> None:
-    name = choose(loads, prefer, avoid)
+    name = choose(loads, avoid)
     usable = [load for load in loads if load.worker not in avoid] or loads
     free = {load.worker: load for load in usable if load.in_flight < load.capacity}
     if name is None:
         assert not free
         return
-    least = min(load.share for load in free.values())
-    assert free[name].share <= least + (AFFINITY_SLACK if name == prefer else 0.0)
+    assert free[name].share == min(load.share for load in free.values())
 
 
 def test_the_least_loaded_worker_relative_to_its_capacity_is_chosen() -> None:
     assert choose([Load("small", 1, 2), Load("large", 3, 8)]) == "large"
-
-
-def test_a_preferred_worker_is_kept_until_it_is_half_its_capacity_fuller_or_full() -> None:
-    def chosen(in_flight: int) -> str | None:
-        return choose([Load("idle", 0, 8), Load("home", in_flight, 8)], prefer="home")
-
-    assert [chosen(n) for n in (0, 4, 5, 8)] == ["home", "home", "idle", "idle"]
 
 
 def test_a_retry_waits_for_another_worker_rather_than_going_back_to_the_one_that_failed() -> None:

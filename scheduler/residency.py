@@ -1,0 +1,224 @@
+"""What each actor's prefix cache holds, as far as the scheduler can know: it sees every prompt that goes out and every sample that
+comes back.
+
+A model, not a measurement: per worker one radix tree of token ids that forgets its least recently used leaves beyond the
+worker's capacity and everything at a new policy version. How good it is, ``Forecast`` says: predicted against reported cached tokens.
+Pure: owns no task and no clock; the order of calls is its time.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+_WIDTH = 4
+"""Bytes of a token id: prefixes are compared as bytes of int32."""
+GAP = 0.2
+"""Share of prompt tokens by which caches may fall short of what is predicted before something must be wrong."""
+STRETCH = 10_000
+"""Prompt tokens over which a shortfall is looked for."""
+
+
+class Edge:
+    """Tokens below ``parent``, as bytes; ``used`` is when a call last passed."""
+
+    __slots__ = ("alive", "children", "parent", "tokens", "used")
+
+    def __init__(self, tokens: bytes, parent: "Edge | None", used: int):
+        self.tokens, self.parent, self.used = tokens, parent, used
+        self.children: dict[bytes, Edge] = {}
+        self.alive = True
+
+
+def common(a: bytes, b: bytes) -> int:
+    """Tokens that ``a`` and ``b`` begin with alike."""
+    shortest = min(len(a), len(b))
+    if a[:shortest] == b[:shortest]:
+        return shortest // _WIDTH
+    differ = np.frombuffer(a[:shortest], np.int32) != np.frombuffer(b[:shortest], np.int32)
+    return int(np.argmax(differ))
+
+
+class Prefixes:
+    """The prefixes one cache holds. capacity: tokens; infinite while nobody knows."""
+
+    def __init__(self, capacity: float = math.inf):
+        self.capacity = capacity
+        self.tokens = 0
+        self._root = Edge(b"", None, 0)
+        self._clock = itertools.count(1)
+        self._leaves: list[tuple[int, int, Edge]] = []  # a heap; entries of edges that were used since are stale
+
+    def match(self, tokens: bytes) -> int:
+        """Length in tokens of the longest prefix of ``tokens`` that is held; leaves no trace."""
+        return sum(shared for _, shared in self._walk(tokens))
+
+    def insert(self, tokens: bytes) -> None:
+        """Hold ``tokens`` and every prefix of it, as just used."""
+        now, edge, held = next(self._clock), self._root, 0
+        for below, shared in list(self._walk(tokens)):
+            edge = below if shared * _WIDTH == len(below.tokens) else self._split(below, shared)
+            edge.used = now
+            held += shared
+        rest = tokens[held * _WIDTH :]
+        if rest:
+            edge.children[rest[:_WIDTH]] = leaf = Edge(rest, edge, now)
+            self.tokens += len(rest) // _WIDTH
+            edge = leaf
+        self._note(edge)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Forget least recently used leaves until the rest is within the capacity."""
+        while self.tokens > self.capacity and self._leaves:
+            used, _, edge = heapq.heappop(self._leaves)
+            if not edge.alive or edge.children or edge.used != used or edge.parent is None:
+                continue
+            edge.alive = False
+            self.tokens -= len(edge.tokens) // _WIDTH
+            del edge.parent.children[edge.tokens[:_WIDTH]]
+            self._note(edge.parent)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._root = Edge(b"", None, 0)
+        self._leaves.clear()
+        self.tokens = 0
+
+    def _walk(self, tokens: bytes) -> Iterator[tuple[Edge, int]]:
+        """The edges along ``tokens``, each with how many of its tokens are shared."""
+        edge, position = self._root, 0
+        while (below := edge.children.get(tokens[position : position + _WIDTH])) is not None:
+            shared = common(below.tokens, tokens[position : position + len(below.tokens)])
+            yield below, shared
+            if shared * _WIDTH < len(below.tokens):
+                return
+            edge, position = below, position + len(below.tokens)
+
+    def _split(self, edge: Edge, at: int) -> Edge:
+        """Cut an edge after ``at`` tokens; its new upper half."""
+        assert edge.parent is not None
+        head = Edge(edge.tokens[: at * _WIDTH], edge.parent, edge.used)
+        edge.parent.children[head.tokens[:_WIDTH]] = head
+        edge.tokens, edge.parent = edge.tokens[at * _WIDTH :], head
+        head.children[edge.tokens[:_WIDTH]] = edge
+        return head
+
+    def _note(self, edge: Edge) -> None:
+        if edge.parent is not None and not edge.children:
+            heapq.heappush(self._leaves, (edge.used, next(self._clock), edge))
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """Prompt tokens of served calls: all, those predicted to be cached when the call went out, those reported as cached."""
+
+    prompt: int = 0
+    predicted: int = 0
+    reported: int = 0
+
+    def values(self) -> dict[str, float]:
+        """Metrics: shares of the prompt tokens. Empty where nothing was served."""
+        if not self.prompt:
+            return {}
+        return {
+            "cache/hit_rate": self.reported / self.prompt,
+            "cache/predicted_hit_rate": self.predicted / self.prompt,
+            "cache/prediction_error": (self.predicted - self.reported) / self.prompt,
+        }
+
+    def with_call(self, prompt: int, predicted: int, reported: int) -> "Forecast":
+        """The same and one more call."""
+        return Forecast(self.prompt + prompt, self.predicted + predicted, self.reported + reported)
+
+    @property
+    def short(self) -> bool:
+        """Did the caches hold much less than predicted?"""
+        return self.predicted - self.reported > GAP * self.prompt
+
+    def __str__(self) -> str:
+        return (
+            f"actors found {self.reported / self.prompt:.0%} of {self.prompt} prompt tokens in their prefix caches where"
+            f" {self.predicted / self.prompt:.0%} were expected: a cache is smaller than kv_capacity_tokens says, something else"
+            " uses or empties it, or the engine does not share prefixes between requests"
+        )
+
+
+class Residency:
+    """The caches of all workers. ``expect`` asks, ``started`` and ``served`` tell."""
+
+    def __init__(self) -> None:
+        self._forecast = Forecast()
+        self._stretch = Forecast()
+        self._short = 0
+        self._doubt = ""
+        self._caches: dict[str, Prefixes] = {}
+        self._versions: dict[str, int] = {}
+
+    def limit(self, worker: str, capacity: float) -> None:
+        """The worker's cache holds ``capacity`` tokens."""
+        cache = self._cache(worker)
+        if cache.capacity != capacity:
+            cache.capacity = capacity
+            cache.shrink()
+
+    def capacity(self, worker: str) -> float:
+        """Tokens; infinite while unknown."""
+        return self._cache(worker).capacity
+
+    def resident(self, worker: str) -> int:
+        """Tokens in the worker's cache."""
+        return self._cache(worker).tokens
+
+    def expect(self, worker: str, tokens: bytes) -> int:
+        """How many of the prompt ``tokens`` the worker will find in its cache; the last is computed in any case, for its logits."""
+        cache = self._caches.get(worker)
+        return min(cache.match(tokens), len(tokens) // _WIDTH - 1) if cache is not None else 0
+
+    def started(self, worker: str, tokens: bytes) -> int:
+        """A call with this prompt was sent: from now on the prompt counts as resident. Returns what ``expect`` said before."""
+        expected = self.expect(worker, tokens)
+        self._cache(worker).insert(tokens)
+        return expected
+
+    def sampled(self, worker: str, tokens: bytes, version: int) -> None:
+        """A prompt with its continuation is resident, unless it was begun by an older version than the worker has now."""
+        if version > self._versions.get(worker, version):
+            self.emptied(worker, version)
+        if version == self._versions.setdefault(worker, version):
+            self._cache(worker).insert(tokens)
+
+    def compared(self, prompt: int, predicted: int, reported: int) -> None:
+        """A call was served: its prompt tokens, those predicted and those reported as cached."""
+        self._forecast = self._forecast.with_call(prompt, predicted, reported)
+        self._stretch = self._stretch.with_call(prompt, predicted, reported)
+        if self._stretch.prompt >= STRETCH:
+            self._short = self._short + 1 if self._stretch.short or self._short > 1 else 0
+            if self._short == 2:
+                self._doubt = str(self._stretch)
+            self._stretch = Forecast()
+
+    def emptied(self, worker: str, version: int) -> None:
+        """The worker loaded weights of ``version``: its cache starts anew."""
+        self._cache(worker).clear()
+        self._versions[worker] = version
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone."""
+        self._caches.pop(worker, None)
+        self._versions.pop(worker, None)
+
+    def take(self) -> Forecast:
+        """The forecast since the last ``take``."""
+        taken, self._forecast = self._forecast, Forecast()
+        return taken
+
+    def doubt(self) -> str:
+        """The warning that two stretches in a row fell short, when they first do, once; else ""."""
+        said, self._doubt = self._doubt, ""
+        return said
+
+    def _cache(self, worker: str) -> Prefixes:
+        return self._caches.setdefault(worker, Prefixes())

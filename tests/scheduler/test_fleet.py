@@ -1,0 +1,220 @@
+"""Placement and order of generate calls: pure decisions about loads, prefixes and time that the tests give."""
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.fleet import CAPACITY, PATIENCE_S, Fleet
+from scheduler.placement import Load, Place
+from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
+
+HEAD = list(range(100, 120))
+
+
+class World:
+    """Actors with a clock, and the calls that run on them."""
+
+    def __init__(self, capacity: float | None = None, workers: str = "ab", batch: int = 4, room: int = 8):
+        self.now = 0.0
+        self.fleet = Fleet(steps=2, batch=batch, clock=lambda: self.now)
+        self.room = room
+        self.stats = {} if capacity is None else {CAPACITY: float(capacity)}
+        self.running: dict[str, list[Place]] = {name: [] for name in workers}
+
+    def loads(self) -> list[Load]:
+        return [Load(name, len(calls), self.room, self.stats) for name, calls in self.running.items()]
+
+    def call(self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, beside: bool = False) -> Place:
+        request = GenerateRequest(np.array(prompt, np.int32), n, Sampling(longest))
+        return self.fleet.call(tree, request, beside)
+
+    def start(self, place: Place, avoid: frozenset[str] = frozenset()) -> str | None:
+        worker = place.choose(self.loads(), avoid)
+        if worker is not None:
+            place.started(worker)
+            self.running[worker].append(place)
+        return worker
+
+    def end(self, place: Place, samples: list[list[int]] | None = None, cached: int = 0, version: int = 0) -> None:
+        worker = next(name for name, calls in self.running.items() if place in calls)
+        self.running[worker].remove(place)
+        made = [
+            Sample(np.array(s, np.int32), np.zeros(len(s), np.float32), np.full(len(s), version, np.int32), "stop")
+            for s in samples or []
+        ]
+        place.ended(worker, GenerateResult(made, 1, cached) if samples is not None else None)
+
+
+def own(tree: int, count: int) -> list[int]:
+    """A tree's tokens, shared with no other."""
+    return [1000 * (tree + 1) + i for i in range(count)]
+
+
+def test_new_trees_spread_over_the_actors_though_one_holds_their_common_head() -> None:
+    world = World()
+    assert [world.start(world.call(tree, HEAD + own(tree, 5))) for tree in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_a_new_tree_goes_where_fewer_trees_live_when_nobody_works() -> None:
+    world = World()
+    for tree in range(3):
+        place = world.call(tree, HEAD + own(tree, 5))
+        worker = world.start(place)
+        world.end(place, [[1, 2]])
+        assert worker == "aba"[tree]
+
+
+def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> None:
+    world = World(workers="ab", room=8)
+    first = world.call(0, HEAD + own(0, 5))
+    assert world.start(first) == "a"
+    world.end(first, [[7, 8]])
+    assert [world.start(world.call(0, HEAD + own(0, 5) + [7, 8, tree])) for tree in range(7)] == ["a"] * 5 + ["b"] * 2
+
+
+def test_siblings_that_are_too_many_for_one_actor_fill_the_next_together() -> None:
+    world = World(workers="abc", room=4)
+    first = world.call(0, HEAD)
+    assert world.start(first) == "a"
+    world.end(first, [[7]])
+    assert [world.start(world.call(0, [*HEAD, 7, 9])) for _ in range(8)] == [*"aaabbbcc"]
+
+
+def test_a_retried_call_avoids_the_actor_that_failed_it_though_it_holds_the_prefix() -> None:
+    world = World()
+    place = world.call(0, HEAD)
+    assert world.start(place) == "a"
+    world.end(place)
+    assert world.start(place, frozenset("a")) == "b"
+
+
+def test_trees_wait_while_older_ones_take_the_cache_and_the_oldest_never_does() -> None:
+    world = World(capacity=100, workers="a", batch=1)
+    places = [world.call(tree, own(tree, 30)) for tree in range(3)]
+    assert world.start(places[0]) == "a"
+    assert world.start(places[1]) is None  # each may need two steps' worth, 80 tokens
+    world.end(places[0], [[1] * 4])
+    small = world.call(0, own(0, 30) + [1] * 4 + own(9, 80))
+    assert world.start(small) == "a"  # more than the cache holds, but the oldest
+
+
+def test_what_ended_trees_needed_is_the_measure_for_the_next() -> None:
+    world = World(capacity=100, workers="a", batch=1)
+    first = world.call(0, own(0, 30))
+    assert world.start(first) == "a"
+    assert world.start(world.call(1, own(1, 30))) is None
+    world.end(first, [[1] * 4])
+    world.fleet.ended(0)
+    assert [world.start(world.call(tree, own(tree, 25))) for tree in (1, 2, 3)] == ["a", "a", None]
+
+
+def test_a_tree_waits_for_the_actor_that_holds_its_prefix_and_moves_only_to_one_with_too_little_to_do() -> None:
+    world = World(capacity=125, workers="ab", batch=1)
+    old, other, young = world.call(0, own(0, 30)), world.call(3, own(3, 30)), world.call(2, own(2, 10))
+    assert [world.start(place) for place in (old, other, young)] == ["a", "b", "a"]
+    world.end(young, [[1] * 9])
+    again = world.call(2, own(2, 10) + [1] * 9 + own(9, 30))
+    assert world.start(again) is None  # b has room, but not the prefix
+    world.end(other)
+    assert world.start(again) is None
+    world.now += PATIENCE_S
+    assert world.start(again) == "b"
+
+
+def test_an_actor_that_has_decoded_less_than_a_batch_for_a_while_takes_what_its_cache_has_no_room_for() -> None:
+    world = World(capacity=50, workers="a", batch=2)
+    places = [world.call(tree, own(tree, 30)) for tree in range(4)]
+    assert world.start(places[0]) == "a"
+    assert world.start(places[1]) is None
+    world.now += PATIENCE_S
+    assert world.start(places[1]) == "a"
+    world.now += 10 * PATIENCE_S
+    assert world.start(places[2]) is None  # two samples are a batch
+    world.end(places[1], [[1]])
+    assert world.start(places[2]) is None  # the tree may come back at once
+    world.now += PATIENCE_S
+    assert world.start(places[2]) == "a"
+
+
+def test_without_a_known_capacity_nobody_waits() -> None:
+    world = World(workers="a", room=50)
+    assert all(world.start(world.call(tree, own(tree, 500))) for tree in range(40))
+
+
+def test_the_order_is_trained_turns_then_trees_that_have_begun_by_age_and_depth_with_siblings_side_by_side() -> None:
+    world = World()
+    for tree in (3, 5):
+        world.start(world.call(tree, own(tree, 3)))
+    wanted = [
+        world.call(3, own(3, 9)),
+        world.call(3, [*own(3, 3), 1, 1]),
+        world.call(3, [*own(3, 3), 1, 1]),
+        world.call(3, [*own(3, 3), 1, 2]),
+        world.call(5, own(5, 9)),
+        world.call(1, own(1, 9)),  # not begun
+        world.call(4, own(4, 3)),
+        world.call(3, own(3, 9), beside=True),
+        world.call(5, own(5, 3), beside=True),
+    ]
+    shuffled = random.Random(0).sample(wanted, len(wanted))
+    ranks = [place.rank() for place in wanted]
+    assert sorted(place.rank() for place in shuffled) == ranks
+
+
+def test_a_dead_actor_is_forgotten_with_its_prefixes() -> None:
+    world = World()
+    first = world.call(0, HEAD)
+    assert world.start(first) == "a"
+    world.end(first)
+    world.fleet.left("a")
+    assert world.fleet.residency.resident("a") == 0
+    assert world.start(world.call(0, [*HEAD, 1])) in ("a", "b")
+
+
+def test_predicted_and_reported_cached_tokens_are_compared_for_served_calls_only() -> None:
+    world = World(workers="a")
+    first, second = world.call(0, HEAD), world.call(0, [*HEAD, 7, 8, 9])
+    world.start(first)
+    world.end(first, [[7, 8]], cached=0)
+    world.start(second)
+    world.end(second, [[1]], cached=21)
+    failed = world.call(0, HEAD)
+    world.start(failed)
+    world.end(failed)
+    forecast = world.fleet.residency.take()
+    assert (forecast.predicted, forecast.reported) == (21, 21)  # the head and the 7; the 8 was never computed
+
+
+SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(1, 300), st.integers(0, 8), st.integers(1, 3), st.randoms())
+def test_every_call_is_served_in_the_end_whatever_the_caches_hold(
+    shapes: list[tuple[int, int, int]], capacity: int, batch: int, workers: int, rng: random.Random
+) -> None:
+    """Trees of (tokens a step, steps, samples); between two steps nothing happens to a tree but time."""
+    world = World(capacity, "abc"[:workers], batch, room=3)
+    paths = {tree: own(tree, tokens) for tree, (tokens, _, _) in enumerate(shapes)}
+    left = {tree: steps for tree, (_, steps, _) in enumerate(shapes)}
+    waiting = {tree: world.call(tree, paths[tree], n=shapes[tree][2]) for tree in left}
+    running: dict[int, Place] = {}
+    for _ in range(400):
+        for tree, place in sorted(waiting.items(), key=lambda item: item[1].rank()):
+            if world.start(place) is not None:
+                running[tree] = waiting.pop(tree)
+        if not waiting and not running:
+            break
+        world.now += PATIENCE_S / 3
+        for tree in rng.sample(sorted(running), rng.randint(bool(running), len(running))):
+            world.end(running.pop(tree), [[1, 2]] * shapes[tree][2])
+            left[tree] -= 1
+            if left[tree]:
+                paths[tree] = [*paths[tree], 1, *own(tree + 50, shapes[tree][0])]
+                waiting[tree] = world.call(tree, paths[tree], n=shapes[tree][2])
+            else:
+                world.fleet.ended(tree)
+    assert not waiting and not running
+    assert not any(world.running.values())

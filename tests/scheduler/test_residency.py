@@ -1,0 +1,127 @@
+"""The model of the actors' prefix caches, against a set of prefixes that cannot be wrong."""
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.residency import STRETCH, Forecast, Prefixes, Residency, common
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
+
+
+def packed(tokens: list[int]) -> bytes:
+    return np.array(tokens, np.int32).tobytes()
+
+
+@given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
+def test_the_common_length_is_that_of_a_comparison_token_by_token(a: list[int], b: list[int]) -> None:
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common(packed(a), packed(b)) == expected
+
+
+@given(SEQUENCES, st.lists(st.integers(0, 2), max_size=12))
+def test_a_cache_without_bounds_holds_exactly_the_prefixes_of_what_was_inserted(
+    sequences: list[list[int]], asked: list[int]
+) -> None:
+    cache, prefixes = Prefixes(), {()}
+    for tokens in sequences:
+        cache.insert(packed(tokens))
+        prefixes |= {tuple(tokens[:end]) for end in range(len(tokens) + 1)}
+        assert cache.match(packed(tokens)) == len(tokens)
+    assert cache.tokens == len(prefixes) - 1
+    assert cache.match(packed(asked)) == max(end for end in range(len(asked) + 1) if tuple(asked[:end]) in prefixes)
+
+
+@given(SEQUENCES, st.integers(1, 30))
+def test_a_bounded_cache_never_holds_more_than_its_capacity_and_keeps_what_was_used_last(
+    sequences: list[list[int]], capacity: int
+) -> None:
+    cache = Prefixes(capacity)
+    for tokens in sequences:
+        cache.insert(packed(tokens))
+        assert cache.tokens <= capacity
+        if len(tokens) <= capacity:
+            assert cache.match(packed(tokens)) == len(tokens)
+
+
+def test_the_least_recently_used_branch_goes_first_and_the_trunk_last() -> None:
+    cache = Prefixes(10)
+    cache.insert(packed([0, 0, 0, 0, 1, 1]))
+    cache.insert(packed([0, 0, 0, 0, 2, 2]))
+    cache.insert(packed([0, 0, 0, 0, 1, 1]))
+    cache.insert(packed([0, 0, 0, 0, 3, 3, 3]))
+    assert cache.match(packed([0, 0, 0, 0, 2, 2])) == 4
+    assert cache.match(packed([0, 0, 0, 0, 1, 1])) == 6
+    assert cache.tokens == 9
+
+
+def test_asking_leaves_no_trace() -> None:
+    cache = Prefixes(4)
+    cache.insert(packed([1, 1]))
+    cache.insert(packed([2, 2]))
+    assert cache.match(packed([1, 1])) == 2
+    cache.insert(packed([3, 3]))
+    assert [cache.match(packed([n, n])) for n in (1, 2, 3)] == [0, 2, 2]
+
+
+def test_a_prompt_counts_as_resident_from_the_moment_it_is_sent_but_for_its_last_token() -> None:
+    residency = Residency()
+    assert residency.started("a", packed([1, 2, 3])) == 0
+    assert residency.expect("a", packed([1, 2, 3])) == 2
+    assert residency.expect("a", packed([1, 2, 3, 4])) == 3
+    assert residency.expect("b", packed([1, 2, 3])) == 0
+
+
+def test_a_sample_of_older_weights_is_not_resident_and_new_weights_empty_a_cache() -> None:
+    residency = Residency()
+    residency.sampled("a", packed([1, 2, 3]), 0)
+    assert residency.expect("a", packed([1, 2, 3, 4])) == 3
+    residency.emptied("a", 1)
+    assert residency.resident("a") == 0
+    residency.sampled("a", packed([1, 2, 3]), 0)
+    assert residency.resident("a") == 0
+    residency.sampled("a", packed([1, 2]), 2)  # weights that nobody told of
+    residency.sampled("a", packed([5]), 1)
+    assert residency.resident("a") == 2
+
+
+def test_a_capacity_that_becomes_known_late_holds_from_then_on() -> None:
+    residency = Residency()
+    residency.sampled("a", packed([1, 2, 3, 4]), 0)
+    residency.sampled("a", packed([5, 6]), 0)
+    assert residency.capacity("a") == math.inf
+    residency.limit("a", 3)
+    assert residency.resident("a") == 2
+    residency.forget("a")
+    assert residency.capacity("a") == math.inf
+    assert residency.resident("a") == 0
+
+
+def test_the_forecast_is_shares_of_the_prompt_tokens_since_it_was_taken() -> None:
+    residency = Residency()
+    residency.compared(100, 80, 60)
+    residency.compared(100, 40, 40)
+    assert residency.take().values() == {
+        "cache/hit_rate": 0.5,
+        "cache/predicted_hit_rate": 0.6,
+        "cache/prediction_error": 0.1,
+    }
+    assert residency.take() == Forecast()
+    assert residency.take().values() == {}
+
+
+def test_caches_that_fall_short_twice_in_a_row_are_reported_once() -> None:
+    residency = Residency()
+
+    def serve(predicted: float) -> str:
+        residency.compared(STRETCH, int(predicted * STRETCH), STRETCH // 2)
+        return residency.doubt()
+
+    assert [bool(serve(share)) for share in (0.9, 0.6, 0.9, 0.9, 0.9, 0.9, 0.9)] == [False] * 3 + [True] + [False] * 3
+    again = Residency()
+    again.compared(2 * STRETCH, 2 * STRETCH, 0)
+    again.compared(STRETCH, STRETCH, STRETCH // 10)
+    assert "found 10% of 10000 prompt tokens" in (text := again.doubt())
+    assert "100% were expected" in text

@@ -1,0 +1,114 @@
+"""Other ways to place the calls of trees, for comparison with ``scheduler.fleet``.
+
+``Router`` is our re-implementation of the cache-aware policy that SGLang's router (sgl-model-gateway) publishes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.fleet import AFFINITY_SLACK, Fleet
+from scheduler.placement import Load, Place, choose, roomy
+from scheduler.residency import Prefixes
+from wire.messages import GenerateRequest
+
+
+class Arrival(Fleet):
+    """First come, first served, by the least loaded actor; nothing is known of prefixes."""
+
+    def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
+        """See ``Fleet.call``."""
+        return Place()
+
+
+class RoundRobin(Fleet):
+    """First come, first served, by the actors in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = itertools.count()
+
+    def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
+        """See ``Fleet.call``."""
+        return _Turn(next(self._turns))
+
+
+class _Turn(Place):
+    def __init__(self, turn: int):
+        self.turn = turn
+
+    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+        free = sorted(load.worker for load in roomy(loads, avoid))
+        return free[self.turn % len(free)] if free else None
+
+
+class Home(Fleet):
+    """First come, first served, by the actor that served the tree last unless it is overloaded: what the scheduler did before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.homes: dict[int, str] = {}
+
+    def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
+        """See ``Fleet.call``."""
+        return _AtHome(self.homes, tree)
+
+
+class _AtHome(Place):
+    def __init__(self, homes: dict[int, str], tree: int):
+        self.homes, self.tree = homes, tree
+
+    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+        free = roomy(loads, avoid)
+        least = min((load.share for load in free), default=0.0)
+        for load in free:
+            if load.worker == self.homes.get(self.tree) and load.share <= least + AFFINITY_SLACK:
+                return load.worker
+        return choose(loads, avoid)
+
+    def ended(self, worker: str, result: Any | None) -> None:
+        if result is not None:
+            self.homes[self.tree] = worker
+
+
+class Router(Fleet):
+    """The cache-aware policy as published: prompts that were sent, in one tree a worker; outputs are not seen.
+
+    Imbalanced (the fullest worker has more than ``absolute`` requests and ``relative`` times the requests of the emptiest): the
+    shortest queue. Else the worker that was sent most of this prompt before, if that is more than ``threshold`` of it; else the one that
+    was sent the least text. Defaults are those of sglang-router 0.3.2, whose trees hold 64 Mi characters, more than is sent here.
+    """
+
+    def __init__(self, threshold: float = 0.3, absolute: int = 64, relative: float = 1.5):
+        super().__init__()
+        self.threshold, self.absolute, self.relative = threshold, absolute, relative
+        self.sent: dict[str, Prefixes] = {}
+
+    def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
+        """See ``Fleet.call``."""
+        return _Routed(self, request)
+
+    def pick(self, tokens: bytes, length: int, loads: Sequence[Load]) -> str:
+        """The worker of one request."""
+        for load in loads:
+            self.sent.setdefault(load.worker, Prefixes())
+        most = max(load.in_flight for load in loads)
+        shortest = min(loads, key=lambda load: load.in_flight)
+        if most - shortest.in_flight > self.absolute and most > self.relative * shortest.in_flight:
+            return shortest.worker
+        best = max(loads, key=lambda load: self.sent[load.worker].match(tokens)).worker
+        if self.sent[best].match(tokens) > self.threshold * length:
+            return best
+        return min(loads, key=lambda load: self.sent[load.worker].tokens).worker
+
+
+class _Routed(Place):
+    def __init__(self, router: Router, request: GenerateRequest):
+        self.router, self.length, self.tokens = router, len(request.tokens), request.tokens.tobytes()
+
+    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+        usable = sorted((load for load in loads if load.worker not in avoid), key=lambda load: load.worker)
+        return self.router.pick(self.tokens, self.length, usable) if usable else None
+
+    def started(self, worker: str) -> None:
+        self.router.sent[worker].insert(self.tokens)
