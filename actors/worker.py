@@ -3,6 +3,7 @@
 ``python -m actors.worker PROCESS.json``
 """
 
+import asyncio
 import logging
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ import msgspec
 
 from actors.config import ActorProcess
 from actors.engines.base import Engine
-from actors.engines.local import LocalEngine
 from wire import loop
+from wire.faults import InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, ScoreRequest, ScoreResult
 from wire.service import Call, Service
 from wire.sockets import RunKeys
@@ -37,16 +38,34 @@ def service(engine: Engine, name: str, capacity: int) -> Service:
     return Service(name, {"generate": generate, "score": score, "load": load}, capacity, engine.stats)
 
 
+def engine_of(process: ActorProcess) -> Engine:
+    """The engine that ``[actors] engine`` names; each is imported only where it runs."""
+    if process.actors.engine == "sglang":
+        from actors.engines.sglang import SGLangEngine
+
+        return SGLangEngine(process.model, process.actors, process.seed, process.place)
+    from actors.engines.local import LocalEngine
+
+    return LocalEngine(process.model, process.actors, process.seed)
+
+
 async def run(process: ActorProcess) -> None:
-    """Load the model, then serve until drained."""
-    engine = LocalEngine(process.model, process.actors, process.seed)
+    """Load the model, then serve until drained, or until the engine is gone."""
+    engine = engine_of(process)
     await engine.start()
-    log.info("%s: %s loaded as %s on %s", process.name, process.model, engine.dtype, engine.device)
+    log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
     folder = Path(process.run)
     endpoint, keys = (folder / "endpoint").read_text().strip(), RunKeys.load(folder / "keys")
+    serving = asyncio.create_task(service(engine, process.name, process.actors.capacity).run(endpoint, keys))
+    gone = asyncio.create_task(engine.died())
     try:
-        await service(engine, process.name, process.actors.capacity).run(endpoint, keys)
+        await asyncio.wait([serving, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():  # the launcher starts this actor again, and the scheduler gives it the newest weights
+            raise InfrastructureFault(f"{process.name}: {gone.result()}")
+        await serving
     finally:
+        serving.cancel()
+        gone.cancel()
         await engine.close()
 
 

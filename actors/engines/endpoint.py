@@ -4,6 +4,7 @@ Its tokens are UTF-8 bytes. A prompt is its chat messages as JSON (``EndpointTex
 prefix; so it plays environments that show a fresh prompt each turn. Log-probabilities are zeros: nothing can be trained on them.
 """
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -80,6 +81,10 @@ class EndpointEngine:
     async def start(self) -> None:
         """Open the connection pool. Raises ValueError naming the variable when the API key is not set."""
         await self.client.start()
+
+    async def died(self) -> str:
+        """Never returns: it ends with its process."""
+        return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
         """Close the connection pool."""

@@ -1,21 +1,21 @@
 """The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache, exact on any machine.
 
-A prompt's new tokens are prefilled once, whatever the number of samples and children; running samples decode together, one
-token a step. Weights are swapped between two steps: running samples keep the keys and values they have, their later tokens carry
-the new version, and the prefix cache starts anew, so no request reads another version's cache.
+A prompt's new tokens are prefilled once, whatever the number of samples and children, in chunks beside the samples that decode; a
+decode step reads a prefix once for all its branches. Weights are swapped between two steps: running samples keep the keys and values
+they have, their later tokens carry the new version, and the prefix cache starts anew, so no request reads another version's cache.
 
-All compute runs on one thread; the coroutines only pass messages to it.
+All compute runs on one thread; the coroutines only pass messages to it. What is where: ``admission`` what starts, ``memory`` where keys
+and values stand, ``attend`` and ``decoder`` the forward of a step, ``samples`` the requests themselves.
 """
 
 import asyncio
 import collections
-import contextlib
+import functools
 import queue
-import random
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,66 +26,25 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.config import ActorsConfig
-from actors.engines import slots as slot_memory
-from actors.engines import weights
-from actors.engines.radix import RadixCache, common_length
-from actors.engines.sampling import pick
+from actors.engines import attend, decoder, weights
+from actors.engines.admission import Admission
+from actors.engines.base import OnTokens
+from actors.engines.grammar import Grammar, Matcher
+from actors.engines.memory import Memory, Shape
+from actors.engines.radix import RadixCache
+from actors.engines.samples import Running, StopStrings, Stream, Waiting
+from actors.engines.sampling import pick, uniforms
 from wire.faults import DataFault, InfrastructureFault
 from wire.hardware import compute_dtype
 from wire.messages import (
+    Constraint,
     GenerateRequest,
     GenerateResult,
     LoadRequest,
     LoadResult,
-    Sample,
     ScoreRequest,
     ScoreResult,
 )
-
-_STOP_TAIL = 16
-"""Sampled tokens decoded to look for a stop string: enough for any tag, few enough to cost nothing."""
-
-
-class Waiting:
-    """A request until its last sample is done."""
-
-    def __init__(self, request: GenerateRequest, seed: int):
-        self.request = request
-        self.prompt: list[int] = request.tokens.tolist()
-        self.future: Future[GenerateResult] = Future()
-        self.samples: list[Sample | None] = [None] * request.n
-        self.cached = 0
-        base = request.sampling.seed if request.sampling.seed is not None else seed
-        self.random = [random.Random(f"{base}/{index}") for index in range(request.n)]
-
-    def answer(self, result: GenerateResult) -> None:
-        """Give the result, unless the caller has left."""
-        with contextlib.suppress(InvalidStateError):  # a caller may leave at any moment, on its own thread
-            self.future.set_result(result)
-
-    def fail(self, fault: InfrastructureFault) -> None:
-        """Give the fault, unless the caller has left or was answered."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(fault)
-
-
-class Running:
-    """One sample that decodes; its slot is its place in the engine's list."""
-
-    def __init__(self, owner: Waiting, index: int):
-        self.owner, self.index = owner, index
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-
-    @property
-    def position(self) -> int:
-        """Where the last token stands (it is not in the slot yet)."""
-        return len(self.owner.prompt) + len(self.tokens) - 1
-
-    def context(self) -> list[int]:
-        """The tokens whose keys and values are in the slot."""
-        return self.owner.prompt + self.tokens[:-1]
 
 
 class LocalEngine:
@@ -99,10 +58,10 @@ class LocalEngine:
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._waiting: collections.deque[Waiting] = collections.deque()
-        self._running: list[Running] = []
-        self._seen: set[int] = set()
+        self._running = 0
         self._thread: threading.Thread | None = None
+        self._ended, self._gate = False, threading.Lock()
+        self._loading = asyncio.Lock()
         self._requests = 0
 
     # ------------------------------------------------------------------------------------------ life
@@ -119,7 +78,7 @@ class LocalEngine:
         settings = AutoConfig.from_pretrained(self.folder)
         self._check_fits(settings)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=self.dtype, attn_implementation=slot_memory.ATTENTION
+            self.folder, dtype=self.dtype, attn_implementation=attend.ATTENTION
         )
         self.model: Any = model.to(self.device)
         self.model.eval()
@@ -129,10 +88,17 @@ class LocalEngine:
         self.longest = min(self.config.max_context, settings.max_position_embeddings)
         heads = settings.num_key_value_heads
         width = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-        self.slots = slot_memory.Slots(
-            settings.num_hidden_layers, heads, width, self.config.max_batch, self.longest, self.dtype, self.device
-        )
-        self.cache = RadixCache(int(self.config.kv_cache_gib * 2**30))
+        shape = Shape(settings.num_hidden_layers, heads, width, self.dtype, self.device)
+        self.memory = Memory(shape, int(self.config.kv_cache_gib * 2**30), self.longest)
+        self._admission = Admission(self.memory, self.config.max_batch, self.config.prefill_tokens, self.counts)
+        self._decoder = decoder.decoder(self.model, self.longest)
+        self._head = decoder.Head(self.model)
+        self._stops, self._stream = StopStrings(self.tokenizer), Stream()
+
+    @property
+    def cache(self) -> RadixCache:
+        """The prefix cache."""
+        return self.memory.cache
 
     def _check_fits(self, settings: Any) -> None:
         kinds = set(getattr(settings, "layer_types", None) or ["full_attention"])
@@ -149,9 +115,13 @@ class LocalEngine:
             raise FileNotFoundError(f"model folder {self.folder} holds no .safetensors file")
         if needed > free:
             raise MemoryError(
-                f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights and prefix cache), {free / 2**30:.1f} GiB are"
+                f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights, keys and values), {free / 2**30:.1f} GiB are"
                 " free: use a smaller model, fewer actors or a smaller actors.kv_cache_gib"
             )
+
+    async def died(self) -> str:
+        """Never returns: it ends with its process."""
+        return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
         """Stop the thread; open requests are aborted."""
@@ -161,25 +131,16 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------ requests
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """``request.n`` continuations of one prefix; cancelling the coroutine aborts them."""
-        sampling, prompt = request.sampling, len(request.tokens)
-        if not 1 <= request.n <= self.config.max_batch:
-            raise DataFault(f"n={request.n}: expected 1 to actors.max_batch={self.config.max_batch}")
-        if prompt < 1 or sampling.max_tokens < 1 or prompt + sampling.max_tokens > self.longest:
-            raise DataFault(
-                f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
-                f" {self.longest} together (actors.max_context)"
-            )
-        if not (sampling.temperature == 0 or sampling.temperature >= 1e-3) or not 0 < sampling.top_p <= 1:
-            raise DataFault(
-                f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
-                " and a top_p in (0, 1]"
-            )
-        self._check_tokens(request.tokens)
+        self._check(request)
+        constraint, matcher = request.sampling.constraint, None
+        if constraint is not None:
+            matcher = await asyncio.to_thread(self._matcher, constraint)
         self._requests += 1
-        waiting = Waiting(request, hash((self.seed, self._requests)))
-        self._commands.put(lambda: self._waiting.append(waiting))
+        stream = (asyncio.get_running_loop(), on_tokens) if on_tokens is not None else None
+        waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream)
+        self._send(lambda: self._admission.waiting.append(waiting))
         try:
             return await asyncio.wrap_future(waiting.future)
         except asyncio.CancelledError:
@@ -194,21 +155,47 @@ class LocalEngine:
         return await self._on_thread(lambda: self._score(request))
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Verify, then swap between two steps."""
+        """Verify, then swap between two steps; loads are done in the order in which they are asked for."""
         start = time.monotonic()
-        kind, path = await asyncio.to_thread(weights.verified_file, Path(request.path), request.digest)
-        await self._on_thread(lambda: self._swap(kind, path, request.version))
+        async with self._loading:
+            kind, path = await asyncio.to_thread(weights.verified_file, Path(request.path), request.digest)
+            await self._on_thread(lambda: self._swap(kind, path, request.version))
         return LoadResult(request.version, request.digest, time.monotonic() - start)
 
     def stats(self) -> dict[str, float]:
-        """Counters; see ``actors.engines.base``."""
+        """Counters and gauges; see ``actors.engines.base``. kv_cache_bytes are the prefix cache's, kv_running_bytes the rest."""
         return {
             **self.counts,
+            "evicted_tokens": self.cache.evicted_tokens,
             "busy_s": self.busy_s,
             "version": self.version,
-            "running": len(self._running),
+            "running": self._running,
             "kv_cache_bytes": self.cache.bytes,
+            "kv_running_bytes": self.memory.running_bytes,
+            "kv_capacity_tokens": self.cache.budget // self.memory.shape.bytes_per_token,
         }
+
+    def _check(self, request: GenerateRequest) -> None:
+        sampling, prompt = request.sampling, len(request.tokens)
+        if not 1 <= request.n <= self.config.max_batch:
+            raise DataFault(f"n={request.n}: expected 1 to actors.max_batch={self.config.max_batch}")
+        if prompt < 1 or sampling.max_tokens < 1 or prompt + sampling.max_tokens > self.longest:
+            raise DataFault(
+                f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
+                f" {self.longest} together (actors.max_context)"
+            )
+        if not (sampling.temperature == 0 or sampling.temperature >= 1e-3) or not 0 < sampling.top_p <= 1:
+            raise DataFault(
+                f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
+                " and a top_p in (0, 1]"
+            )
+        needed = self.memory.needed(prompt, request.n, sampling.max_tokens)
+        if needed > self.memory.budget:
+            raise DataFault(
+                f"{request.n} samples of {sampling.max_tokens} tokens after {prompt} need {needed / 2**30:.4f} GiB of keys and"
+                f" values: expected at most actors.kv_cache_gib={self.config.kv_cache_gib:.4f}"
+            )
+        self._check_tokens(request.tokens)
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
         """An id beyond the embedding would fail inside the model, for every request of the step."""
@@ -218,6 +205,19 @@ class LocalEngine:
                 f"token ids from {tokens.min()} to {tokens.max()}: expected 0 to {rows - 1}, the ids of {self.folder};"
                 " the request was made with another model's tokenizer"
             )
+
+    def _matcher(self, constraint: Constraint) -> Matcher:
+        return self._grammar.matcher(constraint)
+
+    @functools.cached_property
+    def _grammar(self) -> Grammar:
+        return Grammar(self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self.end_tokens)
+
+    def _send(self, work: Callable[[], None]) -> None:
+        with self._gate:
+            if self._ended:
+                raise InfrastructureFault("the engine's thread has ended: it was closed, or it failed")
+            self._commands.put(work)
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
@@ -230,7 +230,7 @@ class LocalEngine:
             except (RuntimeError, KeyError, ValueError, OSError) as error:
                 future.set_exception(InfrastructureFault(f"{type(error).__name__}: {error}"))
 
-        self._commands.put(run)
+        self._send(run)
         return await asyncio.wrap_future(future)
 
     # ------------------------------------------------------------------------------------------ the engine thread
@@ -238,168 +238,157 @@ class LocalEngine:
     def _work(self) -> None:
         torch.set_grad_enabled(False)
         torch.set_num_threads(self.config.threads)
-        while True:
-            idle = not self._waiting and not self._running
-            try:
-                command = self._commands.get(block=idle)
-            except queue.Empty:
-                command = self._timed_step
-            if command is None:
-                self._fail_open("engine closed")
-                return
-            command()
+        try:
+            while True:
+                idle = not self._admission and not self._running
+                try:
+                    command = self._commands.get(block=idle)
+                except queue.Empty:
+                    command = self._timed_step
+                if command is None:
+                    return
+                command()
+        finally:  # whatever ended it, nobody waits for ever
+            with self._gate:
+                self._ended = True
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None:
+                    command()
+            self._fail_open("engine closed")
 
     def _timed_step(self) -> None:
         start = time.monotonic()
         try:
             self._step()
-        except RuntimeError as error:  # out of memory, or a model that fails: every open request learns of it
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # out of memory, or a model that fails: every open request learns of it
             self._fail_open(f"engine step failed: {error}")
         self.busy_s += time.monotonic() - start
 
     def _fail_open(self, reason: str) -> None:
-        for waiting in {r.owner for r in self._running} | set(self._waiting):
+        for waiting in {running.owner for running in self._decoding()} | set(self._admission.clear()):
             waiting.fail(InfrastructureFault(reason))
-        self._running.clear()
-        self._waiting.clear()
+        self.memory.clear()
+        self._admission.places, self._running = self.config.max_batch, 0
+
+    def _decoding(self) -> list[Running]:
+        """The running samples in the order of their rows."""
+        return [tail.owner for shelf in self.memory.tails.values() for tail in shelf.held]
 
     def _step(self) -> None:
-        decoding = len(self._running)
-        admitted = self._admit()
-        prefills = [prefill for _, prefill, _ in admitted]
-        self.slots.reserve(max([r.position + 1 for r in self._running] + [p.start + p.count for p in prefills]))
-        for _, prefill, pieces in admitted:
-            end = 0
-            for piece in pieces:
-                end = self.slots.write(prefill.slot, end, piece[:, :, :, : prefill.start - end])
-        decoders = self._running[:decoding]
-        plan = slot_memory.Plan(self.slots, [r.position for r in decoders], prefills)
-        tokens = [r.tokens[-1] for r in decoders]
-        positions = [r.position for r in decoders]
-        for waiting, prefill, _ in admitted:
-            tokens += waiting.prompt[prefill.start :]
-            positions += range(prefill.start, prefill.start + prefill.count)
-        last = list(range(decoding))
-        for prefill in prefills:
-            last.append((last[-1] if last else -1) + prefill.count)
-        logits = self._forward(tokens, positions, last, plan)
-        row_of: list[int] = list(range(decoding))
-        for offset, (waiting, prefill, _) in enumerate(admitted):
-            self._branch(waiting, prefill)
-            row_of += [decoding + offset] * waiting.request.n
-        self._sample(logits[row_of])
+        """Admit, one forward of all decoding rows and of this step's chunks, one more token for every sample."""
+        self._admission.admit(self.version)
+        chunks = self._admission.chunks()
+        decoding = self._decoding()
+        hidden = self._forward(decoding, chunks) if decoding or chunks else None
+        ends = {id(chunk.prefix): len(decoding) + end - 1 for chunk, end in zip(chunks, _ends(chunks), strict=True)}
+        for running in decoding:
+            running.tail.length += 1
+        for chunk in chunks:
+            chunk.prefix.length += chunk.count
+        rows = [hidden[: len(decoding)]] if hidden is not None and decoding else []
+        copies = [1] * len(decoding)
+        for waiting in self._admission.ready():
+            if waiting.ending is None:
+                assert hidden is not None
+                waiting.ending = hidden[ends[id(waiting.prefix)]].clone()
+            rows.append(waiting.ending[None])
+            copies.append(waiting.request.n)
+            decoding += self._branch(waiting)
+        if rows:
+            logits = self._head.logits(torch.cat(rows))
+            if len(decoding) > len(logits):
+                logits = logits.repeat_interleave(torch.tensor(copies, device=logits.device), 0)
+            self._sample(decoding, logits)
 
-    def _forward(
-        self, tokens: list[int], positions: list[int], rows: list[int], plan: slot_memory.Plan
-    ) -> torch.Tensor:
-        """Logits [rows, vocabulary]; only the given rows pass the language-model head."""
-        ids = torch.tensor([tokens], device=self.device)
-        where = torch.tensor([positions], device=self.device)
-        hidden = self.model.get_decoder()(input_ids=ids, position_ids=where, use_cache=False, plan=plan)
-        return self.model.get_output_embeddings()(hidden.last_hidden_state[0, rows])
+    def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
+        """Final hidden states [rows, hidden]: a row for each decoding sample, then the chunks' tokens."""
+        plan = attend.Plan([shelf for shelf in self.memory.tails.values() if shelf.held], chunks)
+        tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
+        positions = [np.array([r.position for r in decoding], np.int64)]
+        for chunk in chunks:
+            start, end = chunk.prefix.length, chunk.prefix.length + chunk.count
+            tokens.append(chunk.prefix.owner.prompt[start:end])
+            positions.append(np.arange(start, end))
+        ids, where = (torch.from_numpy(np.concatenate(parts)).to(self.device) for parts in (tokens, positions))
+        return self._decoder.forward(ids, where, plan)
 
-    def _admit(self) -> list[tuple[Waiting, slot_memory.Prefill, list[torch.Tensor]]]:
-        """Requests that start now, each with its first slot and its cached pieces.
+    def _branch(self, waiting: Waiting) -> list[Running]:
+        """Keep the prompt in the cache and start the samples."""
+        if waiting.version == self.version:  # mixed keys and values must not enter the new version's cache
 
-        One whose prefix another admitted request is about to compute waits a step, so that it is computed once.
-        """
-        admitted: list[tuple[Waiting, slot_memory.Prefill, list[torch.Tensor]]] = []
-        budget = self.config.prefill_tokens
-        for waiting in list(self._waiting):
-            first = len(self._running)
-            if first + waiting.request.n > self.config.max_batch or budget <= 0:
-                break
-            matched, pieces = self.cache.match(waiting.prompt)
-            start = min(matched, len(waiting.prompt) - 1)  # the last token's logits are needed in any case
-            if any(common_length(waiting.prompt, other.prompt) > start + 1 for other, _, _ in admitted):
-                continue
-            self._waiting.remove(waiting)
-            prefill = slot_memory.Prefill(first, start, len(waiting.prompt) - start)
-            admitted.append((waiting, prefill, pieces))
-            self._running += [Running(waiting, index) for index in range(waiting.request.n)]
-            budget -= prefill.count
-            waiting.cached = start
-            self._count_prompt(waiting.prompt, start)
-        return admitted
+            def read(start: int, end: int) -> torch.Tensor:
+                return waiting.prefix.view(start, end).clone()
 
-    def _count_prompt(self, prompt: list[int], cached: int) -> None:
-        self.counts["prompt_tokens"] += len(prompt)
-        self.counts["cached_tokens"] += cached
-        self.counts["prefilled_tokens"] += len(prompt) - cached
-        self.counts["ideal_prefill_tokens"] += self._note(prompt)
+            self.memory.keep(waiting.prompt, read, waiting.ending)
+        made = [Running(waiting, index, waiting.tails.put(None)) for index in range(waiting.request.n)]
+        for running in made:
+            running.tail.owner = running
+        self._running += len(made)
+        return made
 
-    def _note(self, tokens: list[int]) -> int:
-        """Remember every prefix of ``tokens``; how many were new in this version."""
-        before, key = len(self._seen), 0
-        for token in tokens:
-            key = hash((key, token))
-            self._seen.add(key)
-        return len(self._seen) - before
-
-    def _branch(self, waiting: Waiting, prefill: slot_memory.Prefill) -> None:
-        """Keep the prompt in the cache and copy it to the slots of the request's other samples."""
-        length = len(waiting.prompt)
-        self.cache.insert(waiting.prompt, self.slots.read(prefill.slot, length))
-        for slot in range(prefill.slot + 1, prefill.slot + waiting.request.n):
-            self.slots.copy(prefill.slot, slot, length)
-
-    def _sample(self, logits: torch.Tensor) -> None:
-        """One more token for every running sample; finished samples leave."""
-        settings = [r.owner.request.sampling for r in self._running]
-        draws = [r.owner.random[r.index].random() for r in self._running]
-        tokens, logprobs = pick(logits, settings, draws)
-        finished: list[tuple[int, str]] = []
-        for slot, running in enumerate(self._running):
-            running.tokens.append(tokens[slot])
-            running.logprobs.append(logprobs[slot])
-            running.versions.append(self.version)
-            finish = self._finish(running)
+    def _sample(self, running: list[Running], logits: torch.Tensor) -> None:
+        """One more token for each; finished samples leave."""
+        for row, one in enumerate(running):
+            if one.matcher is not None:
+                one.matcher.mask(logits[row])
+        draws = uniforms([r.key for r in running], [len(r.tokens) for r in running])
+        tokens, logprobs = pick(logits, [r.owner.request.sampling for r in running], draws)
+        finished: list[tuple[Running, str]] = []
+        for one, token, logprob in zip(running, tokens, logprobs, strict=True):
+            one.tokens.append(token)
+            one.logprobs.append(logprob)
+            one.versions.append(self.version)
+            self._stream.add(one)
+            finish = self._finish(one)
             if finish:
-                finished.append((slot, finish))
-        self.counts["decoded_tokens"] += len(self._running)
-        for slot, finish in reversed(finished):
-            self._leave(slot, finish)
+                finished.append((one, finish))
+        self.counts["decoded_tokens"] += len(running)
+        self._stream.send()
+        for one, finish in finished:
+            self._leave(one, finish)
 
     def _finish(self, running: Running) -> str:
-        sampling = running.owner.request.sampling
-        if running.tokens[-1] in self.end_tokens:
+        sampling, token = running.owner.request.sampling, running.tokens[-1]
+        if token in self.end_tokens:
             return "stop"
-        if sampling.stop:
-            tail = running.tokens[-_STOP_TAIL:]
-            text = self.tokenizer.decode(tail, skip_special_tokens=False)
-            if any(stop in text for stop in sampling.stop):
+        if running.matcher is not None:
+            running.matcher.accept(token)
+            if running.matcher.problem:
+                running.owner.fail(DataFault(f"{sampling.constraint}: {running.matcher.problem}"))
+            if running.matcher.done:
                 return "stop"
+        if sampling.stop and self._stops.found(running.tokens, sampling.stop):
+            return "stop"
         return "length" if len(running.tokens) >= sampling.max_tokens else ""
 
-    def _leave(self, slot: int, finish: Any) -> None:
-        """Take a sample out of its slot: keep its keys and values, fill the slot from the end, answer when it was the last."""
-        running = self._running[slot]
-        context = running.context()
+    def _leave(self, running: Running, finish: Any) -> None:
+        """Free a sample's rows, keep its keys and values in the cache, answer when it was the last of its request."""
+        waiting = running.owner
         if finish != "abort":
-            if running.versions[0] == self.version:  # mixed keys and values must not enter the new version's cache
-                self.cache.insert(context, self.slots.read(slot, len(context)))
-                self._note(context)
-            waiting = running.owner
-            waiting.samples[running.index] = Sample(
-                np.array(running.tokens, np.int32),
-                np.array(running.logprobs, np.float32),
-                np.array(running.versions, np.int32),
-                finish,
-            )
-            samples = [sample for sample in waiting.samples if sample is not None]
-            if len(samples) == len(waiting.samples):
-                waiting.answer(GenerateResult(samples, len(waiting.prompt), waiting.cached))
-        last = self._running.pop()
-        if last is not running:
-            self._running[slot] = last
-            self.slots.copy(len(self._running), slot, last.position)
+            if waiting.version == self.version:
+                context = running.context()
+                self.memory.keep(context, running.read)
+                self._admission.ideal.insert(context)
+            waiting.samples[running.index] = running.sample(finish)
+        running.tail.shelf.drop(running.tail)
+        self._running -= 1
+        self._admission.places += 1
+        waiting.left -= 1
+        if waiting.left:
+            return
+        waiting.prefix.shelf.drop(waiting.prefix)
+        samples = [sample for sample in waiting.samples if sample is not None]
+        if len(samples) == len(waiting.samples):
+            waiting.answer(GenerateResult(samples, len(waiting.prompt), waiting.cached))
 
     def _abort(self, waiting: Waiting) -> None:
-        if waiting in self._waiting:
-            self._waiting.remove(waiting)
-        for slot in reversed(range(len(self._running))):
-            if self._running[slot].owner is waiting:
-                self._leave(slot, "abort")
+        self._admission.remove(waiting)
+        for running in self._decoding():
+            if running.owner is waiting:
+                self._leave(running, "abort")
 
     def _score(self, request: ScoreRequest) -> ScoreResult:
         tokens = torch.tensor(request.tokens, dtype=torch.long, device=self.device)
@@ -414,5 +403,10 @@ class LocalEngine:
     def _swap(self, kind: str, path: Path, version: int) -> None:
         weights.apply(self.model, self.folder, kind, path)
         self.version = version
-        self.cache = RadixCache(self.cache.budget)
-        self._seen.clear()
+        self.cache.clear()
+        self._admission.ideal.clear()
+
+
+def _ends(chunks: Iterable[attend.Chunk]) -> list[int]:
+    """Where each chunk's rows end."""
+    return np.cumsum([chunk.count for chunk in chunks]).tolist()

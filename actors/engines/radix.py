@@ -1,34 +1,53 @@
 """A radix tree of token sequences that keeps their keys and values: a prefix is computed once and found by all its children.
 
-Least recently used leaves go first when the byte budget is passed. Whoever matches copies at once, so nothing is pinned.
+Invariant: in the order of eviction every segment stands before its parent, so the first is always a leaf, the whole of an unused
+subtree goes before its root, and a parent was used at least as recently as any child. Each segment owns its memory (a split copies
+both halves), so that an eviction frees exactly the bytes it counts; whoever matches copies at once, so nothing is pinned.
+
+Without keys and values it is a plain set of prefixes, which counts what an ideal cache would compute.
 """
 
-import itertools
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable
 
+import msgspec
+import numpy as np
 import torch
+
+Read = Callable[[int, int], torch.Tensor]
+"""Keys and values of tokens ``start`` to ``end`` in memory of their own: [layers, 2, kv_heads, tokens, head_dim]."""
+
+
+class Match(msgspec.Struct):
+    """The longest cached prefix: its length in tokens, its pieces in order (to be copied at once) and the final hidden state
+    [hidden] after its last token, where that is the whole of what was looked for and a prompt had ended just there."""
+
+    length: int
+    pieces: list[torch.Tensor]
+    ending: torch.Tensor | None
 
 
 class Segment:
-    """An edge of the tree: its tokens and their keys and values [layers, 2, kv_heads, tokens, head_dim]."""
+    """An edge of the tree: its tokens, int32 [tokens], with their keys and values."""
 
-    __slots__ = ("children", "kv", "parent", "tokens", "used")
+    __slots__ = ("children", "ending", "kv", "parent", "tokens")
 
-    def __init__(self, tokens: list[int], kv: torch.Tensor | None, parent: "Segment | None"):
+    def __init__(self, tokens: np.ndarray, kv: torch.Tensor | None, parent: "Segment | None"):
         self.tokens, self.kv, self.parent = tokens, kv, parent
+        self.ending: torch.Tensor | None = None
         self.children: dict[int, Segment] = {}
-        self.used = 0
 
     @property
     def bytes(self) -> int:
-        return self.kv.numel() * self.kv.element_size() if self.kv is not None else 0
+        return self.tokens.nbytes + sum(t.nbytes for t in (self.kv, self.ending) if t is not None)
 
 
-def common_length(a: list[int], b: list[int]) -> int:
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """Length of the common prefix."""
-    if a[: len(b)] == b[: len(a)]:
-        return min(len(a), len(b))
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    shorter = min(len(a), len(b))
+    differ = a[:shorter] != b[:shorter]
+    first = int(differ.argmax()) if shorter else 0
+    return first if shorter and differ[first] else shorter
 
 
 class RadixCache:
@@ -36,71 +55,94 @@ class RadixCache:
 
     def __init__(self, budget: int):
         self.budget = budget
-        self.bytes = 0
         self.evicted_tokens = 0
-        self._clock = itertools.count(1)
-        self._root = Segment([], None, None)
+        self.clear()
 
-    def match(self, tokens: list[int]) -> tuple[int, list[torch.Tensor]]:
-        """Length of the longest cached prefix of ``tokens``, and its pieces in order (views, to be copied at once)."""
-        pieces = []
-        length = 0
-        for segment, shared in self._walk(tokens):
-            assert segment.kv is not None
-            pieces.append(segment.kv[:, :, :, :shared])
-            length += shared
-        return length, pieces
+    def clear(self) -> None:
+        """Forget everything, as for a new policy version; this is no eviction."""
+        self.bytes = 0
+        self._root = Segment(np.empty(0, np.int32), None, None)
+        self._order: OrderedDict[Segment, None] = OrderedDict()
 
-    def _walk(self, tokens: list[int]) -> Iterator[tuple[Segment, int]]:
-        now = next(self._clock)
-        node, position = self._root, 0
-        while position < len(tokens):
-            child = node.children.get(tokens[position])
-            if child is None:
-                return
-            shared = common_length(child.tokens, tokens[position : position + len(child.tokens)])
-            child.used = now
-            yield child, shared
-            if shared < len(child.tokens):
-                return
-            node, position = child, position + shared
+    def match(self, tokens: np.ndarray) -> Match:
+        """The longest cached prefix of ``tokens``, int32 [tokens]; it counts as used now."""
+        path, length, shared = self._walk(tokens)
+        self._touch(path)
+        pieces = [segment.kv for segment in path if segment.kv is not None]
+        whole = bool(path) and shared == len(path[-1].tokens)
+        if pieces and not whole:
+            pieces[-1] = pieces[-1][:, :, :, :shared]
+        return Match(length, pieces, path[-1].ending if whole and length == len(tokens) else None)
 
-    def insert(self, tokens: list[int], kv: torch.Tensor) -> None:
-        """Keep ``tokens`` with kv [layers, 2, kv_heads, tokens, head_dim]; only what is new is copied."""
-        node, position = self._root, 0
-        for segment, shared in list(self._walk(tokens)):
-            node = self._split(segment, shared) if shared < len(segment.tokens) else segment
-            position += shared
-        if position == len(tokens):
-            return
-        leaf = Segment(tokens[position:], kv[:, :, :, position:].clone(), node)
-        leaf.used = next(self._clock)
-        node.children[leaf.tokens[0]] = leaf
-        self.bytes += leaf.bytes
-        self._evict(leaf)
+    def insert(self, tokens: np.ndarray, read: Read | None = None, ending: torch.Tensor | None = None) -> int:
+        """Keep ``tokens`` and what ``read`` gives for those that are new; returns how many are.
 
-    def _split(self, segment: Segment, at: int) -> Segment:
-        """Cut an edge in two; both halves own their memory, so that evicting one frees it."""
-        assert segment.kv is not None and segment.parent is not None
-        head = Segment(segment.tokens[:at], segment.kv[:, :, :, :at].clone(), segment.parent)
-        head.used = segment.used
-        segment.parent.children[head.tokens[0]] = head
-        segment.tokens, segment.kv, segment.parent = segment.tokens[at:], segment.kv[:, :, :, at:].clone(), head
-        head.children[segment.tokens[0]] = segment
-        return head
+        ending: the final hidden state after the last token, in memory of its own.
+        """
+        path, length, shared = self._walk(tokens)
+        new = len(tokens) - length
+        if path and shared < len(path[-1].tokens) and (new or ending is not None):
+            path[-1] = self._split(path[-1], shared)
+        if new:
+            kv = read(length, len(tokens)) if read is not None else None
+            leaf = Segment(tokens[length:].copy(), kv, path[-1] if path else self._root)
+            self._hang(leaf)
+            self.bytes += leaf.bytes
+            path.append(leaf)
+        if ending is not None and path and path[-1].ending is None:
+            path[-1].ending = ending
+            self.bytes += ending.nbytes
+        self._touch(path)
+        self.limit(self.budget)
+        return new
 
-    def _evict(self, keep: Segment) -> None:
-        while self.bytes > self.budget:
-            leaves = [s for s in self._segments(self._root) if not s.children and s is not keep]
-            if not leaves:
-                return
-            oldest = min(leaves, key=lambda segment: segment.used)
-            assert oldest.parent is not None
-            del oldest.parent.children[oldest.tokens[0]]
+    def limit(self, budget: int) -> None:
+        """Make ``budget`` bytes the bound from now on; the least recently used leaves go."""
+        self.budget = budget
+        while self.bytes > budget:
+            oldest, _ = self._order.popitem(last=False)
+            assert oldest.parent is not None and not oldest.children
+            del oldest.parent.children[int(oldest.tokens[0])]
             self.bytes -= oldest.bytes
             self.evicted_tokens += len(oldest.tokens)
 
-    def _segments(self, node: Segment) -> Iterator[Segment]:
-        for child in node.children.values():
-            yield child
-            yield from self._segments(child)
+    def _walk(self, tokens: np.ndarray) -> tuple[list[Segment], int, int]:
+        """The segments that hold a prefix of ``tokens``, its length, and how much of the last segment it takes."""
+        path: list[Segment] = []
+        node, length, shared = self._root, 0, 0
+        while length < len(tokens):
+            child = node.children.get(int(tokens[length]))
+            if child is None:
+                break
+            shared = common_length(child.tokens, tokens[length:])
+            length += shared
+            path.append(child)
+            if shared < len(child.tokens):
+                break
+            node = child
+        return path, length, shared
+
+    def _touch(self, path: list[Segment]) -> None:
+        for segment in reversed(path):
+            self._order.move_to_end(segment)
+
+    def _hang(self, segment: Segment) -> None:
+        assert segment.parent is not None
+        segment.parent.children[int(segment.tokens[0])] = segment
+        self._order[segment] = None
+
+    def _split(self, segment: Segment, at: int) -> Segment:
+        """Cut an edge in two and return its head, which the caller touches."""
+        head = Segment(segment.tokens[:at].copy(), _part(segment.kv, 0, at), segment.parent)
+        self._hang(head)
+        segment.kv, segment.tokens, segment.parent = (
+            _part(segment.kv, at, len(segment.tokens)),
+            segment.tokens[at:].copy(),
+            head,
+        )
+        head.children[int(segment.tokens[0])] = segment
+        return head
+
+
+def _part(kv: torch.Tensor | None, start: int, end: int) -> torch.Tensor | None:
+    return kv[:, :, :, start:end].clone() if kv is not None else None

@@ -1,44 +1,92 @@
 """Sampling one token for each row of logits, with the log-probability of the distribution really sampled from.
 
-Draws are by inversion from one uniform number a token, so a sample's tokens depend on its own seed only.
+Draws are by inversion from one uniform number a token, which follows from the sample's own key and the token's place alone: a sample's
+tokens depend on its own seed only.
 """
 
+import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from wire.messages import Sampling
 
+_STEP, _MIX = np.uint64(0x9E3779B97F4A7C15), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+_BLOCK = 64
+"""Tokens that are summed before one of them is looked for."""
+
+
+def key(seed: int, index: int) -> int:
+    """The 64-bit key of sample ``index`` of a request with ``seed``."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
+    """float64 [rows] in [0, 1): number ``places[i]`` of the stream ``keys[i]`` (SplitMix64, Steele et al. 2014)."""
+    state = np.array(keys, np.uint64) + (np.array(places, np.uint64) + np.uint64(1)) * _STEP
+    state = (state ^ (state >> np.uint64(30))) * _MIX[0]
+    state = (state ^ (state >> np.uint64(27))) * _MIX[1]
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
 
 def pick(
-    logits: torch.Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float]
+    logits: torch.Tensor, sampling: Sequence[Sampling], draws: Sequence[float] | np.ndarray
 ) -> tuple[list[int], list[float]]:
-    """Next tokens and their log-probabilities. logits: float [rows, vocabulary]; one Sampling and one uniform a row."""
+    """Next tokens and their log-probabilities. logits: float [rows, vocabulary], overwritten; one Sampling and one uniform a row."""
     scores = logits.float()
-    hot = torch.tensor([s.temperature if s.temperature > 0 else 1.0 for s in sampling], device=scores.device)
-    logprobs = torch.log_softmax(scores / hot[:, None], dim=-1)
+    heat = [s.temperature or 1.0 for s in sampling]
+    if any(t != 1.0 for t in heat):
+        scores /= torch.tensor(heat, device=scores.device)[:, None]
+    restricted: dict[tuple[float, int], list[int]] = {}
     for row, s in enumerate(sampling):
         if s.temperature > 0 and (s.top_p < 1.0 or s.top_k > 0):
-            logprobs[row] = restrict(logprobs[row], s.top_p, s.top_k)
-    draws = torch.tensor(uniforms, dtype=torch.float64, device=scores.device)
-    cumulative = logprobs.double().exp().cumsum(-1)
-    # The total differs from 1 by rounding; scaling the draw keeps it inside.
-    tokens = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)[:, 0]
-    greedy = torch.tensor([s.temperature == 0 for s in sampling], device=scores.device)
-    tokens = torch.where(greedy, logprobs.argmax(-1), tokens.clamp_max(logprobs.shape[-1] - 1))
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return tokens.tolist(), chosen.tolist()
+            restricted.setdefault((s.top_p, s.top_k), []).append(row)
+    for (top_p, top_k), rows in restricted.items():
+        scores[rows] = restrict(torch.log_softmax(scores[rows], -1), top_p, top_k)
+    cold = [s.temperature == 0 for s in sampling]
+    greedy = scores.argmax(-1, keepdim=True) if any(cold) else None
+    weights = scores.sub_(
+        scores.amax(-1, keepdim=True)
+    ).exp_()  # in place: with a large vocabulary new memory costs more than the work
+    tokens, total = _drawn(weights, torch.as_tensor(draws, dtype=torch.float64, device=scores.device)[:, None])
+    if greedy is not None:
+        tokens = torch.where(torch.tensor(cold, device=scores.device)[:, None], greedy, tokens)
+    logprobs = (weights.gather(1, tokens).double() / total).log()
+    return tokens[:, 0].tolist(), logprobs[:, 0].tolist()
+
+
+def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token [rows, 1] of each row of ``weights`` [rows, vocabulary] by inversion, and the weights' sums: first a block, then in it."""
+    rows, vocabulary = weights.shape
+    whole = vocabulary - vocabulary % _BLOCK
+    parts = [weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)]
+    if whole < vocabulary:
+        parts.append(weights[:, whole:].sum(-1, keepdim=True))
+    ends = torch.cat(parts, 1).cumsum(-1, dtype=torch.float64)
+    total = ends[:, -1:]
+    drawn = draws * total
+    block = torch.searchsorted(ends, drawn, right=True).clamp_max_(ends.shape[1] - 1)
+    drawn -= torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
+    places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(1, places.clamp_max(vocabulary - 1)).double().masked_fill_(places >= vocabulary, 0.0)
+    within = inside.cumsum(-1)
+    # Rounding must not carry a draw beyond the last token of its block that has any weight.
+    drawn = torch.minimum(drawn, within[:, -1:] * (1 - 2.0**-50))
+    token = torch.searchsorted(within, drawn, right=True).clamp_max_(_BLOCK - 1)
+    return places.gather(1, token).clamp_max_(vocabulary - 1), total
 
 
 def restrict(logprobs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """Renormalised log-probabilities [vocabulary] after top-k, then top-p (the smallest set whose mass reaches top_p)."""
+    """Renormalised log-probabilities [..., vocabulary] after top-k, then top-p (the smallest set whose mass reaches top_p)."""
     values, order = logprobs.sort(descending=True)
     keep = torch.ones_like(values, dtype=torch.bool)
     if top_k > 0:
-        keep[top_k:] = False
+        keep[..., top_k:] = False
     if top_p < 1.0:
         kept = torch.where(keep, values, -torch.inf).softmax(-1)
         keep &= (kept.cumsum(-1) - kept) < top_p
     values = torch.where(keep, values, -torch.inf)
-    values = values - values.logsumexp(-1)
-    return torch.empty_like(values).scatter_(0, order, values)
+    values = values - values.logsumexp(-1, keepdim=True)
+    return torch.empty_like(values).scatter_(-1, order, values)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,22 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from actors.config import ActorsConfig
+from actors.engines import attend, decoder, weights
+from actors.engines.attend import Chunk
 from actors.engines.local import LocalEngine
-from actors.engines.sampling import pick, restrict
+from actors.engines.samples import Running
+from actors.engines.sampling import key, pick, restrict, uniforms
 from tests import tiny
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling, ScoreRequest
+from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sampling, ScoreRequest
 
 GREATEST_DIFFERENCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""
 
 
 async def started(folder: Path, **settings: Any) -> LocalEngine:
-    engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", **{"max_context": 256, **settings}))
+    engine = LocalEngine(str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings}))
     await engine.start()
     return engine
 
@@ -88,6 +92,23 @@ def test_draws_follow_the_distribution() -> None:
     tokens, _ = pick(logits, [Sampling(1)] * 4000, uniforms)
     counts = np.bincount(tokens, minlength=4)
     assert float(((counts - 4000 * odds) ** 2 / (4000 * odds)).sum()) < 16.27  # chi-square, 3 degrees, 0.1%
+
+
+@pytest.mark.parametrize("vocabulary", [3, 64, 130, 1000])
+def test_a_draw_takes_the_token_where_the_cumulated_odds_pass_it(vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    logits = torch.tensor(rng.normal(0, 3, (300, vocabulary)), dtype=torch.float32)
+    logits[:, rng.random(vocabulary) < 0.3] = -torch.inf
+    logits[:, 1] = 0.0
+    draws = np.concatenate([rng.random(298), [0.0, 1 - 2**-53]])
+    odds = logits.double().softmax(-1).numpy()
+    tokens, logprobs = pick(logits.clone(), [Sampling(1)] * 300, draws)
+    cumulated = odds.cumsum(-1) / odds.sum(-1, keepdims=True)
+    for row, token in enumerate(tokens):
+        assert odds[row, token] > 0
+        below = cumulated[row, token - 1] if token else 0.0
+        assert below - 1e-6 <= draws[row] <= cumulated[row, token] + 1e-6
+    np.testing.assert_allclose(logprobs, np.log(odds[np.arange(300), tokens]), atol=2e-6)
 
 
 async def test_a_prefix_is_prefilled_once_for_all_samples_and_children(llama: Path) -> None:
@@ -319,3 +340,293 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
     await engine.close()
     assert after.version == 0
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
+
+
+async def explored(engine: LocalEngine, seed: int, requests: int = 14) -> list[tuple[np.ndarray, GenerateResult]]:
+    """Random trees: prompts of all lengths under common heads and behind earlier samples, of several n, a few at a time."""
+    rng = np.random.default_rng(seed)
+    heads = [ids(100 + i, int(rng.integers(1, 60))) for i in range(3)]
+    done: list[tuple[np.ndarray, GenerateResult]] = []
+    places = asyncio.Semaphore(5)
+
+    async def ask() -> None:
+        async with places:
+            if done and rng.random() < 0.5:
+                prompt, result = done[int(rng.integers(len(done)))]
+                sample = result.samples[int(rng.integers(len(result.samples)))]
+                head = np.concatenate([prompt, sample.tokens[: int(rng.integers(0, len(sample.tokens) + 1))]])
+            else:
+                head = heads[int(rng.integers(3))]
+            prompt = np.concatenate([head, ids(int(rng.integers(10**6)), int(rng.integers(0, 40)))])[:200]
+            n, new = int(rng.integers(1, 9)), int(rng.integers(1, 40))
+            done.append((prompt, await engine.generate(GenerateRequest(prompt, n, Sampling(new)))))
+
+    await asyncio.gather(*(ask() for _ in range(requests)))
+    return done
+
+
+def worst(model: Any, done: list[tuple[np.ndarray, GenerateResult]]) -> float:
+    return max(
+        float(np.abs(full_logprobs(model, prompt, s.tokens) - s.logprobs).max())
+        for prompt, r in done
+        for s in r.samples
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(tmp_path: Path, kind: str, seed: int) -> None:
+    folder = tiny.save(tmp_path / kind, kind, seed)
+    engine = await started(folder, prefill_tokens=int(np.random.default_rng(seed).integers(5, 80)))
+    done = await explored(engine, seed)
+    await engine.close()
+    assert worst(reference(folder), done) < GREATEST_DIFFERENCE
+    assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
+    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    assert sum(len(s.held) + s.promised for s in shelves) == 0  # all rows are free again
+
+
+async def test_a_model_of_another_kind_runs_through_its_own_code(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "PLAIN", ())
+    engine = await started(llama)
+    assert isinstance(engine._decoder, decoder.WholeDecoder)
+    done = await explored(engine, 7)
+    await engine.close()
+    assert worst(reference(llama), done) < GREATEST_DIFFERENCE
+
+
+async def test_attention_by_plain_products_as_on_a_gpu_gives_the_same(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "_attention", attend.by_products)
+    engine = await started(llama)
+    done = await explored(engine, 9)
+    await engine.close()
+    assert worst(reference(llama), done) < GREATEST_DIFFERENCE
+
+
+async def test_bfloat16_stays_near_a_bfloat16_forward(llama: Path) -> None:
+    engine = await started(llama, dtype="bfloat16")
+    done = await explored(engine, 8)
+    await engine.close()
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).eval()
+    exact, apart, own = reference(llama), [], []
+    for prompt, result in done:
+        for sample in result.samples:
+            expected = full_logprobs(exact, prompt, sample.tokens)
+            apart.append(np.abs(expected - sample.logprobs).mean())
+            own.append(np.abs(expected - _bfloat16_logprobs(model, prompt, sample.tokens)).mean())
+    assert np.mean(apart) < 1.5 * np.mean(own)  # no further from float32 than transformers' own bfloat16
+
+
+def _bfloat16_logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    whole = torch.tensor(np.concatenate([prompt, tokens]), dtype=torch.long)[None]
+    with torch.no_grad():
+        rows = model(whole).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return rows.gather(1, whole[0, len(prompt) :, None])[:, 0].numpy()
+
+
+async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_prefilled_whole(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, model = await started(llama, prefill_tokens=16), reference(llama)
+    steps: list[tuple[int, int]] = []
+    forward = engine._forward
+
+    def recorded(decoding: list[Running], chunks: list[Chunk]) -> torch.Tensor:
+        steps.append((len(decoding), sum(chunk.count for chunk in chunks)))
+        return forward(decoding, chunks)
+
+    monkeypatch.setattr(engine, "_forward", recorded)
+    running = asyncio.create_task(engine.generate(GenerateRequest(ids(30, 5), 3, Sampling(60, seed=1))))
+    while not engine.counts["decoded_tokens"]:
+        await asyncio.sleep(0)
+    prompt = ids(31, 150)
+    late = await engine.generate(GenerateRequest(prompt, 4, Sampling(8, seed=2)))
+    assert worst(model, [(ids(30, 5), await running), (prompt, late)]) < GREATEST_DIFFERENCE
+    await engine.close()
+    assert [chunk for _, chunk in steps if chunk] == [5] + [16] * 9 + [6]
+    assert any(rows and chunk for rows, chunk in steps)
+    whole = await started(llama)
+    again = await whole.generate(GenerateRequest(prompt, 4, Sampling(8, seed=2)))
+    await whole.close()
+    assert [s.tokens.tolist() for s in again.samples] == [s.tokens.tolist() for s in late.samples]
+
+
+async def test_a_repeated_prompt_needs_no_forward_of_its_own(llama: Path) -> None:
+    engine, model = await started(llama), reference(llama)
+    prompt = ids(32, 40)
+    await engine.generate(GenerateRequest(prompt, 1, Sampling(3)))
+    for longer in (prompt, np.concatenate([prompt, ids(33, 3)]), prompt[:20], prompt[:20]):
+        result = await engine.generate(GenerateRequest(longer, 2, Sampling(1)))
+        assert worst(model, [(longer, result)]) < GREATEST_DIFFERENCE
+    await engine.close()
+    # 3 new ones, and the last token of the shorter prompt, once.
+    assert engine.counts["prefilled_tokens"] == 40 + 3 + 1
+    assert result.cached_tokens == 20
+
+
+async def test_equal_prompts_of_one_step_are_computed_once(llama: Path) -> None:
+    engine = await started(llama)
+    head = ids(34, 30)
+    await engine.generate(GenerateRequest(head, 1, Sampling(1)))
+    prompt = np.concatenate([head, ids(35, 1)])
+    await asyncio.gather(*(engine.generate(GenerateRequest(prompt, 2, Sampling(3))) for _ in range(3)))
+    await engine.close()
+    assert engine.counts["prefilled_tokens"] == 31
+
+
+async def test_running_samples_take_their_memory_from_the_budget(llama: Path) -> None:
+    token = 2 * 2 * 2 * 8 * 4  # bytes: layers, key and value, heads, head_dim, float32
+    rows = 128 + 4 * 64
+    engine = await started(llama, kv_cache_gib=2 * rows * token / 2**30)
+    assert engine.stats()["kv_capacity_tokens"] == 2 * rows
+    for seed in range(4):  # the cache fills
+        await engine.generate(GenerateRequest(ids(seed, 100), 1, Sampling(10)))
+    most = held = 0
+    tasks = [asyncio.create_task(engine.generate(GenerateRequest(ids(50 + i, 90), 4, Sampling(64)))) for i in range(5)]
+    while not all(task.done() for task in tasks):
+        most = max(most, int(engine.stats()["running"]))
+        held = max(held, engine.memory.running_bytes + engine.cache.bytes)
+        await asyncio.sleep(0)
+    results = [task.result() for task in tasks]
+    with pytest.raises(DataFault, match="kv_cache_gib"):
+        await engine.generate(GenerateRequest(ids(60, 90), 12, Sampling(64)))
+    await engine.close()
+    assert [len(r.samples) for r in results] == [4] * 5
+    assert 4 <= most <= 8
+    assert held <= 2 * rows * token
+    assert engine.stats()["evicted_tokens"] > 0
+
+
+@pytest.mark.parametrize("length", [1, 5, 40])
+async def test_a_stop_string_of_any_length_is_found_where_it_ends(llama: Path, length: int) -> None:
+    engine = await started(llama)
+    free = await engine.generate(GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4)))
+    text = engine.tokenizer.decode(free.samples[0].tokens.tolist(), skip_special_tokens=False)
+    stop = text[45 : 45 + length]
+    stopped = await engine.generate(GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4, stop=["no such text", stop])))
+    await engine.close()
+    tokens = stopped.samples[0].tokens.tolist()
+    decoded = [engine.tokenizer.decode(tokens[:end], skip_special_tokens=False) for end in (len(tokens), -1)]
+    assert stopped.samples[0].finish == "stop"
+    assert [stop in part for part in decoded] == [True, False]
+
+
+async def test_tokens_are_told_as_they_come_in_order_and_before_the_result(llama: Path) -> None:
+    engine = await started(llama)
+    told: dict[int, list[tuple[int, float]]] = {0: [], 1: [], 2: []}
+    steps: list[int] = []
+
+    def on_tokens(index: int, tokens: list[int], logprobs: list[float]) -> None:
+        told[index] += zip(tokens, logprobs, strict=True)
+        steps.append(index)
+        if len(steps) == 4:
+            raise KeyError("a caller's mistake, which the event loop reports")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    result = await engine.generate(GenerateRequest(ids(37, 10), 3, Sampling(12)), on_tokens)
+    await engine.close()
+    for index, sample in enumerate(result.samples):
+        assert [t for t, _ in told[index]] == sample.tokens.tolist()
+        np.testing.assert_array_equal(np.array([p for _, p in told[index]], np.float32), sample.logprobs)
+    assert steps[:3] == [0, 1, 2]
+
+
+async def test_a_constraint_binds_every_sample_and_log_probabilities_are_of_what_it_leaves(llama: Path) -> None:
+    engine, model = await started(llama), reference(llama)
+    sampling = Sampling(12, constraint=Constraint("regex", "[ab]{2,5}c"))
+    free = engine.generate(GenerateRequest(ids(38, 10), 3, Sampling(12)))
+    result, other = await asyncio.gather(engine.generate(GenerateRequest(ids(38, 10), 6, sampling)), free)
+    with pytest.raises(DataFault):
+        await engine.generate(GenerateRequest(ids(38, 10), 1, Sampling(2, constraint=Constraint("regex", "("))))
+    await engine.close()
+    letters = [engine.tokenizer.token_to_id(c) for c in "abc"]
+    assert len({tuple(s.tokens.tolist()) for s in result.samples}) > 1
+    for sample in result.samples:
+        tokens = sample.tokens.tolist()
+        assert sample.finish == "stop"
+        assert tokens[-1] == letters[2]
+        assert set(tokens[:-1]) <= set(letters[:2])
+        assert 2 <= len(tokens) - 1 <= 5
+        whole = torch.tensor(np.concatenate([ids(38, 10), sample.tokens]), dtype=torch.long)[None]
+        with torch.no_grad():
+            rows = model(whole).logits[0, 9:-1]
+        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            allowed = letters[:2] if i < 2 else letters if i < 5 else letters[2:]
+            expected = float(row[token] - row[allowed].logsumexp(0))
+            assert abs(expected - float(sample.logprobs[i])) < GREATEST_DIFFERENCE
+    assert worst(model, [(ids(38, 10), other)]) < GREATEST_DIFFERENCE
+
+
+async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_for(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await started(llama)
+    folders = [version_folder(tmp_path, llama, version) for version in (1, 2)]
+    plain, first = weights.verified_file, threading.Event()
+
+    def verified(folder: Path, expected: str) -> tuple[str, Path]:
+        if folder == folders[0][0]:
+            first.wait(0.2)  # the first is slow to verify; were the second not to wait, it would set this
+        else:
+            first.set()
+        return plain(folder, expected)
+
+    monkeypatch.setattr(weights, "verified_file", verified)
+    loads = [engine.load(LoadRequest(i + 1, str(folder), proof)) for i, (folder, proof, _) in enumerate(folders)]
+    await asyncio.gather(*loads)
+    scored = await engine.score(ScoreRequest(ids(12, 20)))
+    await engine.close()
+    assert scored.version == engine.version == 2
+    expected = full_logprobs(folders[1][2], ids(12, 20)[:1], ids(12, 20)[1:])
+    assert np.abs(expected - scored.logprobs[1:]).max() < GREATEST_DIFFERENCE
+
+
+async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_the_cache(
+    tmp_path: Path, llama: Path
+) -> None:
+    engine = await started(llama, prefill_tokens=4)
+    folder, proof, model = version_folder(tmp_path, llama, 1)
+    prompt = ids(39, 200)
+    task = asyncio.create_task(engine.generate(GenerateRequest(prompt, 1, Sampling(2))))
+    while not engine.counts["prefilled_tokens"]:
+        await asyncio.sleep(0)
+    await engine.load(LoadRequest(1, str(folder), proof))
+    assert engine.counts["prefilled_tokens"] < 200  # the swap came between
+    await task
+    again = await engine.generate(GenerateRequest(prompt, 1, Sampling(5)))
+    await engine.close()
+    assert again.cached_tokens == 0
+    assert worst(model, [(prompt, again)]) < GREATEST_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    "setting", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}, {"fan_in_fan_out": True}, {"bias": "all"}]
+)
+async def test_an_adapter_that_is_no_plain_lora_is_refused(
+    tmp_path: Path, llama: Path, setting: dict[str, Any]
+) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    tensors = {f"base_model.model.{name}.lora_A.weight": torch.ones(2, 32)}
+    tensors[f"base_model.model.{name}.lora_B.weight"] = torch.ones(32, 2)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4, **setting}))
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        weights.apply(reference(llama), llama, "lora", tmp_path / "adapter_model.safetensors")
+
+
+def test_draws_of_different_samples_and_places_are_uniform_and_apart() -> None:
+    keys = [key(seed, index) for seed in range(20) for index in range(10)]
+    draws = np.stack([uniforms(keys, [place] * 200) for place in range(50)])
+    assert len(np.unique(draws)) == draws.size
+    counts = np.histogram(draws, 20, (0, 1))[0]
+    assert float(((counts - 500) ** 2 / 500).sum()) < 43.8  # chi-square, 19 degrees, 0.1%
+    assert abs(np.corrcoef(draws)[np.triu_indices(50, 1)]).max() < 0.3
+
+
+async def test_a_request_to_a_closed_engine_fails_instead_of_waiting(llama: Path) -> None:
+    engine = await started(llama)
+    await engine.close()
+    with pytest.raises(InfrastructureFault, match="ended"):
+        await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(2)))

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from tools.benches import prefill, rollout_speed
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tools.benches import decode, limits, prefill, rollout_speed
 from tools.benches.slate_shape import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
 
 
@@ -19,3 +22,26 @@ def test_rollout_speed_measures_both_sides_in_every_round(llama: Path) -> None:
     assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == rollout_speed.ROUNDS
     assert min(row["ours_tokens_s"] + row["generate_tokens_s"]) > 0
     assert row["better"] == "higher"
+
+
+def test_decode_compares_both_sides_and_names_its_limit(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "NEW", 6)
+    monkeypatch.setattr(limits, "_BUFFER", 2**20)
+    row = decode.run(str(llama))
+    assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == decode.ROUNDS
+    assert row["ratio"] > 0
+    assert row["limit_tokens_s"] == min(row["bandwidth_limit_tokens_s"], row["compute_limit_tokens_s"])
+    assert 0 < row["share_of_limit"] < 1
+    # By hand: tied weights of float32 read once, and 256 bytes of keys and values a token of each prefix and of half the tails.
+    weights, prefixes = _parameters(llama), sum(map(len, decode._prompts(260)))
+    assert row["bytes_per_step"] == 4 * weights + 256 * (prefixes + 32 * 3)
+    assert row["operations_per_step"] == 2 * weights * 32 + 4 * 2 * 32 * (4 * prefixes + 32 * 3)
+
+
+def _parameters(folder: Path) -> int:
+    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_a_machine_moves_more_bytes_than_none_and_its_peak_is_that_of_a_processor() -> None:
+    assert 1e8 < limits.bandwidth() < 1e13
+    assert 1e9 < limits.matrix_peak() < 1e15

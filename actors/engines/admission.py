@@ -1,0 +1,111 @@
+"""What starts, and what of it is computed in a step.
+
+    waiting -> prefilling (rows reserved, cached pieces copied) -> ready (the whole prompt computed, or found in the cache)
+
+A request starts when its samples have places and memory. One whose prefix another is computing waits until that is in the cache, so
+that it is computed once. A step computes at most ``prefill_tokens`` prompt tokens, first come first served, beside all decoding rows.
+"""
+
+import collections
+from collections.abc import Collection
+
+from actors.engines.attend import Chunk, grouped
+from actors.engines.memory import Memory
+from actors.engines.radix import RadixCache, common_length
+from actors.engines.samples import Waiting
+
+_IDEAL_BYTES = 2**26
+"""Of the record of prompts that counts what an ideal cache would compute: 16 million tokens of one policy version."""
+
+
+class Admission:
+    """Waiting and prefilling requests. places: samples that may run together; all of a request's are taken at once."""
+
+    def __init__(self, memory: Memory, places: int, prefill_tokens: int, counts: collections.Counter[str]):
+        self.memory, self.places, self.prefill_tokens, self.counts = memory, places, prefill_tokens, counts
+        self.waiting: collections.deque[Waiting] = collections.deque()
+        self.prefilling: list[Waiting] = []
+        self.ideal = RadixCache(_IDEAL_BYTES)
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.prefilling)
+
+    def admit(self, version: int) -> None:
+        """Move what can start from waiting to prefilling."""
+        later: list[Waiting] = []
+        tokens = sum(self._missing(waiting) for waiting in self.prefilling)
+        while self.waiting and tokens < self.prefill_tokens and self.waiting[0].request.n <= self.places:
+            waiting = self.waiting.popleft()
+            if self._computed_by_another(waiting):
+                later.append(waiting)
+                continue
+            if not self._start(waiting, version):
+                self.waiting.appendleft(waiting)
+                break
+            tokens += self._missing(waiting)
+        self.waiting.extendleft(reversed(later))
+
+    def chunks(self) -> list[Chunk]:
+        """This step's prompt tokens, in the order of their rows."""
+        left = self.prefill_tokens
+        made: list[Chunk] = []
+        for waiting in self.prefilling:
+            count = min(left, self._missing(waiting))
+            if count:
+                made.append(Chunk(waiting.prefix, count))
+                left -= count
+        self.counts["prefilled_tokens"] += self.prefill_tokens - left
+        return [chunk for group in grouped(made) for chunk in group]
+
+    def ready(self) -> list[Waiting]:
+        """Take out the requests whose prompt is whole."""
+        done = [waiting for waiting in self.prefilling if not self._missing(waiting)]
+        if done:
+            self.prefilling = [waiting for waiting in self.prefilling if self._missing(waiting)]
+        return done
+
+    def remove(self, waiting: Waiting) -> None:
+        """Forget a request that no sample runs for."""
+        if waiting in self.waiting:
+            self.waiting.remove(waiting)
+        elif waiting in self.prefilling:
+            self.prefilling.remove(waiting)
+            waiting.tails.promised -= waiting.request.n
+            waiting.prefix.shelf.drop(waiting.prefix)
+            self.places += waiting.request.n
+
+    def clear(self) -> Collection[Waiting]:
+        """Forget all; returns them."""
+        gone = {*self.waiting, *self.prefilling}
+        self.waiting.clear()
+        self.prefilling.clear()
+        return gone
+
+    def _computed_by_another(self, waiting: Waiting) -> bool:
+        if not self.prefilling:
+            return False
+        shared = max(common_length(waiting.prompt, other.prompt) for other in self.prefilling)
+        return shared > self.memory.cache.match(waiting.prompt).length
+
+    def _start(self, waiting: Waiting, version: int) -> bool:
+        request, prompt = waiting.request, waiting.prompt
+        found = self.memory.cache.match(prompt)  # before memory is made for it: what was just used is evicted last
+        shelves = self.memory.reserve(len(prompt), request.n, request.sampling.max_tokens)
+        if shelves is None:
+            return False
+        prefix, waiting.tails = shelves
+        waiting.prefix, waiting.version = prefix.put(waiting), version
+        if found.length == len(prompt) and found.ending is None:  # the last token's hidden state is needed in any case
+            found.length -= 1
+        for piece in found.pieces:
+            waiting.prefix.write(piece[:, :, :, : found.length - waiting.prefix.length])
+        waiting.cached, waiting.ending = found.length, found.ending
+        self.places -= request.n
+        self.prefilling.append(waiting)
+        self.counts["prompt_tokens"] += len(prompt)
+        self.counts["cached_tokens"] += found.length
+        self.counts["ideal_prefill_tokens"] += self.ideal.insert(prompt)
+        return True
+
+    def _missing(self, waiting: Waiting) -> int:
+        return len(waiting.prompt) - waiting.prefix.length

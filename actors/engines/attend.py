@@ -1,0 +1,257 @@
+"""Attention of one step: every branch of a request over its prefix, read once for all of them, merged with its own new tokens.
+
+A query's past is the prefix of its request; its own tokens are a sample's tail, or the earlier tokens of its chunk of a prompt. The
+two softmaxes are merged by their log-sum-exp, which is exact. Prefixes of one shelf are one batched call, padded by a mask.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from actors.engines.memory import Shelf, Stretch
+
+ATTENTION = "coppice_branches"
+
+
+class Chunk(msgspec.Struct):
+    """``count`` tokens of a prompt that follow the ``prefix.length`` ones already computed."""
+
+    prefix: Stretch
+    count: int
+
+
+class _Padded:
+    """Rows of a step as groups of equal size, [groups, widest]; a short group repeats some row, which is not read back."""
+
+    def __init__(self, groups: Sequence[Sequence[int]], device: torch.device):
+        self.widest = max(len(group) for group in groups)
+        self.groups = len(groups)
+        self.rows = [row for group in groups for row in group]
+        self.first, count = (self.rows[0], len(self.rows)) if self.rows else (0, 0)
+        self.dense = self.rows == list(range(self.first, self.first + count))
+        self.full = count == self.groups * self.widest
+        if not (self.dense and self.full):
+            padded = [row for group in groups for row in [*group, *[self.first] * (self.widest - len(group))]]
+            self._into = torch.tensor(padded, device=device)
+        if not self.full:
+            places = [g * self.widest + i for g, group in enumerate(groups) for i in range(len(group))]
+            self._back = torch.tensor(places, device=device)
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, head_dim] -> [groups, widest, heads, head_dim]."""
+        if self.dense and self.full:
+            taken = rows[self.first : self.first + self.groups * self.widest]
+        else:
+            taken = rows[self._into]
+        return taken.view(self.groups, self.widest, *rows.shape[1:])
+
+    def collect(self, spread: torch.Tensor) -> torch.Tensor:
+        """[groups, widest, ...] -> [rows, ...] in the order of ``rows``."""
+        flat = spread.reshape(self.groups * self.widest, *spread.shape[2:])
+        return flat if self.full else flat[self._back]
+
+
+class _Past:
+    """Queries over the first ``lengths`` tokens of rows of one shelf; each row's queries are a group."""
+
+    def __init__(self, shelf: Shelf, rows: Sequence[int], lengths: Sequence[int], queries: Sequence[Sequence[int]]):
+        self.shelf, device = shelf, shelf.kv.device
+        self.padded = _Padded(queries, device)
+        self.longest = max(lengths)
+        self.mask = _mask(lengths, self.longest, shelf.kv)
+        following = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        self.rows = slice(rows[0], rows[0] + len(rows)) if following else torch.tensor(rows, device=device)
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [rows, heads, head_dim] and log-sum-exps [rows, heads] of its queries."""
+        keys, values = self.shelf.kv[layer][:, :, :, : self.longest][:, self.rows]
+        kv_heads, width = keys.shape[1], keys.shape[3]
+        groups, widest, heads = self.padded.groups, self.padded.widest, query.shape[1]
+        # The queries of all branches, and of all query heads of one key head, stand where query positions would.
+        folded = self.padded.spread(query).view(groups, widest, kv_heads, heads // kv_heads, width).transpose(1, 2)
+        out, lse = _attention(folded.reshape(groups, kv_heads, -1, width), keys, values, self.mask, False, scale)
+        out = out.reshape(groups, kv_heads, widest, -1, width).transpose(1, 2).reshape(groups, widest, heads, width)
+        lse = lse.reshape(groups, kv_heads, widest, -1).transpose(1, 2).reshape(groups, widest, heads)
+        return self.padded.collect(out), self.padded.collect(lse)
+
+
+class _Tails:
+    """One new token for each tail of a shelf, over that tail."""
+
+    def __init__(self, shelf: Shelf, first: int):
+        self.shelf, self.first, self.count = shelf, first, len(shelf.held)
+        lengths = [tail.length + 1 for tail in shelf.held]
+        self.longest = max(lengths)
+        self.mask = _mask(lengths, self.longest, shelf.kv)
+        if self.mask is not None:
+            self.mask = self.mask.repeat_interleave(shelf.kv.shape[3], 0)
+        self.index = torch.arange(self.count, device=shelf.kv.device)
+        self.ends = torch.tensor(lengths, device=shelf.kv.device) - 1
+
+    def attend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [rows, heads, head_dim], new [rows, 2, kv_heads, head_dim] -> as ``_Past.attend``."""
+        own = slice(self.first, self.first + self.count)
+        kv = self.shelf.kv[layer]
+        kv[:, self.index, :, self.ends] = new[own]
+        keys, values = kv[:, : self.count, :, : self.longest]
+        heads, width = query.shape[1:]
+        # A batch of key heads: the output then has the order of the query heads, and no copy is made.
+        folded = query[own].reshape(self.count * keys.shape[1], 1, -1, width)
+        keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
+        out, lse = _attention(folded, keys, values, self.mask, False, scale)
+        return out.reshape(self.count, heads, width), lse.reshape(self.count, heads)
+
+
+class _Chunks:
+    """Chunks of prompts whose prefixes stand on one shelf, each token over itself and the earlier ones of its chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk], first: int):
+        self.shelf = chunks[0].prefix.shelf
+        device = self.shelf.kv.device
+        self.queries: list[range] = []
+        for chunk in chunks:
+            self.queries.append(range(first, first + chunk.count))
+            first += chunk.count
+        self.padded = _Padded(self.queries, device)
+        self.end = first
+        at = [chunk.prefix.length + i for chunk in chunks for i in range(chunk.count)]
+        self.at = torch.tensor(at, device=device)
+        self.rows = torch.tensor([c.prefix.row for c in chunks for _ in range(c.count)], device=device)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``_Tails.attend``."""
+        self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.padded.first : self.end]
+        keys, values = self.padded.spread(new).permute(2, 0, 3, 1, 4)
+        shared = query.shape[1] // keys.shape[1]
+        if shared > 1:
+            keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+        spread = self.padded.spread(query).transpose(1, 2)
+        out, lse = _attention(spread, keys, values, None, True, scale)
+        return self.padded.collect(out.transpose(1, 2)), self.padded.collect(lse.transpose(1, 2))
+
+
+class Plan:
+    """One step: a token for each tail, shelf by shelf, then the chunks' tokens in the order of ``chunks``."""
+
+    def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
+        """chunks: those of one shelf and of similar length (see ``grouped``) follow each other."""
+        self._own: list[_Tails | _Chunks] = []
+        self._past: list[_Past] = []
+        rows = 0
+        branches: dict[Shelf, dict[int, list[int]]] = {}
+        for shelf in tails:
+            self._own.append(_Tails(shelf, rows))
+            for tail in shelf.held:
+                prefix: Stretch = tail.owner.owner.prefix
+                branches.setdefault(prefix.shelf, {}).setdefault(prefix.row, []).append(rows)
+                rows += 1
+        for shelf, queries in branches.items():
+            places = sorted(queries)
+            lengths = [shelf.held[row].length for row in places]
+            self._past.append(_Past(shelf, places, lengths, [queries[row] for row in places]))
+        for group in grouped(chunks):
+            made = _Chunks(group, rows)
+            self._own.append(made)
+            later = [(c, q) for c, q in zip(group, made.queries, strict=True) if c.prefix.length]
+            if later:
+                places, lengths = [c.prefix.row for c, _ in later], [c.prefix.length for c, _ in later]
+                self._past.append(_Past(made.shelf, places, lengths, [q for _, q in later]))
+            rows = made.end
+        covered = [row for past in self._past for row in past.padded.rows]
+        everything = covered == list(range(rows))
+        self._covered = None if everything or not covered else torch.tensor(covered, device=_device(tails, chunks))
+
+    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
+        """query [rows, heads, head_dim], new (keys and values) [rows, 2, kv_heads, head_dim] -> [rows, heads, head_dim]."""
+        out, lse = _joined([part.attend(layer, query, new, scale) for part in self._own])
+        if not self._past:
+            return out
+        past, past_lse = _joined([part.attend(layer, query, scale) for part in self._past])
+        if self._covered is None:
+            return torch.lerp(out, past, torch.sigmoid(past_lse - lse).to(out.dtype)[..., None])
+        share = torch.sigmoid(past_lse - lse[self._covered]).to(out.dtype)[..., None]
+        return out.index_copy(0, self._covered, torch.lerp(out[self._covered], past, share))
+
+
+def _device(tails: Sequence[Shelf], chunks: Sequence[Chunk]) -> torch.device:
+    """Where the step is computed."""
+    return (tails[0] if tails else chunks[0].prefix.shelf).kv.device
+
+
+def grouped(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Chunks that are computed in one padded call: of one shelf, and at most twice as long as each other."""
+    groups: dict[tuple[Shelf, int], list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault((chunk.prefix.shelf, chunk.count.bit_length()), []).append(chunk)
+    return list(groups.values())
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Tensor | None:
+    """0 where a key counts, -inf beyond each length: [rows, 1, 1, longest]; None when all are equally long."""
+    if min(lengths) == longest:
+        return None
+    ends = torch.tensor(lengths, device=like.device)[:, None]
+    beyond = torch.arange(longest, device=like.device)[None] >= ends
+    mask = torch.zeros(beyond.shape, dtype=like.dtype, device=like.device).masked_fill_(beyond, -torch.inf)
+    return mask[:, None, None]
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [batch, heads, queries, head_dim] and float32 log-sum-exps [batch, heads, queries]."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    return by_products(query, key, value, mask, causal, scale)
+
+
+def by_products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by plain matrix products, on any device."""
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        scores += mask
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(later, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return torch.matmul((scores - lse[..., None]).exp().to(value.dtype), value), lse
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    plan: Plan | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function registered with transformers; without a plan it is plain causal attention."""
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if plan is not None:
+        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+        new = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+        return plan.attend(layer, query[0].transpose(0, 1), new, scale)[None], None
+    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, attention)

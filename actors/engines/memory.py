@@ -1,0 +1,189 @@
+"""Memory of keys and values under one budget: prefixes and tails of running requests on shelves, the rest in the radix cache.
+
+Invariant: the bytes of all shelves and of the cache never exceed the budget (a shelf that grows is copied, and for that moment exists
+twice). What a request may need is reserved when it is admitted, so no running sample is ever stopped for memory.
+
+A request's prefix is held once for all its samples; each sample has only its own tail of new tokens.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from actors.engines.radix import RadixCache, Read
+
+SHORTEST_PREFIX, SHORTEST_TAIL = 128, 16
+"""Tokens of the smallest rows: shorter ones together make fewer calls, and a call costs more than their padding."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What one token's keys and values are."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Stretch:
+    """``length`` tokens in row ``row`` of a shelf, for ``owner``."""
+
+    __slots__ = ("length", "owner", "row", "shelf")
+
+    def __init__(self, shelf: "Shelf", row: int, owner: Any):
+        self.shelf, self.row, self.owner = shelf, row, owner
+        self.length = 0
+
+    def write(self, piece: torch.Tensor) -> None:
+        """Append keys and values [layers, 2, kv_heads, tokens, head_dim]."""
+        end = self.length + piece.shape[3]
+        self.shelf.kv[:, :, self.row, :, self.length : end] = piece
+        self.length = end
+
+    def view(self, start: int, end: int) -> torch.Tensor:
+        """Tokens ``start`` to ``end``, [layers, 2, kv_heads, tokens, head_dim]."""
+        return self.shelf.kv[:, :, self.row, :, start:end]
+
+
+class Shelf:
+    """Rows of ``capacity`` tokens each: kv [layers, 2, rows, kv_heads, capacity, head_dim].
+
+    Rows 0 to ``len(held) - 1`` are in use (a freed one is filled from the end), so attention reads one view. ``promised`` rows are
+    in use or reserved.
+    """
+
+    def __init__(self, shape: Shape, capacity: int):
+        self.shape, self.capacity, self.promised = shape, capacity, 0
+        self.held: list[Stretch] = []
+        self.kv = self._rows(0)
+
+    @property
+    def rows(self) -> int:
+        return self.kv.shape[2]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.capacity * self.shape.bytes_per_token
+
+    def resize(self, rows: int) -> None:
+        """Make room for exactly ``rows`` rows."""
+        kept, before = len(self.held), self.kv
+        self.kv = self._rows(rows)
+        self.kv[:, :, :kept] = before[:, :, :kept]
+
+    def put(self, owner: Any) -> Stretch:
+        """An empty row, of those promised."""
+        stretch = Stretch(self, len(self.held), owner)
+        self.held.append(stretch)
+        return stretch
+
+    def drop(self, stretch: Stretch) -> None:
+        """Free a row and its promise; the last row moves there."""
+        last = self.held.pop()
+        if last is not stretch:
+            self.kv[:, :, stretch.row, :, : last.length] = self.kv[:, :, last.row, :, : last.length]
+            last.row = stretch.row
+            self.held[last.row] = last
+        self.promised -= 1
+
+    def _rows(self, rows: int) -> torch.Tensor:
+        # Zeros: padding is masked, but what is masked must still be finite.
+        s = self.shape
+        return torch.zeros(s.layers, 2, rows, s.kv_heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
+
+
+class Memory:
+    """The cache and the shelves. ``longest``: most tokens of a prompt and its continuation."""
+
+    def __init__(self, shape: Shape, budget: int, longest: int):
+        self.shape, self.budget, self.longest = shape, budget, longest
+        self.cache = RadixCache(budget)
+        self.prefixes: dict[tuple[int, int], Shelf] = {}
+        self.tails: dict[int, Shelf] = {}
+
+    @property
+    def running_bytes(self) -> int:
+        return sum(shelf.kv.nbytes for shelf in self._shelves())
+
+    def needed(self, prompt: int, n: int, new: int) -> int:
+        """Bytes of one request with nothing else running."""
+        return (self._prefix_rows(prompt) + n * self._tail_rows(new)) * self.shape.bytes_per_token
+
+    def reserve(self, prompt: int, n: int, new: int) -> tuple[Shelf, Shelf] | None:
+        """The shelves of a request's prefix and of its ``n`` tails, with rows promised; None when it must wait."""
+        rows, class_of_n = self._prefix_rows(prompt), _power(n, 1)
+        if (prefix := self.prefixes.get((rows, class_of_n))) is None:
+            prefix = self.prefixes[rows, class_of_n] = Shelf(self.shape, rows)
+        rows = self._tail_rows(new)
+        if (tail := self.tails.get(rows)) is None:
+            tail = self.tails[rows] = Shelf(self.shape, rows)
+        if not self._grow({prefix: 1, tail: n}):
+            return None
+        prefix.promised += 1
+        tail.promised += n
+        return prefix, tail
+
+    def keep(self, tokens: np.ndarray, read: Read, ending: torch.Tensor | None = None) -> None:
+        """Put into the cache; shelves that nobody uses make room first."""
+        full = self.cache.bytes + len(tokens) * self.shape.bytes_per_token > self.cache.budget
+        if full and any(shelf.rows and not shelf.promised for shelf in self._shelves()):
+            self._forget_idle()
+            self.cache.limit(self.budget - self.running_bytes)
+        self.cache.insert(tokens, read, ending)
+
+    def clear(self) -> None:
+        """Free all rows, as when every request has failed."""
+        self.prefixes.clear()
+        self.tails.clear()
+        self.cache.limit(self.budget)
+
+    def _grow(self, asked: dict[Shelf, int]) -> bool:
+        """Rows for ``asked``: twice as many as before where memory is free, else just enough, at the cost of the cache."""
+        wanted = {shelf: shelf.promised + more for shelf, more in asked.items()}
+        if all(rows <= shelf.rows for shelf, rows in wanted.items()):
+            return True
+        exact = {shelf: max(rows, shelf.rows) for shelf, rows in wanted.items()}
+        ample = {shelf: rows if rows == shelf.rows else max(rows, 2 * shelf.rows) for shelf, rows in exact.items()}
+        if self._after(ample) + self.cache.bytes <= self.budget:
+            chosen = ample
+        elif self._after(exact) <= self.budget:
+            chosen = exact
+        else:  # unused rows of other shelves are the last reserve
+            chosen = {shelf: shelf.promised for shelf in self._shelves()} | wanted
+        if self._after(chosen) > self.budget:
+            return False
+        for shelf, rows in sorted(chosen.items(), key=lambda item: item[1] - item[0].rows):  # shrink before growing
+            self.cache.limit(max(0, min(self.cache.budget, self.budget - self._after({shelf: rows}))))
+            if rows != shelf.rows:
+                shelf.resize(rows)
+        self.cache.limit(self.budget - self.running_bytes)
+        return True
+
+    def _after(self, rows: dict[Shelf, int]) -> int:
+        """Bytes of all shelves were these to have so many rows."""
+        return sum(rows.get(shelf, shelf.rows) * shelf.row_bytes for shelf in self._shelves())
+
+    def _forget_idle(self) -> None:
+        self.prefixes = {key: shelf for key, shelf in self.prefixes.items() if shelf.promised}
+        self.tails = {key: shelf for key, shelf in self.tails.items() if shelf.promised}
+
+    def _shelves(self) -> list[Shelf]:
+        return [*self.prefixes.values(), *self.tails.values()]
+
+    def _prefix_rows(self, prompt: int) -> int:
+        return min(_power(prompt, SHORTEST_PREFIX), max(prompt, self.longest))
+
+    def _tail_rows(self, new: int) -> int:
+        return min(_power(new, SHORTEST_TAIL), max(new, self.longest))
+
+
+def _power(count: int, least: int) -> int:
+    """The least power of two times ``least`` that holds ``count``."""
+    return least << max(0, -(-count // least) - 1).bit_length()

@@ -1,0 +1,148 @@
+"""A request and its samples while they live: waiting, prefilling (its prefix grows chunk by chunk), then n samples that decode."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+
+from actors.engines.base import OnTokens
+from actors.engines.grammar import Matcher
+from actors.engines.memory import Shelf, Stretch
+from actors.engines.sampling import key
+from wire.faults import Fault
+from wire.messages import GenerateRequest, GenerateResult, Sample
+
+
+class Waiting:
+    """A request until its last sample is done.
+
+    prefix: where its prompt's keys and values stand, once admitted; tails: the shelf where its samples' will. ending: the final hidden
+    state of its last prompt token where it is known without a forward. version: the policy version when it was admitted.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        seed: int,
+        matcher: Matcher | None = None,
+        stream: "tuple[asyncio.AbstractEventLoop, OnTokens] | None" = None,
+    ):
+        self.request, self.matcher, self.stream = request, matcher, stream
+        self.prompt = np.ascontiguousarray(request.tokens, np.int32)
+        self.future: Future[GenerateResult] = Future()
+        self.samples: list[Sample | None] = [None] * request.n
+        self.left = request.n
+        base = request.sampling.seed if request.sampling.seed is not None else seed
+        self.keys = [key(base, index) for index in range(request.n)]
+        self.cached = 0
+        self.version = 0
+        self.prefix: Stretch
+        self.tails: Shelf
+        self.ending: torch.Tensor | None = None
+
+    def answer(self, result: GenerateResult) -> None:
+        """Give the result, unless the caller has left."""
+        with contextlib.suppress(InvalidStateError):  # a caller may leave at any moment, on its own thread
+            self.future.set_result(result)
+
+    def fail(self, fault: Fault) -> None:
+        """Give the fault, unless the caller has left or was answered."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(fault)
+
+
+class Running:
+    """One sample that decodes: its sampled tokens, and a tail with the keys and values of all of them but the last."""
+
+    def __init__(self, owner: Waiting, index: int, tail: Stretch):
+        self.owner, self.index, self.tail, self.key = owner, index, tail, owner.keys[index]
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.matcher = owner.matcher.copy() if owner.matcher is not None else None
+
+    @property
+    def position(self) -> int:
+        """Where the last token stands (it is not in the tail yet)."""
+        return len(self.owner.prompt) + len(self.tokens) - 1
+
+    def context(self) -> np.ndarray:
+        """The tokens whose keys and values are kept, int32 [tokens]."""
+        return np.concatenate([self.owner.prompt, np.array(self.tokens[:-1], np.int32)])
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Keys and values of a part of ``context``, copied: [layers, 2, kv_heads, tokens, head_dim]."""
+        prompt = len(self.owner.prompt)
+        if start >= prompt:
+            return self.tail.view(start - prompt, end - prompt).clone()
+        return torch.cat((self.owner.prefix.view(start, prompt), self.tail.view(0, end - prompt)), 3)
+
+    def sample(self, finish: Any) -> Sample:
+        """What is handed out."""
+        tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
+        return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish)
+
+
+class StopStrings:
+    """Looks for stop strings of any length where a token ends.
+
+    A token can complete a stop string only if its own text has the string's last character, or is a part of a character: few do, and
+    only then the end of the sample is decoded, from far enough back.
+    """
+
+    MARGIN = 8
+    """Characters beyond the longest stop string: the first few of a part may differ from those within the whole text."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def found(self, tokens: list[int], stops: Sequence[str]) -> bool:
+        """Whether the text of ``tokens`` holds one of ``stops``, when that of all but the last did not."""
+        text = self._text(tokens[-1])
+        if not any(not stop or stop[-1] in text for stop in stops) and "\ufffd" not in text:
+            return False
+        enough = max(map(len, stops)) + self.MARGIN
+        count = enough
+        while True:
+            ending = self._tokenizer.decode(tokens[-count:], skip_special_tokens=False)
+            if len(ending) >= enough or count >= len(tokens):
+                return any(stop in ending for stop in stops)
+            count *= 2
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:  # twice, because some decoders drop a space at the start
+            self._texts[token] = self._tokenizer.decode([token, token], skip_special_tokens=False)
+        return self._texts[token]
+
+
+class Stream:
+    """New tokens of a step on their way to the callers that asked for them as they come."""
+
+    def __init__(self) -> None:
+        self._new: dict[asyncio.AbstractEventLoop, list[tuple[Waiting, int, int, float]]] = {}
+
+    def add(self, running: Running) -> None:
+        """Note the last token of a sample."""
+        owner = running.owner
+        if owner.stream is not None:
+            entry = (owner, running.index, running.tokens[-1], running.logprobs[-1])
+            self._new.setdefault(owner.stream[0], []).append(entry)
+
+    def send(self) -> None:
+        """One call into each event loop; before any result of the step, so that a caller has its tokens before its result."""
+        for loop, entries in self._new.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(_deliver, loop, entries)
+        self._new = {}
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, entries: list[tuple[Waiting, int, int, float]]) -> None:
+    for owner, index, token, logprob in entries:
+        if owner.stream is not None and not owner.future.cancelled():
+            loop.call_soon(owner.stream[1], index, [token], [logprob])  # a callback that raises leaves the others be

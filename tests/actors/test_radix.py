@@ -1,0 +1,165 @@
+"""The radix cache against a brute-force one, and its order of eviction."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from actors.engines.radix import RadixCache, Segment, common_length
+
+TOKEN_BYTES = 2 * 2 * 1 * 2 * 4 + 4
+"""Of the keys and values below, and the token itself."""
+
+
+def kv(tokens: np.ndarray, start: int, end: int) -> torch.Tensor:
+    """[2 layers, 2, 1 head, tokens, 2] whose every entry tells the prefix that ends there."""
+    told = [float(hash(tuple(tokens[: i + 1].tolist())) % 9973) for i in range(start, end)]
+    return torch.tensor(told).view(1, 1, 1, -1, 1).repeat(2, 2, 1, 1, 2)
+
+
+def insert(cache: RadixCache, *tokens: int) -> int:
+    made = np.array(tokens, np.int32)
+    return cache.insert(made, lambda start, end: kv(made, start, end))
+
+
+def length(cache: RadixCache, *tokens: int) -> int:
+    return cache.match(np.array(tokens, np.int32)).length
+
+
+def segments(cache: RadixCache) -> dict[tuple[int, ...], Segment]:
+    """By the whole prefix each ends."""
+    found: dict[tuple[int, ...], Segment] = {}
+
+    def visit(node: Segment, prefix: tuple[int, ...]) -> None:
+        for child in node.children.values():
+            assert child.parent is node
+            ends = (*prefix, *child.tokens.tolist())
+            found[ends] = child
+            visit(child, ends)
+
+    visit(cache._root, ())
+    return found
+
+
+class BruteForce:
+    """Segments by the prefix each ends: its parent's end and when it was last used. Every step looks at all of them."""
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.now = 0
+        self.ends: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+
+    def match(self, tokens: tuple[int, ...]) -> int:
+        self.now += 1
+        longest = 0
+        for end, (parent, _) in list(self.ends.items()):
+            shared = common_length(np.array(end, np.int32), np.array(tokens, np.int32))
+            if shared > len(parent):
+                self.ends[end] = (parent, self.now)
+                longest = max(longest, shared)
+        return longest
+
+    def insert(self, tokens: tuple[int, ...]) -> None:
+        before = dict(self.ends)
+        kept = self.match(tokens)
+        head = tokens[:kept]
+        if kept == len(tokens):
+            return
+        if head and head not in self.ends:
+            cut = next(e for e, (p, _) in self.ends.items() if len(p) < kept < len(e) and e[:kept] == head)
+            parent, used = before[cut]
+            self.ends[head] = (parent, self.now)
+            self.ends[cut] = (head, used)  # the rest, cut off, is not used now
+        self.ends[tokens] = (head, self.now)
+        while sum(len(e) - len(p) for e, (p, _) in self.ends.items()) * TOKEN_BYTES > self.budget:
+            parents = {parent for parent, _ in self.ends.values()}
+            del self.ends[min((e for e in self.ends if e not in parents), key=lambda e: self.ends[e][1])]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations_equal_the_brute_force_cache_to_the_byte(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    budget = int(rng.integers(4, 60)) * TOKEN_BYTES
+    cache, expected = RadixCache(budget), BruteForce(budget)
+    for _ in range(250):
+        tokens = tuple(rng.integers(0, 3, rng.integers(1, 9)).tolist())
+        if rng.random() < 0.4:
+            found = cache.match(np.array(tokens, np.int32))
+            assert found.length == expected.match(tokens)
+            whole = torch.cat([*found.pieces, torch.zeros(2, 2, 1, 0, 2)], 3)
+            assert torch.equal(whole, kv(np.array(tokens, np.int32), 0, found.length))
+        else:
+            insert(cache, *tokens)
+            expected.insert(tokens)
+        held = segments(cache)
+        assert held.keys() == expected.ends.keys()
+        assert cache.bytes == sum(s.bytes for s in held.values()) <= budget
+        for segment in held.values():  # memory of its own: evicting it frees it
+            assert segment.kv is not None
+            assert segment.kv.untyped_storage().nbytes() == segment.kv.nbytes
+        order = list(cache._order)
+        assert all(order.index(s) < order.index(s.parent) for s in order if s.parent is not cache._root and s.parent)
+
+
+def test_the_least_recently_used_subtree_goes_from_its_leaves_to_its_root() -> None:
+    cache = RadixCache(9 * TOKEN_BYTES)
+    insert(cache, 1, 2, 3)
+    insert(cache, 1, 2, 4)
+    insert(cache, 5, 6, 7)
+    assert length(cache, 1, 2, 3) == 3  # the subtree of 1, 2 and its leaf 3 are newer now than the leaf 4
+    insert(cache, 8, 8, 8, 8)
+    assert set(segments(cache)) == {(1, 2), (1, 2, 3), (8, 8, 8, 8)}
+    insert(cache, 9, 9)
+    assert set(segments(cache)) == {(1, 2), (1, 2, 3), (8, 8, 8, 8), (9, 9)}
+    insert(cache, 7)
+    assert set(segments(cache)) == {(1, 2), (8, 8, 8, 8), (9, 9), (7,)}
+    insert(cache, 6)
+    insert(cache, 0)
+    assert set(segments(cache)) == {(8, 8, 8, 8), (9, 9), (7,), (6,), (0,)}
+    assert cache.evicted_tokens == 1 + 3 + 1 + 2
+
+
+def test_what_exceeds_the_budget_alone_is_not_kept() -> None:
+    cache = RadixCache(3 * TOKEN_BYTES)
+    insert(cache, 1, 2)
+    assert insert(cache, 4, 5, 6, 7) == 4
+    assert cache.bytes == 0
+    assert cache.evicted_tokens == 6
+
+
+def test_the_state_behind_a_prompt_is_found_only_where_it_ended() -> None:
+    cache = RadixCache(10**6)
+    ending = torch.ones(5)
+    prompt = np.array([1, 2, 3], np.int32)
+    insert(cache, 1, 2, 3, 4)
+    before = cache.bytes
+    cache.insert(prompt, None, ending)  # nothing new but the state: the segment is cut there
+    assert cache.bytes == before + ending.nbytes
+    assert cache.match(prompt).ending is ending
+    for other in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 5]):
+        assert cache.match(np.array(other, np.int32)).ending is None
+
+
+def test_a_smaller_bound_evicts_at_once() -> None:
+    cache = RadixCache(10**6)
+    for first in range(10):
+        insert(cache, first, 1, 2)
+    cache.limit(6 * TOKEN_BYTES)
+    assert set(segments(cache)) == {(8, 1, 2), (9, 1, 2)}
+
+
+def test_without_keys_and_values_it_counts_the_prefixes_that_are_new() -> None:
+    rng = np.random.default_rng(0)
+    cache, seen = RadixCache(10**6), set()
+    for _ in range(200):
+        tokens = rng.integers(0, 3, rng.integers(1, 9)).astype(np.int32)
+        prefixes = {tuple(tokens[:end].tolist()) for end in range(1, len(tokens) + 1)}
+        assert cache.insert(tokens) == len(prefixes - seen)
+        seen |= prefixes
+
+
+@pytest.mark.parametrize(("a", "b"), itertools.product([[], [1], [1, 2], [1, 3], [2, 2, 2]], repeat=2))
+def test_common_length(a: list[int], b: list[int]) -> None:
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common_length(np.array(a, np.int32), np.array(b, np.int32)) == expected
