@@ -34,6 +34,7 @@ async def pair(llama: Path, tmp_path: Path, sglang_server: Shared) -> AsyncItera
 
 async def compare(pair: tuple[Engine, Engine], version: int) -> np.ndarray:
     """Both engines on the same prompts; returns the scores of one text, which tell versions apart."""
+    scores: list[np.ndarray] = []
     for seed in range(3):
         request = GenerateRequest(ids(seed, 15 + 20 * seed), 1, Sampling(12, temperature=0.0))
         ours, theirs = [(await engine.generate(request)).samples[0] for engine in pair]
