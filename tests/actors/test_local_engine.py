@@ -98,7 +98,7 @@ def test_draws_follow_the_distribution() -> None:
 def test_a_draw_takes_the_token_where_the_cumulated_odds_pass_it(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     logits = torch.tensor(rng.normal(0, 3, (300, vocabulary)), dtype=torch.float32)
-    logits[:, rng.random(vocabulary) < 0.3] = -torch.inf
+    logits[:, torch.tensor(rng.random(vocabulary) < 0.3)] = -torch.inf
     logits[:, 1] = 0.0
     draws = np.concatenate([rng.random(298), [0.0, 1 - 2**-53]])
     odds = logits.double().softmax(-1).numpy()
