@@ -37,9 +37,9 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors].
 
-    engine: "local" is the embedded engine, "sglang" the one for GPUs. count: actor processes. max_batch: samples decoding together in one actor.
-    capacity: requests in flight an actor accepts. kv_cache_gib: budget of the prefix cache, beside the slots of running
-    samples. max_context: longest prompt + continuation in tokens. prefill_tokens: prompt tokens admitted in one step.
+    engine: "local" is the embedded engine, "sglang" the one for GPUs. count: actor processes. max_batch: samples decoding together in one
+    actor. capacity: requests in flight an actor accepts. kv_cache_gib: keys and values of the embedded engine in all, running samples
+    and prefix cache. max_context: longest prompt + continuation in tokens. prefill_tokens: prompt tokens computed in one step.
     threads: compute threads of one actor. dtype: "auto" is bfloat16 where the processor computes in it, else float32.
     """
 
@@ -47,7 +47,7 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int = 4
     max_batch: int = 24
     capacity: int = 16
-    kv_cache_gib: float = 0.5
+    kv_cache_gib: float = 1.0
     max_context: int = 1024
     prefill_tokens: int = 512
     threads: int = 1

@@ -181,7 +181,7 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
     ],
 )
 def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], said: str) -> None:
-    clean = ["actors.dtype=auto", "actors.kv_cache_gib=0.5"]
+    clean = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT_CONFIG, [*clean, *overrides])
 
