@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -17,6 +18,8 @@ from actors.config import ActorsConfig
 from actors.engines.sglang_api import Facts, Http
 from wire.faults import InfrastructureFault
 
+log = logging.getLogger("actors.sglang.server")
+
 _ROOT = Path(__file__).resolve().parents[2]
 _STEP_S = 0.5
 _GRACE_S = 7.0
@@ -29,7 +32,7 @@ _TAIL = 40
 
 
 class Launched:
-    """The way "server". Its log goes to this process's standard error, line by line."""
+    """The way "server". Its output goes to this process's log, line by line."""
 
     def __init__(self, model: str, config: ActorsConfig):
         self.config = config.sglang
@@ -107,7 +110,7 @@ class Launched:
                 return
             text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")  # it prints its arguments
             self._log.append(text)
-            print(text, file=sys.stderr, flush=True)
+            log.info("%s", text)
 
     def _said(self) -> str:
         return "\n".join(self._log) or "(it wrote nothing)"
