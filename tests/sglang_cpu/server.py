@@ -25,6 +25,7 @@ FLAGS: dict[str, Any] = {
     "max_running_requests": 8,
     "chunked_prefill_size": 256,
     "random_seed": 1,
+    "sleep_on_idle": True,  # its scheduler would poll without a pause, beside all other tests
     "enable_cache_report": True,
     "enable_metrics": True,
 }
