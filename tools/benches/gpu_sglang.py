@@ -1,4 +1,4 @@
-"""SGLang under our dispatcher: its tokens a second against the same requests posted to it at once, the share that its radix cache served
+"""SGLang under our dispatcher: its tokens a second against the same requests given to the engine at once, the share that its radix cache served
 against the ideal, and the seconds of a weight update by each transport.
 
 Run by tools/gpu_check on weights of random numbers in the shapes of 0.5B, 3B and 7B models; needs an interpreter with sglang
@@ -43,6 +43,8 @@ SHAPES = {
 }  # fmt: skip
 """Qwen2.5's, with 151,936 words."""
 
+TRANSPORTS = ("disk", "tensor", "distributed")
+
 
 class Work(msgspec.Struct, frozen=True):
     """SLATE trees: tokens of each part."""
@@ -68,7 +70,7 @@ def random_model(folder: Path, shape: dict[str, Any], tokenizer: Path) -> Path:
 
 
 async def throughput(engine: SGLangEngine, vocabulary: int, work: Work) -> dict[str, Any]:
-    """Trees through dispatcher and actor service, then the recorded requests straight to SGLang, all at once."""
+    """Trees through dispatcher and actor service, then the recorded requests straight to the engine, all at once."""
     recorded: list[GenerateRequest] = []
     with tempfile.TemporaryDirectory() as scratch:
         dispatcher = Dispatcher(f"ipc://{scratch}/scheduler", None)
@@ -135,7 +137,9 @@ async def updates(engine: SGLangEngine, folder: Path, device: str) -> dict[str, 
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     giver = Giver()
     try:
-        for version, wanted in enumerate(("disk", "tensor", "distributed"), engine.version + 1):
+        # A broadcast needs a GPU a rank; between processes of one CPU it is possible, and slow.
+        alone = device.startswith("cuda") and torch.cuda.device_count() < 2
+        for version, wanted in enumerate(("disk", "tensor") if alone else TRANSPORTS, engine.version + 1):
             tensors = {n: (p.detach() * (1 + version / 100)).contiguous() for n, p in model.named_parameters()}
             with tempfile.TemporaryDirectory() as scratch:
                 made = _published(version, wanted, tensors, Path(scratch), giver, device)
@@ -168,6 +172,7 @@ async def measure(engine: SGLangEngine, folder: Path, work: Work, device: str) -
     )  # kernels are compiled here
     await _flush(engine)
     found = await throughput(engine, vocabulary, work)
+    print(json.dumps(found), flush=True)  # whatever the updates do
     return found | {"update_s": await updates(engine, folder, device)}
 
 
