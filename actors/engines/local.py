@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.config import ActorsConfig
-from actors.engines import attend, decoder, weights
+from actors.engines import attend, checks, decoder, weights
 from actors.engines.admission import Admission
 from actors.engines.base import OnTokens
 from actors.engines.grammar import Grammar, Matcher
@@ -149,8 +149,6 @@ class LocalEngine:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Log-probabilities of given tokens by one plain forward at temperature 1."""
-        if not len(request.tokens):
-            raise DataFault("0 tokens to score: expected at least one")
         self._check_tokens(request.tokens)
         return await self._on_thread(lambda: self._score(request))
 
@@ -177,18 +175,7 @@ class LocalEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         sampling, prompt = request.sampling, len(request.tokens)
-        if not 1 <= request.n <= self.config.max_batch:
-            raise DataFault(f"n={request.n}: expected 1 to actors.max_batch={self.config.max_batch}")
-        if prompt < 1 or sampling.max_tokens < 1 or prompt + sampling.max_tokens > self.longest:
-            raise DataFault(
-                f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
-                f" {self.longest} together (actors.max_context)"
-            )
-        if not (sampling.temperature == 0 or sampling.temperature >= 1e-3) or not 0 < sampling.top_p <= 1:
-            raise DataFault(
-                f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
-                " and a top_p in (0, 1]"
-            )
+        checks.request(request, self.config.max_batch, self.longest)
         needed = self.memory.needed(prompt, request.n, sampling.max_tokens)
         if needed > self.memory.budget:
             raise DataFault(
@@ -198,13 +185,7 @@ class LocalEngine:
         self._check_tokens(request.tokens)
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
-        """An id beyond the embedding would fail inside the model, for every request of the step."""
-        rows = self.model.get_input_embeddings().num_embeddings
-        if tokens.min() < 0 or tokens.max() >= rows:
-            raise DataFault(
-                f"token ids from {tokens.min()} to {tokens.max()}: expected 0 to {rows - 1}, the ids of {self.folder};"
-                " the request was made with another model's tokenizer"
-            )
+        checks.tokens(tokens, self.model.get_input_embeddings().num_embeddings, self.folder)
 
     def _matcher(self, constraint: Constraint) -> Matcher:
         return self._grammar.matcher(constraint)

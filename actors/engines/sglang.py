@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from actors.config import ActorsConfig
-from actors.engines import sglang_weights
+from actors.engines import checks, sglang_weights
 from actors.engines.base import OnTokens
 from actors.engines.sglang_api import Facts, Way, ways
 from wire.faults import DataFault, InfrastructureFault
@@ -83,7 +83,8 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """``request.n`` continuations of one prefix; cancelling the coroutine aborts them."""
-        self._check(request)
+        checks.request(request, self.config.max_batch, self.longest)
+        checks.tokens(request.tokens, self.facts.vocabulary, self.folder)
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
         self._enter()
         try:
@@ -106,9 +107,7 @@ class SGLangEngine:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Log-probabilities of given tokens at temperature 1."""
-        if not len(request.tokens):
-            raise DataFault("0 tokens to score: expected at least one")
-        self._check_tokens(request.tokens)
+        checks.tokens(request.tokens, self.facts.vocabulary, self.folder)
         body = {
             "input_ids": request.tokens.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -156,29 +155,6 @@ class SGLangEngine:
         return {**self.counts, "busy_s": busy, **gauges}
 
     # ------------------------------------------------------------------------------------------ bodies
-
-    def _check(self, request: GenerateRequest) -> None:
-        sampling, prompt = request.sampling, len(request.tokens)
-        if not 1 <= request.n <= self.config.max_batch:
-            raise DataFault(f"n={request.n}: expected 1 to actors.max_batch={self.config.max_batch}")
-        if prompt < 1 or sampling.max_tokens < 1 or prompt + sampling.max_tokens > self.longest:
-            raise DataFault(
-                f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
-                f" {self.longest} together (actors.max_context, or what SGLang was started with)"
-            )
-        if not (sampling.temperature == 0 or sampling.temperature >= 1e-3) or not 0 < sampling.top_p <= 1:
-            raise DataFault(
-                f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
-                " and a top_p in (0, 1]"
-            )
-        self._check_tokens(request.tokens)
-
-    def _check_tokens(self, tokens: np.ndarray) -> None:
-        if tokens.min() < 0 or (self.facts.vocabulary and tokens.max() >= self.facts.vocabulary):
-            raise DataFault(
-                f"token ids from {tokens.min()} to {tokens.max()}: expected 0 to {self.facts.vocabulary - 1}, the ids of"
-                f" {self.folder}; the request was made with another model's tokenizer"
-            )
 
     async def _prefill(self, tokens: np.ndarray, name: str) -> dict[str, Any]:
         """Compute the prefix once, before its samples are asked for together."""

@@ -226,6 +226,18 @@ class Remote:
         return hosts <= {"127.0.0.1", "localhost", "::1", socket.gethostname()}
 
 
+def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
+    """Of sglang's ServerArgs: what the settings of an actor mean there, and the user's own."""
+    return {
+        "model_path": model,
+        "weight_version": "0",
+        "context_length": config.max_context,
+        "max_running_requests": config.max_batch,
+        "chunked_prefill_size": config.prefill_tokens,
+        "enable_cache_report": True,
+    } | config.sglang.arguments
+
+
 def read_facts(model: str, info: dict[str, Any]) -> Facts:
     """Facts from SGLang's description of itself and, where the model folder is at hand, its configuration."""
     settings: dict[str, Any] = {}

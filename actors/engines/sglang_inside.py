@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from actors.config import ActorsConfig
-from actors.engines.sglang_api import Facts, read_facts
+from actors.engines.sglang_api import Facts, arguments, read_facts
 from wire.faults import DataFault, InfrastructureFault
 
 _CALLS = {
@@ -41,14 +41,7 @@ class Inside:
         self.config = config.sglang
         self.name = "SGLang in this process"
         self.servers = [self]
-        self.arguments: dict[str, Any] = {
-            "model_path": model,
-            "weight_version": "0",
-            "context_length": config.max_context,
-            "max_running_requests": config.max_batch,
-            "chunked_prefill_size": config.prefill_tokens,
-            "enable_cache_report": True,
-        } | config.sglang.arguments
+        self.arguments: dict[str, Any] = arguments(model, config)
         self._late = ""
         self._engine: Any = None
         self._children: list[BaseProcess] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ActorsConfig
-from actors.engines.sglang_api import Facts, Http
+from actors.engines.sglang_api import Facts, Http, arguments
 from wire.faults import InfrastructureFault
 
 log = logging.getLogger("actors.sglang.server")
@@ -43,17 +43,8 @@ class Launched:
         self.front = Http(f"http://127.0.0.1:{self.port}", key, config.sglang.request_timeout_s, config.capacity)
         self.servers = [self.front]
         self.name = self.front.name
-        self.arguments: dict[str, Any] = {
-            "model_path": model,
-            "host": "127.0.0.1",
-            "port": self.port,
-            "api_key": key,
-            "weight_version": "0",
-            "context_length": config.max_context,
-            "max_running_requests": config.max_batch,
-            "chunked_prefill_size": config.prefill_tokens,
-            "enable_cache_report": True,
-        } | config.sglang.arguments
+        here = {"host": "127.0.0.1", "port": self.port, "api_key": key}
+        self.arguments: dict[str, Any] = arguments(model, config) | here
         self._process: asyncio.subprocess.Process | None = None
         self._log: deque[str] = deque(maxlen=_TAIL)
         self._reading: asyncio.Task[None] | None = None
