@@ -8,16 +8,14 @@ from actors.environments.minesweeper import HIDDEN, State, lay, revealed
 from tools.benches import mc_prefill, oracles, posterior, slow_oracle
 
 
-def test_the_prefill_above_the_ideal_is_a_token_a_repeated_prompt() -> None:
+def test_prompts_are_computed_once_and_repeated_ones_not_at_all() -> None:
     row = mc_prefill.run(whole_games=1, games=2, continuations=6)
     for found in (row["whole"], row["compact"]):
         assert found["evicted_tokens"] == 0
         assert found["requests"] > found["repeated_prompts"] > 0
         assert found["ratio"] == found["prefilled_tokens"] / found["ideal_prefill_tokens"] >= 1
-        # One token for each; and now and then one that two requests of the same engine step both compute.
-        assert 0 <= found["excess_tokens"] - found["repeated_prompts"] < 0.1 * found["requests"]
+        assert 0 <= found["excess_tokens"] < 0.1 * found["repeated_prompts"]
         assert found["unshared_over_prefilled"] > found["asked_over_prefilled"] > 1
-    assert row["ratio"] < row["compact_ratio"]
 
 
 def test_without_sharing_every_prompt_token_is_prefilled() -> None:

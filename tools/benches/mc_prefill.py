@@ -1,9 +1,8 @@
 """Prefill of MC-PR (methods.md 3.6): 100 continuations from every state, prompt tokens computed over the ideal.
 
-Whole games of the real strategy on the real engine. The ideal computes each distinct prefix once. What the engine computes above it is
-nearly all one token for every prompt that it has had before (``repeated_prompts``): keys and values are cached, the logits of the last
-token are not. So the ratio depends on the length of prompts: that of the prompt with all the rules is the goal's, that of the
-compact prompt, of two dozen tokens, stands beside it.
+Whole games of the real strategy on the real engine, with the prompt that has all the rules and with a compact one of two dozen tokens. The ideal
+computes each distinct prefix once; a prompt that was computed before (``repeated_prompts``) costs nothing, since the cache keeps the
+hidden state at its end.
 
 On the compact prompt the same without sharing: a request for every sample, and no prefix cache. asked_over_prefilled counts the prompt
 of a request once; unshared_over_prefilled once for each of its samples.
@@ -20,9 +19,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
-from actors.engines import local
+from actors.engines import admission, memory
+from actors.engines.radix import Match, RadixCache, Read
 from judges.oracles.tictactoe import TicTacToeOracle
 from scheduler.config import SchedulerConfig
 from tools.benches import game_shape
@@ -31,24 +32,19 @@ WHOLE_GAMES, GAMES, CONTINUATIONS = 1, 4, 100
 GOAL = 1.02
 
 
-class NoCache:
+class NoCache(RadixCache):
     """Stands where the engine's prefix cache stands and keeps nothing."""
 
-    bytes = evicted_tokens = 0
-
-    def match(self, tokens: list[int]) -> tuple[int, list[torch.Tensor]]:
+    def match(self, tokens: np.ndarray) -> Match:
         """Nothing."""
-        return 0, []
+        return Match(0, [], None)
 
-    def insert(self, tokens: list[int], kv: torch.Tensor) -> None:
+    def insert(self, tokens: np.ndarray, read: Read | None = None, ending: torch.Tensor | None = None) -> int:
         """Forgets it."""
+        return len(tokens)
 
 
-def _no_cache(budget: int) -> NoCache:
-    return NoCache()
-
-
-def _nothing_common(a: list[int], b: list[int]) -> int:
+def _nothing_common(a: np.ndarray, b: np.ndarray) -> int:
     return 0
 
 
@@ -56,8 +52,8 @@ def _nothing_common(a: list[int], b: list[int]) -> int:
 def _unshared() -> Iterator[None]:
     """Engines that start now share no prefill: they do not wait for another request's prefix either."""
     with (
-        mock.patch.object(local, "RadixCache", _no_cache),
-        mock.patch.object(local, "common_length", _nothing_common),
+        mock.patch.object(memory, "RadixCache", NoCache),
+        mock.patch.object(admission, "common_length", _nothing_common),
     ):
         yield
 
