@@ -61,14 +61,14 @@ async def drive(plan: dict[str, Any], path: Path) -> None:
         answers["data_fault"] = str(fault)
 
     running = asyncio.create_task(generate(other, 4, 400))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)  # under way, and far from its end
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     answers["cancelled"] = running.cancelled()
     answers["room"] = len((await generate(prompt, 8, 2))["samples"])
 
     running = asyncio.create_task(generate(other, 2, 400))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)  # under way, and far from its end
     answers["proofs"] = [await load("full")]
     answers["across"] = await running
     answers["full"] = await generate(prompt, 2, 6)
