@@ -306,7 +306,12 @@ class Context:
         return msgspec.convert(plain, self.state_type)
 
     def _judged(self, node: Node, action: Action) -> JudgedTurn:
-        return self.environment.judged(self.task, self.state(node), action, node.step, self.settings.budget)
+        turn = self.environment.judged(self.task, self.state(node), action, node.step, self.settings.budget)
+        if self.environment.fresh:
+            return turn
+        answers = [child.text for child in self.tree.children(node) if child.kind == "observation"]
+        transcript = "".join(above.text for above in self.tree.path(node)[1:-1])
+        return msgspec.structs.replace(turn, transcript=transcript, observation=answers[0] if answers else None)
 
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         deadline = self.settings.judge_deadline_s

@@ -190,8 +190,9 @@ class LoadResult(msgspec.Struct, frozen=True):
 class JudgedTurn(msgspec.Struct, frozen=True):
     """What a judge sees of one turn.
 
-    ``context`` is the text of the earlier turns as the method renders it; ``response`` the whole action as
-    generated; think / query / answer its parsed parts (None when absent). ``step`` counts from 1 to ``budget``.
+    ``context`` is the text of the earlier turns as SLATE's judge reads it, ``transcript`` the same turns as the policy saw them, without
+    the prompt; ``response`` the whole action as generated; think / query / answer its parsed parts (None when absent);
+    ``observation`` what the environment answered (None when the turn is judged before that). ``step`` counts from 1 to ``budget``.
     ``evidence`` holds, one text a hop, the passages known to support the gold answer (empty when unknown).
     Of a game: ``state`` is the environment's state before the action as plain values, ``move`` the parsed action (None when it
     could not be read; it may be illegal).
@@ -212,6 +213,7 @@ class JudgedTurn(msgspec.Struct, frozen=True):
     evidence: list[str] = []
     state: Any = None
     move: list[int] | None = None
+    transcript: str = ""
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
