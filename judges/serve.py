@@ -28,6 +28,9 @@ BUILT_IN = {
     "exact_match": "judges.exact_match:ExactMatch",
     "slate_rules": "judges.slate_rules:SlateRules",
     "slate": "judges.slate:Slate",
+    "pprm": "judges.pprm:Pprm",
+    "pprm_rules": "judges.pprm_rules:PprmRules",
+    "reward_model": "judges.reward_model:RewardModel",
     "tictactoe": "judges.oracles.tictactoe:TicTacToeOracle",
     "sudoku": "judges.oracles.sudoku:SudokuOracle",
     "minesweeper": "judges.oracles.minesweeper:MinesweeperOracle",
@@ -48,6 +51,12 @@ def check_options(spec: str, given: dict[str, Any]) -> None:
     """Refuse options a built-in judge or opponent cannot take, without keeping it. A plug-in is checked when it is served."""
     if built_in_service(spec):
         make_worker(spec, given)
+
+
+def columns_of(name: str) -> list[str]:
+    """The columns of a built-in judge; none for a plug-in, which announces its own."""
+    module, _, kind = BUILT_IN.get(name, "").partition(":")
+    return list(getattr(importlib.import_module(module), kind).columns) if module else []
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -108,6 +108,7 @@ class Trainer:
         weights = token_weights(table, rows.sampled, questions, c.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
         metrics = _table_metrics(table, rows, known.advantages, self.version) | prm_metrics
+        metrics |= self.scheme.metrics(table)
         return metrics | self._steps(table, known, estimate, everything)
 
     def _token_columns(

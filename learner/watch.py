@@ -81,11 +81,12 @@ def _group(name: str, chosen: np.ndarray, gap: np.ndarray, ratio: np.ndarray, m:
 
 
 class Watch:
-    """Holds the thresholds and the recent gradient norms; ``warnings`` speaks when one is passed."""
+    """Holds the thresholds, the recent gradient norms and the first lengths; ``warnings`` speaks when a threshold is passed."""
 
     def __init__(self, config: WatchConfig):
         self.config = config
         self._norms: deque[float] = deque(maxlen=20)
+        self._first_turns: list[float] = []
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """One sentence for each threshold passed, naming value, threshold and remedy."""
@@ -120,7 +121,24 @@ class Watch:
                 f"entropy is {values['learner/entropy']:.3g} nats (watch.entropy = {c.entropy:g}): the policy has nearly stopped"
                 " exploring: raise learner.entropy_coef or learner.kl_coef, or lower learner.lr"
             )
-        return made + self._norm(grad_norm)
+        return made + self._norm(grad_norm) + self._length(values)
+
+    def _length(self, values: dict[str, float]) -> list[str]:
+        """PPR's length side effect (methods.md 5): correct trajectories that grow while their turns are paid for."""
+        turns, pay = values.get("ppr/turns_correct"), values.get("ppr/turn_pay_correct", 0.0)
+        if turns is None:
+            return []
+        if len(self._first_turns) < 5:
+            self._first_turns.append(turns)
+            return []
+        usual = float(np.median(self._first_turns))
+        if not self.config.turns or turns <= self.config.turns * usual or pay <= 0:
+            return []
+        return [
+            f"correct trajectories have {turns:.1f} turns, {turns / usual:.1f} times as many as at first (watch.turns ="
+            f" {self.config.turns:g}), and a judged turn pays {pay:+.2f} in them: length itself may be what is learnt; try"
+            " scheme_options.normalisation = 'rescale' or 'sample', or a smaller scheduler.budget"
+        ]
 
     def _norm(self, norm: float | None) -> list[str]:
         if norm is None:

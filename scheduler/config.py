@@ -7,6 +7,10 @@ import msgspec
 from scheduler.dispatch import DispatchConfig
 
 
+UNJUDGED = "none"
+"""scheduler.judge of a run that learns from outcomes alone: no turn is judged."""
+
+
 class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler.evaluation]: held-out evaluation by whole trajectories.
 
@@ -36,7 +40,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     strategy: a module of scheduler/strategies. k: samples of each step (slate) or trajectories of a question (full).
     budget: steps B. eta: temperature of the reward-weighted choice. bonus: lambda of the early-answer bonus.
-    selection: "reward-weighted" or "best-of-k". judge: the service judge.<judge>. max_action_tokens: of one action.
+    selection: "reward-weighted" or "best-of-k". judge: the service judge.<judge>, or "none". max_action_tokens: of one action.
     continuations: of each state (mc_value). thinking: ask a chat template that knows the switch for a thinking block.
     updates: optimizer steps of the run. questions_per_update: trees that make
     one update. max_staleness: see scheduler/pacing.py. Deadlines and timeouts in seconds.

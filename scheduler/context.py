@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from actors.environments.base import SPLIT, Action, Environment, Task
-from scheduler.config import SchedulerConfig
+from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
 from scheduler.journal import Journal
@@ -120,6 +120,27 @@ class Context:
         self._count(nodes, actions)
         return [node.scores.get("reward", math.nan) for node in nodes]
 
+    def note(self, node: Node) -> Action:
+        """The parsed action of a new turn that ``assess`` may judge later; whether it is valid is a column at once."""
+        action = self.action(node)
+        node.scores["valid"] = float(action.valid)
+        self._count([node], [action])
+        self.save([node])
+        return action
+
+    async def assess(self, node: Node) -> None:
+        """The judge's columns of one turn, together with what the environment answered; invalid actions are judged too.
+
+        Column judge_valid: 1 when every column of the judgement could be used, else 0.
+        """
+        (judgement,) = await self._score(self.settings.judge, [self._judged(node, self.action(node))])
+        node.scores |= judgement.scores | {"judge_valid": float(not judgement.invalid)}
+        node.invalid = judgement.invalid
+        if judgement.explanation:
+            node.notes[self.settings.judge] = judgement.explanation
+        self.shop.counts["invalid_judgements"] += len(judgement.invalid)
+        self.save([node])
+
     async def step(self, node: Node) -> Node | None:
         """The environment's answer to a chosen action, as the node to act on next; None when the episode is over."""
         if node.forced or "outcome" in node.scores:
@@ -173,16 +194,17 @@ class Context:
         A policy that did not answer within its budget has outcome 0; a forced answer is only logged.
         """
         if self.environment.outcome_judge:
-            await self.log_outcome(self.tree.actions(trajectory)[-1])
-            last = [node for node in self.tree.actions(trajectory) if not node.forced][-1]
-            last.scores.setdefault("outcome", 0.0)
-            self.save([last])
+            columns = await self.log_outcome(self.tree.actions(trajectory)[-1])
+            own = [node for node in self.tree.actions(trajectory) if not node.forced]
+            own[-1].scores = dict.fromkeys(columns, 0.0) | own[-1].scores | self._extent(own)
+            self.save([own[-1]])
 
-    async def log_outcome(self, node: Node) -> None:
-        """The outcome judge's columns (exact match and F1) of the answer in ``node``."""
+    async def log_outcome(self, node: Node) -> list[str]:
+        """The outcome judge's columns (exact match and F1) of the answer in ``node``; their names."""
         (judgement,) = await self._score(self.environment.outcome_judge, [self._judged(node, self.action(node))])
         node.scores.update(judgement.scores)
         self.save([node])
+        return list(judgement.scores)
 
     def emit(self, trajectories: Sequence[Sequence[Node]]) -> None:
         """One finished group: its trajectories, each a list of scored actions, leave for the learner now."""
@@ -314,9 +336,23 @@ class Context:
         return msgspec.structs.replace(turn, transcript=transcript, observation=answers[0] if answers else None)
 
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
+        if judge == UNJUDGED:
+            return [Judgement({}) for _ in turns]
         deadline = self.settings.judge_deadline_s
         result: JudgeResult = await self.shop.dispatcher.call(f"judge.{judge}", JudgeRequest(turns), deadline=deadline)
         return result.judgements
+
+    def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
+        """Of a trajectory: turns, valid searches, and tokens of the response, sampled ones and all (methods.md 2.4)."""
+        sampled = sum(len(turn.tokens) for turn in turns)
+        whole = len(self.tree.prefix(turns[-1])) - len(self.tree.nodes[0].tokens)
+        searches = sum(self.action(turn).kind == "search" for turn in turns)
+        return {
+            "turns": float(len(turns)),
+            "searches": float(searches),
+            "sampled_tokens": float(sampled),
+            "response_tokens": float(whole),
+        }
 
     def _reward(self, node: Node, action: Action) -> float:
         if not action.valid:

@@ -18,7 +18,7 @@ import msgspec
 from actors.environments import registry
 from actors.environments.base import Task
 from scheduler import baselines, evaluation, report, strategies
-from scheduler.config import SchedulerConfig, SchedulerProcess
+from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
 from scheduler.context import Context, Shop
 from scheduler.dispatch import Dispatcher, Worker
 from scheduler.fleet import Fleet
@@ -149,7 +149,7 @@ class Run:
 
     async def _wait_for_workers(self) -> None:
         services = {"generate": self.process.actors, "train": 1} | dict.fromkeys(self.process.services, 1)
-        services |= {f"judge.{name}": 1 for name in (self.settings.judge, self.environment.outcome_judge) if name}
+        services |= {f"judge.{name}": 1 for name in (self.settings.judge, self.environment.outcome_judge) if name not in ("", UNJUDGED)}
         start = time.monotonic()
         print("waiting for workers: " + ", ".join(f"{count} x {name}" for name, count in services.items()), flush=True)
         for service, count in services.items():
@@ -416,7 +416,7 @@ class Run:
             context = Context(shop, settings, task, tree, rng)
             self.journal.start_tree(tree, position, self.weights.version)
             try:
-                await self._attempts(tree, context, strategies.load("chain"))
+                await self._attempts(tree, context, strategies.evaluation(self.settings.strategy))
             except DataFault as fault:
                 self._quarantine_heldout(tree, fault)
                 return None

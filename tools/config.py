@@ -12,10 +12,10 @@ import msgspec
 from actors.config import ActorsConfig
 from actors.environments import registry
 from judges.config import JudgesConfig, RetrieverConfig
-from judges.serve import check_options
+from judges.serve import check_options, columns_of
 from learner import schemes
 from learner.config import LearnerConfig
-from scheduler.config import SchedulerConfig
+from scheduler.config import UNJUDGED, SchedulerConfig
 from tools.warm_start import WarmStart
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "slate-cpu.toml"
@@ -229,6 +229,10 @@ def _check_environment(config: Config) -> None:
         raise ConfigError(
             f"config: data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
         )
+    if s.strategy == "ppr" and not environment.outcome_judge:
+        raise ConfigError(
+            f"config: scheduler.strategy = 'ppr' is for search: data.environment = {data.environment!r} needs 'chain'"
+        )
     _check_judges(config)
     for name in {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}:
         plugged = any(":" in spec for spec in config.judges.use)  # announces a name of its own
@@ -295,13 +299,32 @@ def _check_learner(w: LearnerConfig) -> None:
         raise ConfigError("config: learner.sharding = 'fsdp' has no effect with learner.count = 1: remove it")
 
 
+_JUDGED = ("slate", "slate_full", "ppr", "turn_grpo")
+"""Schemes that read what a judge says of each turn."""
+
+
+def _check_columns(s: SchedulerConfig, scheme: str) -> None:
+    """A scheme that reads a judge's columns has a judge that gives them."""
+    if s.judge == UNJUDGED and (scheme in _JUDGED or s.strategy == "slate"):
+        raise ConfigError(
+            f"config: scheduler.judge = 'none' leaves learner.scheme = {scheme!r} without scores: name a judge"
+        )
+    columns = columns_of(s.judge)
+    needed = {"ppr": {"process"}, "slate": {"think", "query", "answer"}}.get(scheme, set[str]())
+    if columns and not needed <= set(columns):
+        raise ConfigError(
+            f"config: scheduler.judge = {s.judge!r} gives {sorted(columns)}, learner.scheme = {scheme!r} reads {sorted(needed)}: name"
+            " another judge"
+        )
+
+
 _GROUPED = ("grpo", "rloo", "gigpo", "prime", "oprl")
 """Schemes that compare several trajectories of one task."""
 
 
 def _check_strategy(strategy: str, scheme: str) -> None:
     """A scheme needs the columns and the groups its strategy gives."""
-    needed = {"slate": "slate", "mc_pr": "mc_value"}.get(scheme, "")
+    needed = {"slate": "slate", "mc_pr": "mc_value", "ppr": "ppr"}.get(scheme, "")
     if needed and strategy != needed and not (scheme, strategy) == ("slate", "full"):
         raise ConfigError(f"config: learner.scheme = {scheme!r} needs scheduler.strategy = {needed!r}")
     if strategy == "slate" and scheme != "slate":
@@ -312,7 +335,7 @@ def _check_strategy(strategy: str, scheme: str) -> None:
         raise ConfigError(
             f"config: scheduler.strategy = 'mc_value' has no effect with learner.scheme = {scheme!r}: use 'chain', or 'mc_pr'"
         )
-    if strategy == "chain" and scheme in _GROUPED:
+    if strategy in ("chain", "ppr") and scheme in _GROUPED:
         raise ConfigError(
             f"config: learner.scheme = {scheme!r} compares trajectories of one task: it needs scheduler.strategy = 'full'"
         )
@@ -330,7 +353,7 @@ def _check_effects(config: Config) -> None:
         raise ConfigError(
             f"config: scheduler.selection has no effect with scheduler.strategy = {s.strategy!r}: remove it"
         )
-    if s.strategy in ("chain", "mc_value") and s.k != default.k:
+    if s.strategy in ("chain", "mc_value", "ppr") and s.k != default.k:
         raise ConfigError(
             f"config: scheduler.k = {s.k} has no effect with scheduler.strategy = {s.strategy!r} (one trajectory a task): remove it"
         )
@@ -338,8 +361,11 @@ def _check_effects(config: Config) -> None:
         raise ConfigError(
             f"config: scheduler.continuations has no effect with scheduler.strategy = {s.strategy!r}: remove it"
         )
+    if s.strategy == "ppr" and s.bonus != default.bonus:
+        raise ConfigError(f"config: scheduler.bonus = {s.bonus} has no effect with scheduler.strategy = 'ppr': remove it")
     _check_learner(w)
     _check_strategy(s.strategy, w.scheme)
+    _check_columns(s, w.scheme)
     if 0 < w.decay_updates < s.updates:
         raise ConfigError(
             f"config: learner.decay_updates = {w.decay_updates} leaves a learning rate of 0 for the rest of scheduler.updates ="

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from math import fsum
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +22,8 @@ INVALID_NOTICE = (
 )
 
 _ACTION = re.compile(r"\s*<think>(.*?)</think>\s*<(search|answer)>(.*?)</\2>", re.DOTALL)
+_FREE = re.compile(r"(?:.*?<think>(.*?)</think>)?.*?<(search|answer)>(.*?)</\2>", re.DOTALL)
+"""The first search or answer block, with any text around it."""
 _RETRIEVED_CHARACTERS = 300
 """How much of an observation the judge's context shows (methods.md 1.3)."""
 
@@ -42,7 +45,11 @@ class State(msgspec.Struct, frozen=True):
 
 
 class SearchQA:
-    """The search-QA rules. prompt: name of a file in prompts/ or a path; topk: passages a search shows."""
+    """The search-QA rules. prompt: name of a file in prompts/ or a path; topk: passages a search shows.
+
+    think: whether an action without a think block right before it is invalid ("required", SLATE) or the first search or answer block
+    counts whatever stands before it ("optional", Search-R1 and PPR). newlines: around an information block (SLATE 1, PPR 2).
+    """
 
     name = "search_qa"
     stop = ["</search>", "</answer>"]
@@ -52,7 +59,14 @@ class SearchQA:
     fresh = False
     rewarded_by_judge = False
 
-    def __init__(self, prompt: str = "search_r1", topk: int = 3, max_observation_characters: int = 2000):
+    def __init__(
+        self,
+        prompt: str = "search_r1",
+        topk: int = 3,
+        max_observation_characters: int = 2000,
+        think: Literal["required", "optional"] = "required",
+        newlines: int = 1,
+    ):
         path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in PROMPTS.glob("*.txt")))
@@ -63,6 +77,7 @@ class SearchQA:
         if "{question}" not in self.template:
             raise ValueError(f"prompt file {path} has no {{question}} placeholder")
         self.topk, self.max_observation_characters = topk, max_observation_characters
+        self.form, self.newlines = (_ACTION if think == "required" else _FREE), newlines
 
     def initial(self, task: Task) -> State:
         """The state before the first action."""
@@ -81,11 +96,11 @@ class SearchQA:
         return self.parse(text)
 
     def parse(self, text: str) -> Action:
-        """The action in generated text: one think block, then one search or answer block; anything else is invalid."""
-        found = _ACTION.match(text)
+        """The action in generated text: one think block (unless optional), then one search or answer block; else it is invalid."""
+        found = self.form.match(text)
         if found is None:
             return Action("invalid", text)
-        think, kind, content = found[1].strip(), found[2], found[3].strip()
+        think, kind, content = (found[1] or "").strip(), found[2], found[3].strip()
         if kind == "search":
             return Action("search", text, think=think, query=content)
         return Action("answer", text, think=think, answer=content)
@@ -110,7 +125,8 @@ class SearchQA:
         """The information block of methods.md 1.5, cut at ``max_observation_characters``."""
         lines = "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1))
         lines = lines[: self.max_observation_characters] or "No results found."
-        return f"\n<information>{lines}</information>\n"
+        around = "\n" * self.newlines
+        return f"{around}<information>{lines}</information>{around}"
 
     def context(self, state: State) -> str:
         """The judge's context string of methods.md 1.3: the bare question, then each past step."""

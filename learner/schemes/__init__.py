@@ -2,7 +2,7 @@
 
 ``advantages(table, **options)`` returns float64 [tokens], or an ``Estimate`` when it also has targets for a critic. The optional
 ``needs(**options)`` names the token columns it reads ("value", "prm", "kl", "log_ratio"): that is what makes the learner hold a
-critic, an implicit reward model or a reference. A new scheme is a new file here and ``learner.scheme = "its name"``.
+critic, an implicit reward model or a reference. The optional ``metrics(table, **options)`` measures each batch. A new scheme is a new file here and ``learner.scheme = "its name"``.
 """
 
 import importlib
@@ -18,16 +18,21 @@ from wire.options import checked
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """A scheme with its options. needs: the token columns it reads."""
+    """A scheme with its options. needs: the token columns it reads. measure: what it measures of each batch."""
 
     name: str
     function: Callable[..., Any]
     options: dict[str, Any]
     needs: frozenset[str]
+    measure: Callable[..., dict[str, float]] | None = None
 
     def __call__(self, table: TurnTable) -> Estimate:
         made = self.function(table, **self.options)
         return made if isinstance(made, Estimate) else Estimate(made)
+
+    def metrics(self, table: TurnTable) -> dict[str, float]:
+        """Its own metrics of a batch, by name."""
+        return {} if self.measure is None else self.measure(table, **self.options)
 
 
 def names() -> list[str]:
@@ -42,4 +47,4 @@ def load(name: str, options: dict[str, Any]) -> Scheme:
     module = importlib.import_module(f"{__name__}.{name}")
     options = checked("learner.scheme_options", f"scheme {name!r}", module.advantages, options, ("table",))
     needs = module.needs(**options) if hasattr(module, "needs") else ()
-    return Scheme(name, module.advantages, options, frozenset(needs))
+    return Scheme(name, module.advantages, options, frozenset(needs), getattr(module, "metrics", None))

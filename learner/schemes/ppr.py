@@ -61,6 +61,31 @@ def turn_rewards(
     return np.where(judged, _normalised(r_hat, r_o, judged, trajectories.of, normalisation), np.where(last, r_o, 0.0))
 
 
+def metrics(
+    table: TurnTable,
+    normalisation: Normalisation = "constant",
+    invalid: Literal["zero", "skip"] = "zero",
+    process: str = "process",
+    outcome: str = "outcome",
+    **_: object,
+) -> dict[str, float]:
+    """The length side effect (methods.md 5): turns of correct and of wrong trajectories, and what a judged turn pays in each.
+
+    With the constant a turn pays r_hat once the answer is right, and r_hat - 1 once it is wrong: long successes, short failures.
+    """
+    rewards = turn_rewards(table, normalisation, invalid, process, outcome)
+    trajectories = table.trajectories()
+    last = trajectories.last()
+    right = trajectories.total(np.where(last, table.column(outcome), 0.0)) > 0
+    turns = np.bincount(trajectories.of, minlength=len(right)).astype(float)
+    made = {}
+    for name, chosen in (("correct", right), ("wrong", ~right)):
+        judged = chosen[trajectories.of] & ~last
+        made |= {f"ppr/turns_{name}": float(turns[chosen].mean())} if chosen.any() else {}
+        made |= {f"ppr/turn_pay_{name}": float(rewards[judged].mean())} if judged.any() else {}
+    return made | ({"ppr/process_reward": float(rewards[~last].mean())} if (~last).any() else {})
+
+
 def _normalised(r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, how: str) -> np.ndarray:
     match how:
         case "constant":

@@ -1,6 +1,7 @@
 """Rollout strategies: one file each, ``async def grow(tree, ctx)``, reading like the paper's pseudo-code.
 
-A strategy starts from ``tree.tip()``, so a tree that was grown halfway before a crash goes on where it stood.
+A strategy starts from ``tree.tip()``, so a tree that was grown halfway before a crash goes on where it stood. EVALUATION, where a
+module has it, is the strategy that held-out tasks are done with, one trajectory each; "chain" otherwise.
 """
 
 import importlib
@@ -13,7 +14,16 @@ Strategy = Callable[[Any, Any], Awaitable[None]]
 
 def load(name: str) -> Strategy:
     """The strategy ``name``; raises ValueError naming the known ones."""
+    return _module(name).grow
+
+
+def evaluation(name: str) -> Strategy:
+    """The strategy that does the held-out tasks of a run with strategy ``name``."""
+    return load(getattr(_module(name), "EVALUATION", "chain"))
+
+
+def _module(name: str) -> Any:
     known = sorted(module.name for module in pkgutil.iter_modules(__path__))
     if name not in known:
         raise ValueError(f"scheduler.strategy = {name!r}: expected one of {known}")
-    return importlib.import_module(f"{__name__}.{name}").grow
+    return importlib.import_module(f"{__name__}.{name}")

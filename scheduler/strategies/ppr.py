@@ -21,18 +21,17 @@ async def grow(tree: Tree, ctx: Context) -> None:
 async def episode(tree: Tree, ctx: Context) -> list[Node]:
     """The trajectory from where it stands; its actions in order."""
     async with Beside() as beside:
-        node = await ctx.tip()
+        place: Node | None = await ctx.tip()
         for action in tree.actions():  # of a tree that was grown halfway
-            if action is not node and not ctx.assessed(action):
+            if action is not place and "judge_valid" not in action.scores:
                 beside.start(ctx.assess(action))
-        while node is not None:
-            if node.kind != "action":
-                (node,) = await ctx.generate(node, 1)
-                node.chosen = True
-                ctx.note_validity(node)
-            if ctx.action(node).kind == "answer" or node.step >= ctx.settings.budget:
+        while place is not None:
+            if place.kind != "action":
+                (place,) = await ctx.generate(place, 1)
+                place.chosen = True
+            if ctx.note(place).kind == "answer" or place.step >= ctx.settings.budget:
                 break
-            acted, node = node, await ctx.step(node)
+            acted, place = place, await ctx.step(place)
             beside.start(ctx.assess(acted))
     await ctx.finish()
     return tree.actions()

@@ -1,0 +1,116 @@
+"""PPR's rounds against scripted services: what is judged, with what, and what a crash leaves to do."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments.search_qa import INVALID_NOTICE
+from scheduler import strategies
+from scheduler.strategies import ppr
+from scheduler.tree import Tree
+from tests.scheduler.test_strategies import BAD, GOOD, NOTHING, RIGHT, TASK, Services, Stage
+from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
+
+FOUND = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
+
+
+class Judged(Services):
+    """Gives every turn the next of ``scores``; None is an invalid judgement. Keeps what it was shown."""
+
+    def __init__(self, stage: Stage, scores: list[float | None]):
+        super().__init__(stage.services.text, stage.services.script)
+        self.scores, self.shown = scores, list[JudgedTurn]()
+
+    async def call(self, service: str, request: Any, **settings: Any) -> Any:
+        if service != "judge.pprm":
+            return await super().call(service, request, **settings)
+        assert isinstance(request, JudgeRequest)
+        self.shown += request.turns
+        return JudgeResult([self._one(self.scores.pop(0)) for _ in request.turns])
+
+    def _one(self, score: float | None) -> Judgement:
+        return Judgement({}, ["process"], "no score block") if score is None else Judgement({"process": score})
+
+
+def staged(tmp_path: Path, llama: Path, script: list[list[str]], scores: list[float | None], budget: int = 3) -> Stage:
+    stage = Stage(tmp_path, llama, script, budget=budget, judge="pprm")
+    stage.context.shop = stage.shop = _with(stage, scores)
+    return stage
+
+
+def _with(stage: Stage, scores: list[float | None]) -> Any:
+    stage.services = Judged(stage, scores)
+    return msgspec.structs.replace(stage.shop, dispatcher=stage.services)
+
+
+async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(tmp_path: Path, llama: Path) -> None:
+    stage = staged(tmp_path, llama, [[GOOD], [BAD], [RIGHT]], [0.5, 1.0])
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    assert [turn.scores.get("process") for turn in group] == [0.5, 1.0, None]
+    assert [turn.scores.get("judge_valid") for turn in group] == [1.0, 1.0, None]
+    assert group[-1].scores["outcome"] == 1
+    first, second = stage.services.shown  # type: ignore[attr-defined]
+    assert (first.transcript, first.response, first.observation) == ("", GOOD, FOUND)
+    assert (second.transcript, second.response, second.observation) == (GOOD + FOUND, BAD, FOUND)
+
+
+async def test_the_budget_ends_the_rounds_and_no_answer_is_forced(tmp_path: Path, llama: Path) -> None:
+    stage = staged(tmp_path, llama, [[GOOD], [GOOD]], [0.5], budget=2)
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    assert [turn.scores.get("process") for turn in group] == [0.5, None]
+    assert group[-1].scores["outcome"] == 0
+    assert group[-1].scores["searches"] == 2  # the one of the final generation counts too (methods.md 2.4)
+
+
+async def test_an_unusable_action_consumes_its_turn_and_is_judged(tmp_path: Path, llama: Path) -> None:
+    stage = staged(tmp_path, llama, [[NOTHING], [RIGHT]], [0.0])
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    assert [turn.scores["valid"] for turn in group] == [0, 1]
+    assert stage.services.shown[0].observation == INVALID_NOTICE  # type: ignore[attr-defined]
+
+
+async def test_an_invalid_judgement_leaves_no_score(tmp_path: Path, llama: Path) -> None:
+    stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [None])
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    assert "process" not in group[0].scores
+    assert group[0].scores["judge_valid"] == 0
+    assert stage.counts["invalid_judgements"] == 1
+
+
+async def test_the_extent_counts_sampled_and_observed_tokens(tmp_path: Path, llama: Path) -> None:
+    stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [1.0])
+    await stage.grow(ppr)
+    scores = stage.groups[0][-1].scores
+    length = {text: len(stage.shop.text.encode(text)) for text in (GOOD, RIGHT, FOUND)}
+    assert scores["turns"] == 2
+    assert scores["searches"] == 1
+    assert scores["sampled_tokens"] == length[GOOD] + length[RIGHT]
+    assert scores["response_tokens"] == sum(length.values())
+
+
+@pytest.mark.parametrize("kept", [2, 3, 4, 5])
+async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(tmp_path: Path, llama: Path, kept: int) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = staged(tmp_path / "whole", llama, [[GOOD], [BAD], [RIGHT]], [0.5, 1.0])
+    await whole.grow(ppr)
+    nodes = list(whole.tree.nodes.values())[:kept]
+    for node in nodes[-2:]:  # their judgements were on the way
+        node.scores = {"valid": 1.0} if node.kind == "action" else {}
+    left = [[[BAD], [RIGHT]], [[BAD], [RIGHT]], [[RIGHT]], [[RIGHT]]][kept - 2]
+    stage = staged(tmp_path, llama, left, [0.25] * 3)
+    stage.tree.nodes = Tree(0, TASK.id, "train", nodes).nodes
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    assert [turn.scores["process"] for turn in group[:-1]] == [0.25 if kept < 4 else 0.5, 0.25]
+    assert [turn.turn for turn in group] == [1, 2, 3]
+
+
+def test_held_out_tasks_are_done_as_they_are_trained() -> None:
+    assert strategies.evaluation("ppr") is ppr.grow
+    assert strategies.evaluation("slate") is strategies.load("chain")
