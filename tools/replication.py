@@ -46,12 +46,36 @@ class Study(msgspec.Struct, frozen=True):
     seeds: int = 5
 
 
+_PPR, _SLATE = "ppr-tiny", "slate-tiny"
+_NORM = "learner.scheme_options.normalisation="
+_EM_ONLY = ["scheduler.judge=slate_em", "scheduler.bonus=0.0", "judges.use={exact_match={}, slate_em={}}"]
 _OR = ["learner.scheme=outcome"]
 _MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5"]
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 
 STUDIES = {
+    "ppr": Study(
+        "em",
+        {
+            "ReNorm": Arm(_PPR),
+            "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
+            "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
+            "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
+            "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
+            "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
+        },
+    ),
+    "slate": Study(
+        "em",
+        {
+            "SLATE": Arm(_SLATE),
+            "(a) whole trajectories": Arm(_SLATE, ["scheduler.strategy=full", "learner.scheme=slate_full"]),
+            "(b) rule rewards": Arm(_SLATE, ["judges.use.slate_rules.query=format"]),
+            "(c) exact match only": Arm(_SLATE, _EM_ONLY),
+        }
+        | {f"k = {k}": Arm(_SLATE, [f"scheduler.k={k}"]) for k in (1, 3, 7)},
+    ),
     "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}),
     "vpr-sudoku": Study(
         "success", {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, [*_MC, *_SHORT])}

@@ -154,9 +154,13 @@ class SearchQA:
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """em, f1 (also by hops), return (the sum of judged rewards), valid actions, answered without force, searches."""
+        """em, f1 (also by hops), return (the sum of judged rewards), valid actions, answered without force, turns, searches.
+
+        Where turns were judged after their search came back (PPR): process, and judge_valid, of each.
+        """
         own = [turn for turn in turns if not turn["forced"]]
         em, f1 = turns[-1].get("outcome", 0.0), turns[-1].get("f1", 0.0)
+        some = {name: [turn[name] for turn in own if name in turn] for name in ("process", "judge_valid", "response_tokens")}
         return {
             "em": [em],
             f"em_{task.hops}_hop": [em],
@@ -164,5 +168,6 @@ class SearchQA:
             "return": [fsum(turn.get("reward", 0.0) for turn in own)],
             "valid": [turn.get("valid", 0.0) for turn in own],
             "answered": [float(not turns[-1]["forced"])],
-            "searches": [float(sum("query" in turn for turn in own))],
-        }
+            "turns": [float(len(own))],
+            "searches": [own[-1].get("searches", float(sum("query" in turn for turn in own)))],
+        } | {name: values for name, values in some.items() if values}

@@ -16,6 +16,7 @@ from judges.exact_match import ExactMatch, exact_match, extract_answer, f1, norm
 from judges.llm import ChatEndpoint
 from judges.serve import Batcher, make_worker
 from judges.slate import Slate, parse_score
+from judges.slate_em import SlateEm
 from judges.slate_rules import SlateRules
 from tests.services import bench
 from wire.faults import InfrastructureFault
@@ -292,3 +293,13 @@ async def test_nan_is_an_invalid_score_never_a_zero(tmp_path: Path) -> None:
 def test_an_unknown_judge_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="exact_match"):
         make_worker("exact", {})
+
+
+async def test_the_exact_match_ablation_pays_right_answers_alone() -> None:
+    turns = [
+        turn(answer="sofia", golds=["Sofia"]),
+        turn(answer="Rome", golds=["Sofia"]),
+        turn(query="capital of Bulgaria", golds=["Sofia"]),
+    ]
+    scores = [judgement.scores for judgement in await SlateEm().score(turns)]
+    assert scores == [{"think": 0, "answer": 1}, {"think": 0, "answer": 0}, {"think": 0, "query": 0}]

@@ -366,6 +366,17 @@ def test_ppr_does_not_judge_the_last_turn_even_where_a_score_is_there() -> None:
     assert ppr.turn_rewards(t, "reduced").tolist() == [0, 1.5]
 
 
+def test_ppr_measures_what_a_turn_pays_in_correct_and_in_wrong_trajectories() -> None:
+    assert schemes.load("ppr", {}).metrics(two_judged()) == {
+        "ppr/turns_correct": 3,
+        "ppr/turns_wrong": 3,
+        "ppr/turn_pay_correct": 0.75,  # (.5 + 1) / 2
+        "ppr/turn_pay_wrong": -0.875,  # (-1 + .25 - 1) / 2: the invalid one counts as r_hat = 0
+        "ppr/process_reward": -0.0625,
+    }
+    assert "ppr/turn_pay_correct" not in schemes.load("ppr", {}).metrics(ppr_case([], 1))
+
+
 def test_ppr_refuses_an_unknown_normalisation() -> None:
     with pytest.raises(ValueError, match=r"'mean'.*expected constant, sample"):
         ppr.turn_rewards(two_judged(), "mean")  # pyright: ignore[reportArgumentType]

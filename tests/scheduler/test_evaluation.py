@@ -82,6 +82,7 @@ def test_search_episodes_are_summed_up_by_question_and_by_action() -> None:
         "valid": 0.75,  # of four actions
         "answered": 0.5,
         "searches": 1.0,
+        "turns": 2.0,
     }
 
 
