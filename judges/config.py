@@ -4,12 +4,63 @@ from typing import Any
 
 import msgspec
 
+SERVED = "served"
+"""The url of an endpoint that asks the model of [judges.model]."""
+
+
+class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [judges.model]: a model that the run serves to its own judges, over the OpenAI protocol on the loopback.
+
+    name: as of [model]. threads: compute threads. max_context: prompt and reply in tokens. max_batch: replies written together.
+    kv_cache_gib: keys and values, running and cached. wait_s: how long judges wait for it at the start.
+    """
+
+    name: str = "smollm2-135m"
+    threads: int = 1
+    max_context: int = 4096
+    max_batch: int = 8
+    kv_cache_gib: float = 1.0
+    wait_s: float = 300.0
+
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [judges]. use: built-in name or "module:Class" -> constructor options. One process serves them, another the
-    built-in opponents."""
+    built-in opponents. model: what an endpoint with the url "served" asks, in a process of its own."""
 
     use: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"slate_rules": {}, "exact_match": {}})
+    model: JudgeModelConfig | None = None
+
+
+def uses_served_model(options: dict[str, Any]) -> bool:
+    """Do a judge's options name the run's own model?"""
+    endpoint = options.get("endpoint")
+    return isinstance(endpoint, dict) and endpoint.get("url") == SERVED
+
+
+def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig) -> dict[str, Any]:
+    """A judge's options with the address of the run's own model in place of "served", and what that model can do as defaults.
+
+    Raises ValueError for an endpoint that asks another model, or for replies longer than its context.
+    """
+    if not uses_served_model(options):
+        return options
+    defaults = {
+        "model": model.name,
+        "constrain": "sglang",
+        "concurrency": model.max_batch,
+        "max_tokens": model.max_context // 4,
+        "wait_s": model.wait_s,
+    }
+    endpoint = defaults | options["endpoint"] | {"url": url}
+    limit = endpoint["max_tokens"]
+    if endpoint["model"] != model.name:
+        raise ValueError(f"endpoint.model = {endpoint['model']!r}: [judges.model] is {model.name!r}: remove the former")
+    if isinstance(limit, int) and limit >= model.max_context:
+        raise ValueError(
+            f"endpoint.max_tokens = {limit} leaves no room for a prompt in judges.model.max_context ="
+            f" {model.max_context}: raise the latter"
+        )
+    return options | {"endpoint": endpoint}
 
 
 class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

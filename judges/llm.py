@@ -1,14 +1,19 @@
 """A client of the OpenAI-compatible chat protocol; any server that speaks it will do. Retries and counts are ``wire.http``'s."""
 
+import asyncio
+import time
 from collections import Counter
 from typing import Any, Literal
 
 import msgspec
 
-from wire.faults import InfrastructureFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 
 _PATH = "/chat/completions"
+_MODELS = "/models"
+_LOOK_S = 0.5
+"""Between two looks whether a server is there, and the longest one of them."""
 
 
 class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,7 +21,8 @@ class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     timeout_s: of one attempt. backoff_s: the pause after the first failure, doubled each time, or as long as the server asks.
     constrain: how the server is asked to hold a reply to the judge's form: "sglang" (also tools/serve-model), "vllm", or "" when it
-    cannot. fields: more of the request's body.
+    cannot. fields: more of the request's body. wait_s: how long to wait at the start for a server that is still loading its model
+    (it answers /models); 0 asks for nothing.
     """
 
     url: str
@@ -30,6 +36,7 @@ class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float = 0.0
     constrain: Literal["", "sglang", "vllm"] = ""
     fields: dict[str, Any] = {}
+    wait_s: float = 0.0
 
 
 class ChatClient:
@@ -52,21 +59,42 @@ class ChatClient:
         return self.http.counts
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ValueError naming the variable when the API key is not set."""
+        """Open the connection pool and wait for the server, if so asked.
+
+        Raises ValueError naming the variable when the API key is not set, InfrastructureFault when the server stays away.
+        """
         await self.http.start()
+        if self.endpoint.wait_s:
+            await self._wait(self.endpoint.wait_s)
+            self.counts.clear()  # of questions
+
+    async def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                await self.http.get(_MODELS, timeout_s=_LOOK_S, attempts=1)
+                return
+            except InfrastructureFault as fault:
+                if time.monotonic() + _LOOK_S > end:
+                    raise InfrastructureFault(f"no server after {seconds:g} s (wait_s): {fault}") from None
+            await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
         """Close the connection pool."""
         await self.http.close()
 
-    async def ask(self, prompt: str, form: str = "") -> str:
-        """The reply to one user message. form: a regular expression for the whole reply, where the endpoint can be held to one.
+    async def ask(self, prompt: str, form: str = "", *, system: str = "") -> str:
+        """The reply to one user message, after a system message if there is one.
 
+        form: a regular expression for the whole reply, where the endpoint can be held to one.
         Raises InfrastructureFault after the last attempt, DataFault for a request the endpoint refuses; both name the cause.
         """
         request = {
             "model": self.endpoint.model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": [
+                *([{"role": "system", "content": system}] if system else []),
+                {"role": "user", "content": prompt},
+            ],
             "temperature": self.endpoint.temperature,
             "max_tokens": self.endpoint.max_tokens,
             **self._constraint(form),
@@ -84,7 +112,21 @@ class ChatClient:
             ) from None
         return content
 
+    async def reply_or_failure(self, prompt: str, form: str = "", *, system: str = "") -> tuple[str, str]:
+        """What ``ask`` gives and "", or "" and why there is no reply."""
+        try:
+            return await self.ask(prompt, form, system=system), ""
+        except (InfrastructureFault, DataFault) as fault:
+            return "", str(fault)
+
     def _constraint(self, form: str) -> dict[str, Any]:
         if not form or not self.endpoint.constrain:
             return {}
         return {"regex": form} if self.endpoint.constrain == "sglang" else {"structured_outputs": {"regex": form}}
+
+
+def validity(counts: Counter[str]) -> dict[str, float]:
+    """A judge's counters for the heartbeat: replies judged, those that could not be read, those that never came, and the valid share."""
+    judged, bad = counts["judged"], counts["failed"] + counts["unparsed"]
+    return {"judged": judged, "unparsed": counts["unparsed"], "failed": counts["failed"],
+            "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}  # fmt: skip

@@ -6,11 +6,13 @@
 import argparse
 import asyncio
 import importlib
+import inspect
 import logging
 import sys
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ BUILT_IN = {
     "exact_match": "judges.exact_match:ExactMatch",
     "slate_rules": "judges.slate_rules:SlateRules",
     "slate": "judges.slate:Slate",
+    "slate_em": "judges.slate_em:SlateEm",
     "pprm": "judges.pprm:Pprm",
     "pprm_rules": "judges.pprm_rules:PprmRules",
     "reward_model": "judges.reward_model:RewardModel",
@@ -77,6 +80,8 @@ def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
         sys.path.insert(0, str(Path.cwd()))
     kind = getattr(importlib.import_module(module), name)
     taken = options.checked(f"judges.use.{spec}", spec, kind.__init__, given, ("self",))
+    if missing := [name for name in _required(kind) if name not in taken]:
+        raise ValueError(f"judges.use.{spec}: {spec} needs {missing}: see docs/judges.md")
     try:
         made = kind(**taken)
     except ValueError as error:
@@ -87,6 +92,12 @@ def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
             f"judge {spec!r}: expected a subclass of judges.base.Judge with a name and columns, or of judges.players.Player"
         )
     return made
+
+
+def _required(kind: Callable[..., Any]) -> list[str]:
+    """Options without a default."""
+    given = (p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [parameter.name for parameter in given if parameter.default is parameter.empty]
 
 
 class Batcher:

@@ -10,14 +10,12 @@ computes the rules once a run, what a context adds to the one before once, and p
 import asyncio
 import re
 from collections import Counter
-from pathlib import Path
 
 from judges.base import Judge
-from judges.llm import ChatClient, ChatEndpoint
-from wire.faults import DataFault, InfrastructureFault
+from judges.llm import ChatClient, ChatEndpoint, validity
+from judges.templates import PROMPTS as PROMPTS
+from judges.templates import fill, read
 from wire.messages import JudgedTurn, Judgement
-
-PROMPTS = Path(__file__).parent / "prompts"
 
 _SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 _TERNARY = re.compile(r"\s*([+-]?1|[+-]?0)\s*")
@@ -56,13 +54,7 @@ class Slate(Judge):
     batch = 8
 
     def __init__(self, endpoint: ChatEndpoint, templates: dict[str, str] | None = None):
-        unknown = set(templates or {}) - set(self.columns)
-        if unknown:
-            raise ValueError(f"judge slate: templates for {sorted(unknown)}; expected {list(self.columns)}")
-        self.templates = {
-            column: Path((templates or {}).get(column, PROMPTS / f"slate_{column}.txt")).read_text()
-            for column in self.columns
-        }
+        self.templates = read("slate", {column: f"slate_{column}.txt" for column in self.columns}, templates)
         self.client = ChatClient(endpoint)
         self.form = reply_form(endpoint.max_tokens) if endpoint.constrain else ""
         self.counts: Counter[str] = Counter()
@@ -85,15 +77,16 @@ class Slate(Judge):
         return made
 
     def _fill(self, column: str, **values: str) -> str:
-        # One pass, so that braces or placeholders inside a value are left as they are.
-        return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), self.templates[column])
+        return fill(self.templates[column], **values)
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
         return list(await asyncio.gather(*(self._judge(turn) for turn in turns)))
 
     async def _judge(self, turn: JudgedTurn) -> Judgement:
         prompts = self.prompts(turn)
-        replies = await asyncio.gather(*(self._ask(prompt) for prompt in prompts.values()))
+        replies = await asyncio.gather(
+            *(self.client.reply_or_failure(prompt, self.form) for prompt in prompts.values())
+        )
         scores, invalid, notes = {}, [], []
         for column, (reply, failure) in zip(prompts, replies, strict=True):
             value = parse_score(reply)
@@ -106,16 +99,6 @@ class Slate(Judge):
             notes.append(f"[{column}] {failure or reply.strip()}")
         return Judgement(scores, invalid, "\n".join(notes))
 
-    async def _ask(self, prompt: str) -> tuple[str, str]:
-        """The reply, or "" and why there is none."""
-        try:
-            return await self.client.ask(prompt, self.form), ""
-        except (InfrastructureFault, DataFault) as fault:
-            return "", str(fault)
-
     def stats(self) -> dict[str, float]:
         """Counters for the heartbeat; judge_valid_rate is valid components over judged ones."""
-        judged = self.counts["judged"]
-        bad = self.counts["failed"] + self.counts["unparsed"]
-        return {"judged": judged, "unparsed": self.counts["unparsed"], "failed": self.counts["failed"],
-                "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}  # fmt: skip
+        return validity(self.counts)

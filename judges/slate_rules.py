@@ -11,18 +11,11 @@ think: 0, or -1 when empty.
 from typing import Literal
 
 from judges.base import Judge
+from judges.evidence import finds, shown
 from judges.exact_match import exact_match, f1, normalize
 from wire.messages import JudgedTurn, Judgement
 
-_FUNCTION_WORDS = frozenset(
-    ("of in is was and to what which who whose by for on it its with at from that this s name country").split()  # noqa: SIM905
-)
 _HALF = 0.5
-
-
-def content_words(text: str) -> set[str]:
-    """Normalised words without function words."""
-    return set(normalize(text).split()) - _FUNCTION_WORDS
 
 
 class SlateRules(Judge):
@@ -64,28 +57,5 @@ class SlateRules(Judge):
             return -1.0
         if self.query == "format" or not turn.evidence:
             return 0.0
-        missing = next((e for e in turn.evidence if not _shown(e, turn.past_observations)), None)
-        return -1.0 if missing is None else _finds(query, missing)
-
-
-def _parts(evidence: str) -> tuple[str, str, str]:
-    title, _, fact = evidence.partition("\n")
-    field, _, value = fact.partition(":")
-    return title.strip(), field.strip(), value.strip()
-
-
-def _shown(evidence: str, observations: list[str]) -> bool:
-    """Was this passage among those retrieved? The environment shows "(Title: T) Field: value"."""
-    title, field, value = _parts(evidence)
-    return any(f"(Title: {title}) {field}: {value}" in seen for seen in observations)
-
-
-def _finds(query: str, evidence: str) -> float:
-    title, field, value = (content_words(part) for part in _parts(evidence))
-    asked = content_words(query)
-    names_field = bool(field & asked)
-    names_title = bool(title) and title <= asked
-    names_value = bool(value) and len(value & asked) >= _HALF * len(value)
-    if names_field and (names_title or names_value):
-        return 1.0
-    return 0.0 if names_field or names_title or names_value else -1.0
+        missing = next((e for e in turn.evidence if not shown(e, turn.past_observations)), None)
+        return -1.0 if missing is None else finds(query, missing)

@@ -14,16 +14,20 @@ from tools.facts import ensure_facts
 from tools.index_corpus import ensure_index
 from tools.legal_play import ensure_legal_play
 from tools.model import ensure_model
+from tools.search_play import ensure_search_play
+from tools.tiny_search import NAME as TINY_SEARCH
 from tools.warm_start import ensure_warm_start
 
 
 class Assets(msgspec.Struct, frozen=True):
-    """Resolved paths. train, heldout: "" where the environment makes its tasks. retriever: an index folder, a URL, or "" for none."""
+    """Resolved paths. train, heldout: "" where the environment makes its tasks. retriever: an index folder, a URL, or "" for none.
+    judge_model: the folder of [judges.model], "" for none."""
 
     model: str
     train: str
     heldout: str
     retriever: str
+    judge_model: str = ""
 
 
 def cache_folder() -> Path:
@@ -34,7 +38,17 @@ def cache_folder() -> Path:
 def prepare(config: Config) -> Assets:
     """Make or find everything; raises FileNotFoundError, ValueError or MemoryError with the remedy."""
     cache = cache_folder()
-    model = ensure_model(config.model.name, cache)
+    found = _prepare(config, ensure_model(config.model.name, cache), cache)
+    if config.judges.model is None:
+        return found
+    try:
+        folder = ensure_model(config.judges.model.name, cache)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"judges.{error}") from None  # it names model.name
+    return msgspec.structs.replace(found, judge_model=str(folder))
+
+
+def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     environment = registry.load(config.data.environment, config.data.options)
     if isinstance(environment, SearchQA):
         return _for_search(config, environment, model, cache)
@@ -66,7 +80,9 @@ def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path)
                 f"data.corpus {str(corpus)!r} does not exist: expected a JSONL file of {{id, contents}}"
             )
         retriever = str(ensure_index(corpus, config.retriever.encoder, cache, config.threads))
-    if config.warm_start.steps and facts is not None:
+    if config.model.name == TINY_SEARCH and facts is not None:
+        model = ensure_search_play(model, facts / "corpus.jsonl", environment, config.warm_start, cache, config.threads)
+    elif config.warm_start.steps and facts is not None:
         index = Path(retriever)
         model = ensure_warm_start(
             model, facts, index, config.retriever.encoder, environment, config.warm_start, cache, config.threads

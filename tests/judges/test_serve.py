@@ -215,9 +215,16 @@ async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_
 
 
 def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> None:
-    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
+    needs = {"slate": asks, "pprm": asks, "reward_model": {"model": "m"}}
     for name in BUILT_IN:
-        assert make_worker(name, {"endpoint": endpoint} if name == "slate" else {}).name == name
+        assert make_worker(name, needs.get(name, {})).name == name
+
+
+@pytest.mark.parametrize(("name", "needs"), [("slate", "endpoint"), ("pprm", "endpoint"), ("reward_model", "model")])
+def test_an_option_that_a_judge_cannot_do_without_is_asked_for_by_its_name(name: str, needs: str) -> None:
+    with pytest.raises(ValueError, match=rf"judges\.use\.{name}: {name} needs \['{needs}'\]"):
+        make_worker(name, {})
 
 
 def test_an_endpoint_with_an_unknown_key_is_refused_by_its_name() -> None:

@@ -1,0 +1,60 @@
+"""What rule judges know of supporting passages, each one text "Title\\nField: value", and of what a search showed."""
+
+import re
+
+from judges.exact_match import normalize
+
+_FUNCTION_WORDS = frozenset(
+    ("of in is was and to what which who whose by for on it its with at from that this s name country").split()  # noqa: SIM905
+)
+_HALF = 0.5
+_INFORMATION = re.compile(r"</?information>")
+_FRAME = re.compile(r"</?information>|Doc \d+\(Title:")
+_DOCUMENT = re.compile(r"(?:^|\n)\s*Doc \d+(?=\(Title: )")
+
+
+def content_words(text: str) -> set[str]:
+    """Normalised words without function words."""
+    return set(normalize(text).split()) - _FUNCTION_WORDS
+
+
+def parts(evidence: str) -> tuple[str, str, str]:
+    """Title, field and value of a supporting passage."""
+    title, _, fact = evidence.partition("\n")
+    field, _, value = fact.partition(":")
+    return title.strip(), field.strip(), value.strip()
+
+
+def shown(evidence: str, observations: list[str]) -> bool:
+    """Was this passage among those retrieved? The environment shows "(Title: T) Field: value"."""
+    title, field, value = parts(evidence)
+    return any(f"(Title: {title}) {field}: {value}" in seen for seen in observations)
+
+
+def finds(query: str, evidence: str) -> float:
+    """+1 when the query would find the passage, by its title with its field or its field with its value; 0 when it names part of
+    that, -1 when nothing."""
+    title, field, value = (content_words(part) for part in parts(evidence))
+    asked = content_words(query)
+    names_field = bool(field & asked)
+    names_title = bool(title) and title <= asked
+    names_value = bool(value) and len(value & asked) >= _HALF * len(value)
+    if names_field and (names_title or names_value):
+        return 1.0
+    return 0.0 if names_field or names_title or names_value else -1.0
+
+
+def passages(observation: str) -> list[str]:
+    """The passages of an information block, "(Title: T) text" each; none of a notice or an empty result."""
+    return [text.strip() for text in _DOCUMENT.split(_INFORMATION.sub("", observation))[1:]]
+
+
+def said(observation: str) -> str:
+    """An information block without its tags and numbers, which would run into the words beside them."""
+    return _FRAME.sub(" ", observation)
+
+
+def holds(observation: str, golds: list[str]) -> bool:
+    """Does a gold answer stand in what came back, word by word after normalisation?"""
+    words = f" {normalize(said(observation))} "
+    return any(f" {gold} " in words for gold in map(normalize, golds) if gold)

@@ -1,0 +1,204 @@
+"""PPR's three principles by rule, without a model: a score of the same form as the PPRM's, and its reasons in the same two lines.
+
+Each principle gives 0 to 2 points: the information is used, the query is good, a search (or none) is the right decision. An answer has
+no query, so its most is 4 points; a search's is 6. A turn that cannot be read, or with text outside the four tags, has 0 of 6.
+
+view = "evidence": knows the supporting passages, and grades the turn against those that were and were not shown before it:
+    information  what the think names of the latest one shown: 2 what the question did not say, 1 anything of it, 0 nothing. As
+                 long as none is shown: of the question's words 2 half, 1 any, 0 none.
+    query        2 finds the next one not shown, 1 names part of what finds it, 0 none, empty or asked before.
+    decision     2 for a search while one is missing and an answer when none is, 1 for a search then whose query has no point, else 0.
+view = "retrieval": knows the gold answers and what came back:
+    information  of a search 2 when a gold answer came back, 1 when a passage not seen before has a word of the question, else 0; of
+                 an answer 2 when an earlier observation holds the answer given, else 0.
+    query        2 when half of its words are the question's or of earlier observations, 1 any, 0 none, empty or asked before.
+    decision     2 for a search before a gold answer was shown and an answer after, 1 for a search then whose query has no point, else 0.
+
+Where the data names no supporting passages, "evidence" grades as "retrieval".
+"""
+
+import re
+import textwrap
+from typing import Literal
+
+from judges.base import Judge
+from judges.evidence import content_words, finds, holds, parts, passages, said, shown
+from judges.exact_match import normalize
+from wire.messages import JudgedTurn, Judgement
+
+VIEWS = ("evidence", "retrieval")
+Found = tuple[int, str]
+"""The points of one principle, 0 to 2, and what was found, in words."""
+
+_BLOCK = re.compile(r"<(think|search|information|answer)>.*?</\1>", re.DOTALL)
+_HALF = 0.5
+_EACH = 2
+_SHOWN = 100
+"""Characters of the turn's own words that a judgement repeats."""
+
+
+class PprmRules(Judge):
+    """Column process, S/M; the explanation is the judgement as a PPRM would write it."""
+
+    name = "pprm_rules"
+    columns = ("process",)
+    concurrency = 256
+    batch = 256
+
+    def __init__(self, view: Literal["evidence", "retrieval"] = "evidence"):
+        if view not in VIEWS:
+            raise ValueError(f"pprm_rules: view={view!r}: expected {'|'.join(VIEWS)}")
+        self.view = view
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return [self.judge(turn) for turn in turns]
+
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        """The judgement of one turn."""
+        problem = _format(turn)
+        if problem:
+            return _judgement(0, 3 * _EACH, f"Format: {problem}, so no point is given.")
+        graded = _by_evidence(turn) if self.view == "evidence" and turn.evidence else _by_retrieval(turn)
+        reasons = [f"{name}: {found} ({points} of {_EACH})." for name, (points, found) in graded.items()]
+        return _judgement(sum(points for points, _ in graded.values()), _EACH * len(graded), " ".join(reasons))
+
+
+def _judgement(reached: int, most: int, analysis: str) -> Judgement:
+    text = f"Analysis: {analysis}\nScores: <final_score>{reached},{most}</final_score>"
+    return Judgement({"process": reached / most}, explanation=text)
+
+
+def _format(turn: JudgedTurn) -> str:
+    """What breaks the format rule, "" for nothing."""
+    if outside := _BLOCK.sub("", turn.response).strip():
+        return f"{_quoted(outside)} stands outside the tags"
+    if turn.query is None and turn.answer is None:
+        return "there is neither a search nor an answer that can be read"
+    return ""
+
+
+def _quoted(text: str) -> str:
+    return f'"{textwrap.shorten(text, _SHOWN, placeholder=" ..")}"'
+
+
+def _known_words(turn: JudgedTurn) -> set[str]:
+    """Of the question and of all that came back before the turn."""
+    return content_words(" ".join([turn.question, *map(said, turn.past_observations)]))
+
+
+def _repeated(turn: JudgedTurn) -> bool:
+    return normalize(turn.query or "") in {normalize(past) for past in turn.past_queries}
+
+
+# ---------------------------------------------------------------------------------------------- knowing the passages
+
+
+def _by_evidence(turn: JudgedTurn) -> dict[str, Found]:
+    known = [passage for passage in turn.evidence if shown(passage, turn.past_observations)]
+    missing = [passage for passage in turn.evidence if passage not in known]
+    graded = {"Information": _used(turn, known[-1]) if known else _understood(turn)}
+    if turn.answer is None:
+        graded["Query"] = _asked(turn, missing)
+    graded["Decision"] = _decided(graded.get("Query"), _named(missing[0], turn) if missing else "")
+    return graded
+
+
+def _named(passage: str, turn: JudgedTurn) -> str:
+    """A passage in words that a reader of the turn can follow: its title only where the question or an observation says it."""
+    title, field, value = parts(passage)
+    if content_words(title) <= _known_words(turn):
+        return f"the {field.lower()} of {title}"
+    return f"the one whose {field.lower()} is {value}"
+
+
+def _understood(turn: JudgedTurn) -> Found:
+    """Before any supporting passage is shown, the question is all there is to use."""
+    asked, thought = content_words(turn.question), content_words(turn.think or "")
+    if len(asked & thought) >= _HALF * len(asked):
+        return _EACH, "the reasoning takes up what the question asks"
+    return (
+        (1, "the reasoning takes up little of the question")
+        if asked & thought
+        else (0, "the reasoning ignores the question")
+    )
+
+
+def _used(turn: JudgedTurn, passage: str) -> Found:
+    title, _, value = map(content_words, parts(passage))
+    thought = content_words(turn.think or "")
+    new = (title | value) - content_words(turn.question) or title | value
+    if len(new & thought) >= _HALF * len(new):
+        return _EACH, f"the reasoning uses what was found, {_named(passage, turn)}"
+    if content_words(passage) & thought:
+        return 1, f"the reasoning touches what was found, {_named(passage, turn)}, without using it"
+    return 0, f"the reasoning leaves out what was found, {_named(passage, turn)}"
+
+
+def _asked(turn: JudgedTurn, missing: list[str]) -> Found:
+    query = normalize(turn.query or "")
+    if not query:
+        return 0, "the query is empty"
+    if _repeated(turn):
+        return 0, f"the query {_quoted(query)} was asked before"
+    if not missing:
+        return 0, f"the query {_quoted(query)} asks for nothing that is still missing"
+    fit = finds(query, missing[0])
+    if fit > 0:
+        return _EACH, f"the query {_quoted(query)} would find {_named(missing[0], turn)}"
+    if fit == 0:
+        return 1, f"the query {_quoted(query)} names only part of what finds {_named(missing[0], turn)}"
+    return 0, f"the query {_quoted(query)} does not ask for {_named(missing[0], turn)}"
+
+
+def _decided(query: Found | None, missing: str) -> Found:
+    """query: what was found of the query, None for an answer. missing: what is not known yet, "" when nothing is."""
+    acts = "it answers" if query is None else "it searches"
+    state = f"{missing} is not known yet" if missing else "all that is needed was shown"
+    if bool(missing) != (query is not None):
+        return 0, f"{acts} although {state}"
+    if query is not None and query[0] == 0:
+        return 1, f"{acts} and {state}, but it does not search for that"
+    return _EACH, f"{acts} and {state}"
+
+
+# ---------------------------------------------------------------------------------------------- knowing what came back
+
+
+def _by_retrieval(turn: JudgedTurn) -> dict[str, Found]:
+    missing = "" if any(holds(seen, turn.golds) for seen in turn.past_observations) else "the answer"
+    if turn.answer is not None:
+        return {"Information": _rests(turn.answer, turn.past_observations), "Decision": _decided(None, missing)}
+    query = _worded(turn)
+    return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
+
+
+def _rests(answer: str, seen: list[str]) -> Found:
+    if any(holds(observation, [answer]) for observation in seen):
+        return _EACH, f"the answer {_quoted(answer)} stands in what was found"
+    return 0, f"the answer {_quoted(answer)} does not stand in what was found"
+
+
+def _brought(turn: JudgedTurn) -> Found:
+    if holds(turn.observation or "", turn.golds):
+        return _EACH, "what came back holds the answer"
+    new = [p for p in passages(turn.observation or "") if not any(p in seen for seen in turn.past_observations)]
+    if not new:
+        return 0, "nothing new came back"
+    if content_words(turn.question) & content_words(" ".join(new)):
+        return 1, "what came back is new and of the question's subject but does not hold the answer"
+    return 0, "what came back is not of the question's subject"
+
+
+def _worded(turn: JudgedTurn) -> Found:
+    query = normalize(turn.query or "")
+    if not query:
+        return 0, "the query is empty"
+    if _repeated(turn):
+        return 0, f"the query {_quoted(query)} was asked before"
+    asked = content_words(query)
+    known = asked & _known_words(turn)
+    if known and len(known) >= _HALF * len(asked):
+        return _EACH, f"the query {_quoted(query)} is new and to the point"
+    if known:
+        return 1, f"the query {_quoted(query)} is new but mostly of words that nothing before speaks of"
+    return 0, f"the query {_quoted(query)} shares no word with the question or what was found"

@@ -1,0 +1,111 @@
+"""A Bradley-Terry reward model as PPR's judge: a turn's score is the sigmoid of one logit (methods.md 2.3, the Skywork baseline).
+
+The model reads a conversation, the question with the turns before as the user and the turn with what its search found as the assistant.
+Nothing of the model's folder is run, and weights are read from safetensors alone.
+"""
+
+import asyncio
+import math
+from collections import Counter
+from typing import Any, Literal
+
+from judges.base import Judge
+from judges.pprm import query_and_response
+from wire.messages import JudgedTurn, Judgement
+
+
+class RewardModel(Judge):
+    """Column process in (0, 1). model: a folder or a hub id of a sequence classifier with one logit.
+
+    max_length: most tokens of a conversation; of a longer one the end is kept, behind the token that opens every text.
+    """
+
+    name = "reward_model"
+    columns = ("process",)
+    concurrency = 1
+    batch = 8
+
+    def __init__(self, model: str, max_length: int = 4096, device: Literal["auto", "cpu", "cuda"] = "auto"):
+        if max_length < 2:
+            raise ValueError(f"judge reward_model: max_length {max_length}: expected 2 or more tokens")
+        self.folder, self.max_length, self.device = model, max_length, device
+        self.counts: Counter[str] = Counter()
+        self._model: Any = None
+        self._tokenizer: Any = None
+
+    async def start(self) -> None:
+        """Load the model. Raises ValueError for one that gives no single logit, OSError for one that is not there."""
+        await asyncio.to_thread(self._load)
+
+    def _load(self) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        if config.num_labels != 1:
+            raise self._wrong(f"gives {config.num_labels} logits, expected 1: is it a reward model?")
+        longest = getattr(config, "max_position_embeddings", self.max_length)
+        if self.max_length > longest:
+            raise self._wrong(f"reads {longest} tokens at most: lower max_length = {self.max_length}")
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        kind = torch.bfloat16 if self.device == "cuda" else torch.float32
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            self.folder, dtype=kind, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+        if missing := sorted(loading["missing_keys"]):
+            raise self._wrong(f"lacks the weights {missing}, which would be random: is it a reward model?")
+        self._model = model.to(self.device).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+
+    def _wrong(self, why: str) -> ValueError:
+        return ValueError(f"judge reward_model: model {self.folder!r} {why}")
+
+    async def close(self) -> None:
+        self._model = self._tokenizer = None
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        rows = [self.tokens(turn) for turn in turns]
+        self.counts["judged"] += len(turns)
+        self.counts["truncated"] += sum(len(row) > self.max_length for row in rows)
+        logits = await asyncio.to_thread(self._logits, [self.end(row) for row in rows])
+        return [Judgement({"process": sigmoid(logit)}, explanation=f"logit {logit:.4f}") for logit in logits]
+
+    def tokens(self, turn: JudgedTurn) -> list[int]:
+        """The ids of a turn's conversation."""
+        query, response = query_and_response(turn)
+        if not self._tokenizer.chat_template:
+            return self._tokenizer(f"{query}\n\n{response}")["input_ids"]
+        chat = [{"role": "user", "content": query}, {"role": "assistant", "content": response}]
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def end(self, ids: list[int]) -> list[int]:
+        """The last ``max_length`` ids, the opening token of the text in the place of the first of them."""
+        if len(ids) <= self.max_length:
+            return ids
+        opening = ids[:1] if ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id) else []
+        return opening + ids[len(opening) - self.max_length :]
+
+    def _logits(self, rows: list[list[int]]) -> list[float]:
+        """One logit a row. The model finds a row's last token by its padding token; without one, rows are read one at a time."""
+        padding = self._model.config.pad_token_id
+        if padding is None and len(rows) > 1:
+            return [logit for row in rows for logit in self._logits([row])]
+        import torch
+
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        with torch.inference_mode():
+            made = self._model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
+        return made[:, 0].float().tolist()
+
+    def stats(self) -> dict[str, float]:
+        """Counters for the heartbeat: turns judged, and those of which only the end was read."""
+        return {"judged": self.counts["judged"], "truncated": self.counts["truncated"]}
+
+
+def sigmoid(logit: float) -> float:
+    """1 / (1 + exp(-logit)), also for logits far from 0."""
+    return 0.5 * (1.0 + math.tanh(0.5 * logit))

@@ -1,0 +1,365 @@
+"""The PPRM judge: a strict parse, prompts with the paper's contract, ten tries, and replies that a server holds to the form."""
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.config import ActorsConfig
+from actors.engines.grammar import Grammar
+from actors.engines.local import LocalEngine
+from actors.openai_server import Server, runner
+from judges.llm import ChatEndpoint
+from judges.pprm import Pprm, PprmEndpoint, messages, parse_final_score, read_templates, reply_form
+from judges.serve import make_worker
+from judges.templates import PROMPTS
+from tests import tiny
+from wire.faults import InfrastructureFault
+from wire.messages import Constraint, JudgedTurn, Judgement
+
+Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
+TURN = JudgedTurn(
+    "Who?", ["gold"], "CONTEXT", "<think> {query_str} </think> <search> q </search>", 2, 4, think="{query_str}", query="q",
+    observation="\n<information>Doc 1(Title: T) F: v</information>\n", transcript="<think> a </think> <search> b </search> BEFORE",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- the parse
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("Analysis: fine.\nScores: <final_score>4,6</final_score>", (4, 6)),
+        ("Scores: <final_score> 0,6 </final_score>", (0, 6)),
+        ("<final_score>3 ,\n 3</final_score>", (3, 3)),
+        ("<final_score>1,6</final_score> no, <final_score>2,6</final_score>", (2, 6)),
+        ("<final_score>1,6</final_score> no, <final_score>good</final_score>", None),
+        ("<final_score>1,6</final_score> no, <final_score>2,", (1, 6)),
+        ("<final_score>4.0,6</final_score>", None),
+        ("<final_score>0.5</final_score>", None),
+        ("<final_score>7,6</final_score>", None),
+        ("<final_score>0,0</final_score>", None),
+        ("<final_score>-1,6</final_score>", None),
+        ("<final_score>+1,6</final_score>", None),
+        ("<final_score>1,2,6</final_score>", None),
+        ("<final_score>4/6</final_score>", None),
+        ("<final_score>4</final_score>", None),
+        ("<final_score>٤,٦</final_score>", None),
+        ("<final_score>four,six</final_score>", None),
+        (f"<final_score>1,{'9' * 5000}</final_score>", None),
+        ("4,6", None),
+        ("", None),
+    ],
+)
+def test_only_two_whole_numbers_in_the_last_block_are_a_score(reply: str, expected: tuple[int, int] | None) -> None:
+    assert parse_final_score(reply) == expected
+
+
+@given(st.integers(-3, 30), st.integers(-3, 30), st.text(max_size=30))
+def test_a_pair_is_a_score_exactly_when_its_quotient_is_one(reached: int, most: int, before: str) -> None:
+    valid = most > 0 and 0 <= reached <= most
+    found = parse_final_score(f"{before}\nScores: <final_score>{reached},{most}</final_score>")
+    assert found == ((reached, most) if valid else None)
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+def test_the_prompt_is_the_rules_then_question_and_transcript_then_the_turn_with_its_information() -> None:
+    system, user = messages(TURN, read_templates())
+    assert (system["role"], user["role"]) == ("system", "user")
+    places = [user["content"].index(text) for text in ("Who?", TURN.transcript, TURN.response, TURN.observation or "-")]
+    assert places == sorted(places)
+    assert "CONTEXT" not in user["content"]
+    assert "{solution_str}" not in user["content"]
+    assert "<think> {query_str} </think>" in user["content"]  # what a turn says is never a placeholder
+    assert "gold" not in system["content"] + user["content"]  # the judge is not told the answer
+
+
+def test_the_first_turn_follows_the_bare_question() -> None:
+    first = JudgedTurn("Who?", [], "", "<think> a </think>", 1, 4)
+    assert messages(first, read_templates())[1]["content"] == "Query:\nWho?\n\nResponse:\n<think> a </think>\n"
+
+
+def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -> None:
+    texts, after = read_templates(), TURN.transcript + TURN.response + (TURN.observation or "")
+    later = JudgedTurn(TURN.question, [], "", "<answer> x </answer>", 3, 4, transcript=after)
+    here, there = (messages(turn, texts) for turn in (TURN, later))
+    shared = here[1]["content"].index(TURN.transcript) + len(TURN.transcript)
+    assert here[0] == there[0]
+    assert here[1]["content"][:shared] == there[1]["content"][:shared]
+
+
+@pytest.mark.parametrize("name", ["pprm_system.txt", "pprm_system_no_principle.txt"])
+def test_the_rules_state_the_contract_and_do_not_themselves_grade(name: str) -> None:
+    text = (PROMPTS / name).read_text()
+    assert text.rstrip().endswith("\nAnalysis: your findings\nScores: <final_score>S,M</final_score>")
+    assert all(f"<{tag}></{tag}>" in text for tag in ("think", "search", "information", "answer"))
+    assert "{" not in text  # constant, so that a prefix cache keeps it
+    assert parse_final_score(text) is None  # a model that repeats the instructions has not graded
+
+
+def test_without_principles_the_rules_name_none_and_keep_all_else() -> None:
+    whole, without = (read_templates(principles=p)["system"] for p in (True, False))
+    for word in ("principle", "Quality", "Decision", "Use of information"):
+        assert word in whole
+        assert word.lower() not in without.lower()
+    lines, kept = whole.splitlines(), without.splitlines()
+    assert kept[:7] == lines[:7]
+    assert kept[-2:] == lines[-2:]
+    assert Pprm(PprmEndpoint("http://h", "m"), principles=False).messages(TURN)[0]["content"] == without
+
+
+def test_templates_of_the_users_replace_the_built_in_ones(tmp_path: Path) -> None:
+    (tmp_path / "user.txt").write_text("{solution_str} after {query_str}, {unknown}")
+    judge = Pprm(PprmEndpoint("http://h", "m"), {"user": str(tmp_path / "user.txt")})
+    assert judge.messages(JudgedTurn("Q", [], "", "R", 1, 4))[1]["content"] == "R after Q, {unknown}"
+    assert judge.templates["system"] == (PROMPTS / "pprm_system.txt").read_text()
+
+
+def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "user.txt").write_text("{query_str}")
+    with pytest.raises(ValueError, match=r"think.*system.*user"):
+        read_templates({"think": "x"})
+    with pytest.raises(ValueError, match=r"no \{solution_str\}"):
+        read_templates({"user": str(tmp_path / "user.txt")})
+    with pytest.raises(ValueError, match="no effect with an own system template"):
+        read_templates({"system": str(tmp_path / "user.txt")}, principles=False)
+
+
+# ---------------------------------------------------------------------------------------------- the endpoint
+
+
+def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None:
+    judge = make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m"}})
+    assert isinstance(judge, Pprm)
+    asked = judge.client.endpoint
+    assert (asked.attempts, asked.max_tokens, asked.temperature) == (10, 4096, 0.0)
+    judge = make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m", "attempts": 2}})
+    assert isinstance(judge, Pprm)
+    assert judge.client.endpoint.attempts == 2
+    with pytest.raises(ValueError, match=r"judges\.use\.pprm\.endpoint"):
+        make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m", "attempt": 2}})
+
+
+def test_the_pauses_of_ten_tries_end_before_the_schedulers_deadline() -> None:
+    from scheduler.config import SchedulerConfig
+    from wire.http import pause_s
+
+    endpoint = PprmEndpoint("http://h", "m")
+    longest = sum(pause_s(attempt, endpoint.backoff_s, 0.0, 1.0) for attempt in range(1, endpoint.attempts))
+    assert longest < SchedulerConfig().judge_deadline_s
+
+
+def chat(content: str) -> web.Response:
+    return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})
+
+
+@asynccontextmanager
+async def judge_of(reply: Reply, **given: Any) -> AsyncIterator[Pprm]:
+    """A started judge of a real server that answers with ``reply``."""
+    calls = 0
+
+    async def handle(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        return await reply(calls, await request.json())
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    serving = web.AppRunner(app)
+    await serving.setup()
+    await web.TCPSite(serving, "127.0.0.1", 0).start()
+    made = Pprm(PprmEndpoint(f"http://127.0.0.1:{serving.addresses[0][1]}/v1", "m", backoff_s=1e-4, **given))
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+        await serving.cleanup()
+
+
+async def one(judge: Pprm, turn: JudgedTurn = TURN) -> Judgement:
+    (made,) = await judge.score([turn])
+    return made
+
+
+async def test_the_request_is_the_system_and_the_user_message_at_temperature_zero() -> None:
+    seen: dict[str, Any] = {}
+
+    async def reply(call: int, body: dict[str, Any]) -> web.Response:
+        seen.update(body)
+        return chat("Analysis: fine.\nScores: <final_score>4,6</final_score>")
+
+    async with judge_of(reply) as judge:
+        made = await one(judge)
+    assert seen == {"model": "m", "messages": messages(TURN, read_templates()), "temperature": 0.0, "max_tokens": 4096}
+    assert made == Judgement({"process": 4 / 6}, [], "Analysis: fine.\nScores: <final_score>4,6</final_score>")
+
+
+@pytest.mark.parametrize("enough", [True, False])
+async def test_a_question_is_tried_ten_times_and_then_invalid(enough: bool) -> None:
+    async def reply(call: int, body: dict[str, Any]) -> web.Response:
+        return chat("<final_score>1,2</final_score>") if enough and call == 10 else web.Response(status=503)
+
+    async with judge_of(reply) as judge:
+        made = await one(judge)
+        assert judge.client.counts["requests"] == 10
+        assert judge.stats()["failed"] == (0 if enough else 1)
+    assert (made.scores, made.invalid) == (({"process": 0.5}, []) if enough else ({}, ["process"]))
+    assert enough or "10 attempts" in made.explanation
+
+
+async def test_what_cannot_be_read_is_invalid_asked_once_and_counted_in_the_valid_rate() -> None:
+    replies = [
+        "<final_score>2,2</final_score>",
+        "well done",
+        "<final_score>3,2</final_score>",
+        "<final_score>0,2</final_score>",
+    ]
+
+    async def reply(call: int, body: dict[str, Any]) -> web.Response:
+        return chat(replies[call - 1])
+
+    async with judge_of(reply) as judge:
+        made = [await one(judge) for _ in replies]
+        assert judge.client.counts["requests"] == len(replies)
+        assert judge.stats() == {"judged": 4, "unparsed": 2, "failed": 0, "judge_valid_rate": 0.5}
+    assert [judgement.scores for judgement in made] == [{"process": 1.0}, {}, {}, {"process": 0.0}]
+    assert made[1] == Judgement({}, ["process"], "well done")
+
+
+async def test_a_start_waits_for_a_server_that_comes_later_and_not_for_ever() -> None:
+    app, asked = web.Application(), []
+
+    async def models(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({"data": []}) if len(asked) > 1 else web.Response(status=503)
+
+    app.router.add_get("/v1/models", models)
+    serving = web.AppRunner(app)
+    await serving.setup()
+    await web.TCPSite(serving, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{serving.addresses[0][1]}/v1"
+    judge = Pprm(PprmEndpoint(url, "m", wait_s=30.0))
+    await judge.start()
+    await judge.close()
+    await serving.cleanup()
+    assert asked == ["/v1/models"] * 2
+    assert not judge.client.counts  # of questions
+    gone = Pprm(PprmEndpoint(url, "m", wait_s=0.1))
+    with pytest.raises(InfrastructureFault, match=r"no server after 0\.1 s"):
+        await gone.start()
+    await gone.close()
+
+
+# ---------------------------------------------------------------------------------------------- constrained replies
+
+
+@given(st.integers(66, 6000), st.integers(1, 9), st.data())
+def test_a_reply_of_the_constrained_form_can_be_read_and_fits(max_tokens: int, most: int, data: st.DataObject) -> None:
+    reached = data.draw(st.integers(0, most))
+    form, room = reply_form(max_tokens), min(max_tokens - 50, 2000)
+    longest = f"Analysis: {'x' * room}\nScores: <final_score>{reached},{most}</final_score>"
+    assert re.fullmatch(form, longest)
+    assert len(longest) < max_tokens  # of at least one character a token, with one left for the end
+    assert parse_final_score(longest) == (reached, most)
+    assert not re.fullmatch(form, longest.replace("x", "xx", 1))
+    assert not re.fullmatch(form, longest.replace("x", "\n", 1))
+    assert not re.fullmatch(form, longest.replace(f"{reached},{most}", f"{most + 1},{most}"))
+
+
+def test_too_few_tokens_for_a_constrained_reply_are_refused_with_the_number_needed() -> None:
+    with pytest.raises(ValueError, match=r"max_tokens 60: .* 66 or more"):
+        Pprm(PprmEndpoint("http://h", "m", max_tokens=60, constrain="sglang"))
+    Pprm(PprmEndpoint("http://h", "m", max_tokens=60))
+
+
+@pytest.fixture(scope="module")
+def grammar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grammar, tokenizers.Tokenizer]:
+    folder = tiny.save(tmp_path_factory.mktemp("grammar") / "tiny")
+    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Grammar(words, 260, frozenset({257})), words
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_whatever_is_sampled_under_the_constraint_is_a_score(
+    grammar: tuple[Grammar, tokenizers.Tokenizer], seed: int
+) -> None:
+    compiled, words = grammar
+    random, tokens = torch.Generator().manual_seed(seed), list[int]()
+    matcher = compiled.matcher(Constraint("regex", reply_form(120)))
+    while not matcher.done:
+        logits = torch.randn(260, generator=random) * 2
+        matcher.mask(logits)
+        tokens.append(int(logits.softmax(-1).multinomial(1, generator=random)))
+        matcher.accept(tokens[-1])
+    assert not matcher.problem
+    assert len(tokens) <= 120
+    made = words.decode([token for token in tokens if token != 257], skip_special_tokens=False)
+    assert parse_final_score(made) is not None, made
+    assert made.count("\n") == 1
+
+
+def test_the_papers_length_can_be_compiled(grammar: tuple[Grammar, tokenizers.Tokenizer]) -> None:
+    assert not grammar[0].matcher(Constraint("regex", reply_form(4096))).problem
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
+    """A real server of the embedded engine, and its URL."""
+    engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=8, kv_cache_gib=0.1))
+    await engine.start()
+    serving = runner(Server(engine, folder))
+    await serving.setup()
+    await web.TCPSite(serving, "127.0.0.1", 0).start()
+    yield engine, f"http://127.0.0.1:{serving.addresses[0][1]}/v1"
+    await serving.cleanup()
+    await engine.close()
+
+
+@pytest.mark.parametrize(("constrain", "rate"), [("sglang", 1.0), ("", 0.0)])
+async def test_a_model_that_knows_nothing_gives_scores_exactly_when_it_is_held_to_the_form(
+    llama: Path, constrain: Any, rate: float
+) -> None:
+    async with served(llama) as (_, url):
+        judge = Pprm(PprmEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain=constrain))
+        await judge.start()
+        made = await judge.score([TURN] * 6)
+        await judge.close()
+    assert judge.stats()["judge_valid_rate"] == rate
+    assert judge.client.counts["failures"] == 0
+    assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in made if rate)
+
+
+async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(llama: Path) -> None:
+    after = TURN.transcript + TURN.response + (TURN.observation or "")
+    later = JudgedTurn(TURN.question, [], "", "<answer> x </answer>", 3, 4, transcript=after)
+    other = JudgedTurn("Where?", [], "", "<answer> y </answer>", 1, 4)
+    async with served(llama) as (engine, url):
+        judge = Pprm(PprmEndpoint(url, llama.name, max_tokens=2))
+        await judge.start()
+        seen: set[str] = set()
+        for turn in (TURN, later, other):
+            system, user = (message["content"] for message in judge.messages(turn))
+            text = f"<|system|>{system}<|user|>{user}<|assistant|>"  # one token a character
+            seen |= {text[:end] for end in range(1, len(text) + 1)}
+            await one(judge, turn)
+        await judge.close()
+        assert judge.counts["failed"] == 0
+        assert len(seen) <= engine.counts["prefilled_tokens"] <= len(seen) + 3
+        assert engine.counts["prompt_tokens"] > 2 * len(seen)
+
+
+def test_the_plain_endpoint_keeps_its_own_settings() -> None:
+    assert (ChatEndpoint("http://h", "m").attempts, ChatEndpoint("http://h", "m").max_tokens) == (3, 512)

@@ -1,0 +1,156 @@
+"""The PPRM by rule: points known by hand, a judgement that the PPRM's own parse reads, and no score for broken format."""
+
+import re
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from judges.evidence import holds, passages
+from judges.pprm import parse_final_score
+from judges.pprm_rules import PprmRules
+from judges.serve import make_worker
+from wire.messages import JudgedTurn
+
+QUESTION = "What is the capital of the country whose currency is lev?"
+EVIDENCE = ["Bulgaria\nCurrency: lev", "Bulgaria\nCapital: Sofia"]
+HOP_1 = "\n<information>Doc 1(Title: Bulgaria) Currency: lev\nDoc 2(Title: Chad) Currency: franc</information>\n"
+HOP_2 = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
+OTHER = "\n<information>Doc 1(Title: Chad) Currency: franc</information>\n"
+BRIDGE = {"think": "I need the one whose currency is lev.", "query": "currency lev"}
+SECOND = {"think": "I need the capital of Bulgaria.", "query": "Bulgaria capital"}
+
+
+def turn(**fields: Any) -> JudgedTurn:
+    """A turn whose response is written from its parts."""
+    think, query, answer = fields.get("think"), fields.get("query"), fields.get("answer")
+    said = "" if think is None else f"<think> {think} </think>"
+    said += "" if query is None else f" <search> {query} </search>"
+    said += "" if answer is None else f" <answer> {answer} </answer>"
+    given: dict[str, Any] = {
+        "question": QUESTION, "golds": ["Sofia"], "context": "", "response": said, "step": 1, "budget": 4, "evidence": EVIDENCE,
+    }  # fmt: skip
+    return JudgedTurn(**(given | fields))
+
+
+def points(made: JudgedTurn, view: Literal["evidence", "retrieval"] = "evidence") -> tuple[list[int], tuple[int, int]]:
+    """Points by principle in order, and the score."""
+    judgement = PprmRules(view).judge(made)
+    pair = parse_final_score(judgement.explanation)
+    assert pair is not None
+    assert judgement.scores == {"process": pair[0] / pair[1]}
+    return [int(found) for found in re.findall(r"\((\d) of 2\)", judgement.explanation)], pair
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (BRIDGE, [2, 2, 2]),
+        (BRIDGE | {"think": "Hm."}, [0, 2, 2]),
+        (BRIDGE | {"think": "A capital."}, [1, 2, 2]),
+        (BRIDGE | {"query": "lev"}, [2, 1, 2]),
+        (BRIDGE | {"query": "capital"}, [2, 0, 1]),  # of hop 2, but hop 1 comes first
+        (BRIDGE | {"query": ""}, [2, 0, 1]),
+        (BRIDGE | {"past_queries": ["Currency: LEV"], "past_observations": [OTHER]}, [2, 0, 1]),
+        (SECOND | {"past_queries": ["currency lev"], "past_observations": [HOP_1]}, [2, 2, 2]),
+        (SECOND | {"think": "Which capital?", "past_observations": [HOP_1]}, [0, 2, 2]),
+        (SECOND | {"think": "The lev.", "past_observations": [HOP_1]}, [1, 2, 2]),
+        (SECOND | {"think": "So it is Sofia.", "query": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 0, 0]),
+        ({"think": "It is Sofia.", "answer": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 2]),
+        ({"think": "It is Sofia.", "answer": "Sofia", "past_observations": [HOP_1]}, [0, 0]),
+    ],
+)
+def test_points_by_the_supporting_passages(fields: dict[str, Any], expected: list[int]) -> None:
+    assert points(turn(**fields)) == (expected, (sum(expected), 2 * len(expected)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (BRIDGE | {"observation": HOP_1}, [1, 2, 2]),
+        (SECOND | {"observation": HOP_2, "past_observations": [HOP_1]}, [2, 2, 2]),
+        (SECOND | {"observation": HOP_1, "past_observations": [HOP_1]}, [0, 2, 2]),
+        (SECOND | {"observation": OTHER, "past_observations": [HOP_1]}, [0, 2, 2]),  # that passage was the second then
+        (SECOND | {"observation": None}, [0, 2, 2]),
+        (SECOND | {"query": "franc", "observation": OTHER, "past_observations": [HOP_1]}, [0, 2, 2]),
+        (SECOND | {"query": "weather", "observation": OTHER}, [1, 0, 1]),
+        (SECOND | {"query": "weather in Sofia, capital", "observation": OTHER}, [1, 1, 2]),
+        (SECOND | {"observation": OTHER.replace("Currency", "Anthem")}, [0, 2, 2]),
+        (SECOND | {"query": " ", "observation": OTHER}, [1, 0, 1]),
+        (
+            SECOND | {"past_queries": ["bulgaria CAPITAL"], "observation": HOP_2, "past_observations": [HOP_2]},
+            [2, 0, 0],
+        ),
+        ({"think": "t", "answer": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 2]),
+        ({"think": "t", "answer": "Chad", "past_observations": [HOP_1]}, [2, 0]),
+        ({"think": "t", "answer": "Rome", "past_observations": [HOP_1, HOP_2]}, [0, 2]),
+    ],
+)
+def test_points_by_what_came_back(fields: dict[str, Any], expected: list[int]) -> None:
+    assert points(turn(**fields), "retrieval") == (expected, (sum(expected), 2 * len(expected)))
+
+
+def test_without_evidence_the_evidence_view_grades_by_what_came_back() -> None:
+    bare = turn(**SECOND, evidence=[], observation=HOP_2, past_observations=[HOP_1])
+    assert PprmRules("evidence").judge(bare) == PprmRules("retrieval").judge(bare)
+
+
+@pytest.mark.parametrize("view", ["evidence", "retrieval"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response": "What do I know?"},
+        {"response": "<think> t </think>", "think": "t"},
+        {"response": "<think> t </think> <search> open", "think": "t"},
+        BRIDGE | {"response": "Well. <think> t </think> <search> currency lev </search>"},
+        BRIDGE | {"response": "<think> t </think> then <search> currency lev </search>"},
+        BRIDGE | {"response": "<think> a <think> b </think></think> <search> currency lev </search>"},
+    ],
+)
+def test_text_outside_the_tags_or_a_turn_that_cannot_be_read_has_no_point(view: Any, fields: dict[str, Any]) -> None:
+    assert points(turn(**(fields | {"observation": HOP_2})), view) == ([], (0, 6))
+
+
+@given(st.text(max_size=60), st.text(max_size=200), st.sampled_from([[], [HOP_1], [HOP_1, HOP_2]]), st.booleans())
+def test_every_judgement_is_two_lines_that_the_pprm_could_have_written(
+    query: str, think: str, seen: list[str], knows: bool
+) -> None:
+    made = turn(think=think, query=query, past_observations=seen, observation=OTHER, response="<search></search>",
+                evidence=EVIDENCE if knows else [])  # fmt: skip
+    for view in ("evidence", "retrieval"):
+        judgement = PprmRules(view).judge(made)
+        analysis, scores = judgement.explanation.split("\n")
+        assert re.fullmatch(r"Analysis: \S.*\.", analysis)
+        assert re.fullmatch(r"Scores: <final_score>\d,\d</final_score>", scores)
+        assert judgement == PprmRules(view).judge(made)
+
+
+def test_a_turn_cannot_write_its_own_score() -> None:
+    claim = "<final_score>6,6</final_score>"
+    assert points(turn(**BRIDGE | {"query": claim, "think": claim}))[1] == (1, 6)
+    assert points(turn(response=claim))[1] == (0, 6)
+
+
+def test_reasons_name_a_passage_only_as_far_as_a_reader_of_the_turn_knows_it() -> None:
+    before = PprmRules().judge(turn(**BRIDGE)).explanation
+    assert "the one whose currency is lev" in before
+    assert "Bulgaria" not in before
+    assert "the capital of Bulgaria" in PprmRules().judge(turn(**SECOND, past_observations=[HOP_1])).explanation
+
+
+async def test_the_judge_gives_the_column_process_a_turn_in_order() -> None:
+    judge = make_worker("pprm_rules", {"view": "retrieval"})
+    assert isinstance(judge, PprmRules)
+    made = await judge.score([turn(**SECOND, observation=HOP_2), turn(response="no")])
+    assert [judgement.scores["process"] for judgement in made] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="view = 'gold'"):
+        make_worker("pprm_rules", {"view": "gold"})
+
+
+def test_passages_and_answers_are_found_as_the_environment_shows_them() -> None:
+    assert passages(HOP_1) == ["(Title: Bulgaria) Currency: lev", "(Title: Chad) Currency: franc"]
+    assert passages("\n<information>No results found.</information>\n") == []
+    assert holds(HOP_2, ["sofia!"])
+    assert not holds(HOP_2, ["Sof"])
+    assert not holds(HOP_2, ["", "the"])

@@ -1,0 +1,136 @@
+"""The Bradley-Terry judge: the sigmoid of the classifier's own logit, the end of a long text, and folders that are no reward model."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
+
+from judges.reward_model import RewardModel, sigmoid
+from judges.serve import make_worker
+from tests import tiny
+from wire.messages import JudgedTurn
+
+
+def turn(question: str = "Who?", response: str = "<think> a </think>", **fields: Any) -> JudgedTurn:
+    return JudgedTurn(question, ["gold"], "", response, 1, 4, **fields)
+
+
+TURNS = [
+    turn(),
+    turn(transcript="<think> b </think> <search> c </search>", observation="\n<information>found</information>\n"),
+    turn("What is much longer than the others?", "<answer> this </answer>"),
+]
+
+
+def save(folder: Path, labels: int = 1, **shape: Any) -> Path:
+    """A random classifier with the tiny tokenizer."""
+    tiny.save(folder)
+    torch.manual_seed(7)
+    config = tiny.config("llama", num_labels=labels, **shape)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("reward"))
+
+
+def logit_of(folder: Path, text: str) -> float:
+    """As the library gives it, one text at a time."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        return model(input_ids=ids).logits.item()
+
+
+async def started(folder: Path, **options: Any) -> RewardModel:
+    judge = make_worker("reward_model", {"model": str(folder), "device": "cpu"} | options)
+    assert isinstance(judge, RewardModel)
+    await judge.start()
+    return judge
+
+
+async def test_scores_are_the_sigmoid_of_the_logit_of_the_conversation_also_in_a_batch(classifier: Path) -> None:
+    judge = await started(classifier)
+    made = await judge.score(TURNS)
+    texts = [
+        "<|user|>Who?<|assistant|><think> a </think>",
+        "<|user|>Who?\n\n<think> b </think> <search> c </search><|assistant|><think> a </think>\n<information>found</information>\n",
+        "<|user|>What is much longer than the others?<|assistant|><answer> this </answer>",
+    ]
+    expected = [1 / (1 + math.exp(-logit_of(classifier, text))) for text in texts]
+    assert [judgement.scores["process"] for judgement in made] == pytest.approx(expected, abs=1e-6)
+    assert len({round(score, 4) for score in expected}) == 3
+    assert judge.stats() == {"judged": 3, "truncated": 0}
+    await judge.close()
+
+
+async def test_of_a_long_text_the_end_is_read_and_it_is_counted(classifier: Path) -> None:
+    judge = await started(classifier, max_length=20)
+    text = "<|user|>Who?<|assistant|><think> a </think>"
+    (made,) = await judge.score([turn()])
+    assert AutoTokenizer.from_pretrained(classifier).decode(judge.end(judge.tokens(turn()))) == text[-20:]
+    assert made.scores["process"] == pytest.approx(sigmoid(logit_of(classifier, text[-20:])), abs=1e-6)
+    whole = await started(classifier, max_length=len(text))
+    assert await whole.score([turn()]) != [made]
+    assert whole.stats()["truncated"] == 0
+    assert judge.stats() == {"judged": 1, "truncated": 1}
+
+
+async def test_a_text_opened_by_a_special_token_keeps_it_when_it_is_cut(classifier: Path, tmp_path: Path) -> None:
+    folder = save(tmp_path / "opened")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ bos_token }}" + tiny.TEMPLATE
+    tokenizer.save_pretrained(folder)
+    judge = await started(folder, max_length=20)
+    ids = judge.end(judge.tokens(turn()))
+    assert len(ids) == 20
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == "<|user|>Who?<|assistant|><think> a </think>"[-19:]
+
+
+async def test_a_tokenizer_without_a_chat_template_reads_the_two_texts(tmp_path: Path) -> None:
+    folder = save(tmp_path / "plain")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    for path in folder.glob("*.jinja"):
+        path.unlink()
+    tokenizer.save_pretrained(folder)
+    judge = await started(folder)
+    assert tokenizer.decode(judge.tokens(turn())) == "Who?\n\n<think> a </think>"
+
+
+async def test_a_model_without_a_padding_token_gives_the_same_scores(classifier: Path, tmp_path: Path) -> None:
+    bare = await started(save(tmp_path / "bare", pad_token_id=None))
+    made, alone = await bare.score(TURNS), [(await bare.score([one]))[0] for one in TURNS]
+    assert made == alone
+    padded = await (await started(classifier)).score(TURNS)
+    assert [j.scores["process"] for j in made] == pytest.approx([j.scores["process"] for j in padded], abs=1e-6)
+
+
+async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gives 2 logits, expected 1"):
+        await started(save(tmp_path / "two", labels=2))
+    with pytest.raises(ValueError, match=r"lacks the weights \['score.weight'\]"):
+        await started(tiny.save(tmp_path / "policy", num_labels=1))
+    with pytest.raises(ValueError, match="reads 64 tokens at most: lower max_length = 4096"):
+        await started(save(tmp_path / "short", max_position_embeddings=64))
+    with pytest.raises(ValueError, match="max_length 1"):
+        RewardModel("m", max_length=1)
+
+
+async def test_weights_that_are_not_safetensors_are_not_read(tmp_path: Path) -> None:
+    folder = save(tmp_path / "renamed")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        await started(folder)
+
+
+def test_the_sigmoid_is_right_far_from_zero() -> None:
+    assert [sigmoid(logit) for logit in (-1e6, 0.0, 1e6)] == [0.0, 0.5, 1.0]
+    assert sigmoid(1.25) == pytest.approx(1 / (1 + math.exp(-1.25)))
+    assert math.isnan(sigmoid(math.nan))

@@ -1,0 +1,124 @@
+"""[judges.model]: a run serves a model to its own judges, who wait for it; it stands exactly where a judge asks for it."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from judges.config import SERVED, JudgeModelConfig, with_served_model
+from judges.serve import JudgeProcess
+from tests.services import bench
+from tools import assets, plan
+from tools.config import DEFAULT_CONFIG, ConfigError, load
+from tools.judge_model import HOST, JudgeModelProcess
+from tools.tiny_policy import NAME as TINY
+from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
+
+ASKS = "judges.use.pprm.endpoint.url=served"
+MODEL = [f"judges.model.name={TINY}", "judges.model.max_context=512", "judges.model.kv_cache_gib=0.05"]
+
+
+def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
+    """Process files by name, of the processes in the plan."""
+    processes = plan.make(load(DEFAULT_CONFIG, overrides), assets.Assets("MODEL", "T", "H", "I", judge_model), run)
+    files = {process.file: (run / "processes" / f"{process.file}.json").read_bytes() for process in processes}
+    return {name: msgspec.json.decode(content) for name, content in files.items()}
+
+
+def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can_do(tmp_path: Path) -> None:
+    files = made(tmp_path, [ASKS, *MODEL, "judges.model.max_batch=3"])
+    process = msgspec.convert(files["judge-model"], JudgeModelProcess)
+    assert (process.folder, process.model.name, process.model.max_context) == ("JUDGE", TINY, 512)
+    assert files["judges"]["judges"]["pprm"] == {
+        "endpoint": {"url": f"http://{HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang", "concurrency": 3,
+                     "max_tokens": 128, "wait_s": 300.0}
+    }  # fmt: skip
+    assert files["judges"]["judges"]["slate_rules"] == {"query": "evidence"}
+    (spec,) = (p for p in plan.make(load(DEFAULT_CONFIG, [ASKS, *MODEL]), assets.Assets("M", "T", "H", "I", "J"), tmp_path)
+               if p.name == "judge-model")  # fmt: skip
+    assert (spec.module, spec.threads, spec.vital) == ("tools.judge_model", 1, False)
+
+
+def test_what_a_served_endpoint_says_itself_is_kept() -> None:
+    own = {"url": SERVED, "constrain": "", "max_tokens": 64, "timeout_s": 9.0}
+    (endpoint,) = with_served_model({"endpoint": own}, "http://h/v1", JudgeModelConfig(max_batch=2)).values()
+    assert endpoint == own | {
+        "url": "http://h/v1", "model": "smollm2-135m", "concurrency": 2, "wait_s": 300.0,
+    }  # fmt: skip
+
+
+def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> None:
+    elsewhere = ["judges.use.pprm.endpoint.url=http://h/v1", "judges.use.pprm.endpoint.model=m"]
+    files = made(tmp_path, elsewhere, "")
+    assert "judge-model" not in files
+    assert files["judges"]["judges"]["pprm"]["endpoint"] == {"url": "http://h/v1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([ASKS], r"judges\.use\.pprm\.endpoint\.url = 'served' .* add \[judges\.model\], or give a URL"),
+        (MODEL, r"\[judges\.model\] has no effect"),
+        ([ASKS, "judges.model.threads=0"], r"judges\.model\.threads = 0: expected more than 0"),
+        ([ASKS, *MODEL, "judges.use.pprm.endpoint.model=x"], r"judges\.use\.pprm\.endpoint\.model = 'x': \[judges\.model\] is"),
+        ([ASKS, *MODEL, "judges.use.pprm.endpoint.max_tokens=512"], r"pprm\.endpoint\.max_tokens = 512 leaves no room"),
+        ([ASKS, *MODEL, "judges.use.pprm.endpoint.max_tokens=60"], "max_tokens 60: a constrained reply needs"),
+        ([ASKS, *MODEL, "judges.use.pprm.endpoint.tokens=60"], r"judges\.use\.pprm\.endpoint"),
+        ([ASKS, "judges.model.nane=x"], r"judges\.model\.nane = 'x'; did you mean judges\.model\.name"),
+    ],
+)  # fmt: skip
+def test_a_served_model_that_cannot_work_is_refused_with_the_remedy(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(DEFAULT_CONFIG, overrides)
+
+
+def test_the_model_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
+    game = Path("configs/vpr-tictactoe-cpu.toml")
+    config = load(game, [*MODEL, ASKS, "warm_start.steps=0"])
+    found = assets.prepare(config)
+    assert (Path(found.judge_model) / "config.json").is_file()
+    with pytest.raises(FileNotFoundError, match=r"judges\.model\.name = 'nothing-here'"):
+        assets.prepare(load(game, [ASKS, "judges.model.name=nothing-here", "warm_start.steps=0"]))
+
+
+@asynccontextmanager
+async def process(module: str, file: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """One process of a plan, ended in order."""
+    command = [sys.executable, "-m", module, str(file)]
+    running = await asyncio.create_subprocess_exec(*command, cwd=DEFAULT_CONFIG.parent.parent)
+    try:
+        yield running
+    finally:
+        running.terminate()
+        assert await asyncio.wait_for(running.wait(), 30) == 0
+
+
+async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_a_score(
+    tmp_path: Path, llama: Path
+) -> None:
+    settings = [
+        "judges.model.max_context=4096",
+        "judges.model.kv_cache_gib=0.1",
+        "judges.use.pprm.endpoint.max_tokens=80",
+    ]
+    files = made(tmp_path, [ASKS, f"judges.model.name={llama}", *settings], str(llama))
+    only = JudgeProcess("judges", str(tmp_path), {"pprm": files["judges"]["judges"]["pprm"]})
+    (tmp_path / "judges.json").write_bytes(msgspec.json.encode(only))
+    turns = [JudgedTurn("Who?", [], "", f"<think> {i} </think> <search> q </search>", 1, 4) for i in range(4)]
+    async with bench(tmp_path) as b:
+        (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
+        async with (
+            process("judges.serve", tmp_path / "judges.json"),
+            process("tools.judge_model", tmp_path / "processes" / "judge-model.json"),
+        ):
+            await b.dispatcher.wait_for("judge.pprm", 1, 100)
+            result: JudgeResult = await b.dispatcher.call("judge.pprm", JudgeRequest(turns), deadline=100)
+    assert [judgement.explanation.split(": ")[0] for judgement in result.judgements] == ["Analysis"] * 4
+    assert [judgement.invalid for judgement in result.judgements] == [[]] * 4
+    assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in result.judgements)
