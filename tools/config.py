@@ -389,7 +389,9 @@ def _check_effects(config: Config) -> None:
             f"config: scheduler.continuations has no effect with scheduler.strategy = {s.strategy!r}: remove it"
         )
     if s.strategy == "ppr" and s.bonus != default.bonus:
-        raise ConfigError(f"config: scheduler.bonus = {s.bonus} has no effect with scheduler.strategy = 'ppr': remove it")
+        raise ConfigError(
+            f"config: scheduler.bonus = {s.bonus} has no effect with scheduler.strategy = 'ppr': remove it"
+        )
     _check_learner(w)
     _check_strategy(s.strategy, w.scheme)
     _check_columns(s, w.scheme)

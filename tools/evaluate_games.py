@@ -5,7 +5,6 @@ Invariant: every game is a tree of OUT/journal.sqlite and counts once, however o
 
 import argparse
 import asyncio
-import fcntl
 import random
 import shlex
 import sys
@@ -23,31 +22,15 @@ from scheduler import strategies
 from scheduler.config import SchedulerConfig
 from scheduler.context import Context, Shop
 from scheduler.evaluation import summarise
-from scheduler.journal import Journal, JournalError
 from scheduler.tasks import HELD_OUT_SEEDS
 from scheduler.together import together
-from scheduler.tree import Node, Tree
+from scheduler.tree import Tree
+from tools import players
 from tools.evaluate_match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
+from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, claim, conduct
 from tools.in_process import InProcess, Seat, without_model
-from wire import loop
-from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Sample
-
-INTERRUPTED = 130
-PATIENCE_S = 3600.0
-"""Deadline of a call: an engine or an opponent of this process cannot be replaced by another one."""
-GAUGES = ("version", "running", "kv_cache_bytes")
-"""Of an engine's stats, what cannot be summed over sessions."""
-HOPELESS = 10
-"""So many games that could not be played, before one that could, end the evaluation."""
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """Mean and half width of the 95% interval over ``n`` values: games, or turns for what is measured of each turn."""
-
-    mean: float
-    half: float
-    n: int
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -68,14 +51,6 @@ class Result(msgspec.Struct, frozen=True):
     unplayed: dict[str, str]
     seconds: float
     generated_tokens: int
-    engine: dict[str, float]
-
-
-class Session(msgspec.Struct, frozen=True):
-    """A line of OUT/sessions.jsonl: what was spent between a start and its end or interruption."""
-
-    games: int
-    seconds: float
     engine: dict[str, float]
 
 
@@ -104,24 +79,9 @@ def _add_players(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--run", type=Path, help="a run folder: its newest weights, and its settings of ENV")
     one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     one.add_argument("--baseline", choices=sorted(NO_MODEL), help="without a model: any, or the first, legal move")
-    remote = parser.add_argument_group("with --endpoint")
-    remote.add_argument("--endpoint-model", metavar="NAME", help="the model to ask for")
-    remote.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key")
-    remote.add_argument(
-        "--endpoint-field", action="append", default=[], metavar="KEY=VALUE", help="more of each request"
-    )
-    remote.add_argument("--timeout", type=float, help="seconds of one attempt (300)")
-    remote.add_argument("--attempts", type=int, help="attempts of one request (6)")
-    local = parser.add_argument_group("with --model or --run")
-    local.add_argument("--version", type=int, help="of --run: this version instead of the newest, 0 for the first")
-    local.add_argument("--no-thinking", action="store_true", help="ask a chat template that knows the switch for none")
-    local.add_argument("--threads", type=int, help="compute threads (1)")
-    local.add_argument("--max-context", type=int, help="prompt and action, tokens (default: the run's, else 4096)")
-    actions = parser.add_argument_group("actions")
-    actions.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    actions.add_argument("--top-p", type=float, default=1.0)
-    actions.add_argument("--top-k", type=int, default=0)
-    actions.add_argument("--max-tokens", type=int, help="of one action (default: the run's, else 500)")
+    players.add_endpoint(parser)
+    players.add_local(parser)
+    players.add_actions(parser)
 
 
 def _add_games(games: Any) -> None:
@@ -139,10 +99,6 @@ def _add_games(games: Any) -> None:
 # ---------------------------------------------------------------------------------------------- playing
 
 
-class NotStarted(RuntimeError):
-    """The player cannot be had: a model that does not fit, a key that is not set."""
-
-
 class Evaluation:
     """The games of one match in one folder. ``play`` may be cancelled at any moment and gone on with later."""
 
@@ -150,22 +106,19 @@ class Evaluation:
         self.match, self.settings, self.out = match, match.settings, out
         self.services = InProcess(match.engine, match.workers)
         self.room = asyncio.Semaphore(concurrency)
-        self.unplayed: dict[str, str] = {}
-        self.started = self.spending = False
-        self.played = 0
-        self.start_s = time.monotonic()
+        self.started = False
         s = match.settings
+        self.kept = Kept(out, s.games * s.seeds, "games", "not be played")
+        self.ledger = Ledger(out, "games", self.kept.start_s)
         self.config = SchedulerConfig(
             strategy="chain", k=1, judge=match.judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
             max_action_tokens=s.max_tokens, thinking=s.thinking,
             generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
         )  # fmt: skip
-        self.journal = Journal(out / "journal.sqlite")
-        self.rows = {row.id: row for row in self.journal.trees("split='heldout'")}
         # The dispatcher is each game's seat.
         self.shop = Shop(
             None,  # pyright: ignore[reportArgumentType]
-            self.journal, match.text, match.environment, self.config, Counter(), lambda tree, nodes, turns: None,
+            self.kept.journal, match.text, match.environment, self.config, Counter(), lambda tree, nodes, turns: None,
         )  # fmt: skip
 
     async def _start(self) -> None:
@@ -177,48 +130,51 @@ class Evaluation:
             raise NotStarted(str(error)) from error
         if self.match.load is not None and self.match.engine is not None:
             await self.match.engine.load(self.match.load)
-        self.spending = True
+        self.ledger.open(self.match.engine.stats if self.match.engine is not None else dict)
 
     async def play(self) -> Result:
         """Play what is not played yet. Raises Fault when it cannot go on, NotStarted when it cannot begin."""
         s = self.settings
-        if sum(row.status == "closed" for row in self.rows.values()) < s.games * s.seeds:
+        if self.kept.before < s.games * s.seeds:
             await self._start()
         found = await together(self._game(position) for position in range(s.games * s.seeds))
         pairs = [pair for pair in found if pair is not None]
+        unplayed = self.kept.undone
         if not pairs:
-            raise InfrastructureFault(f"no game could be played; the last reason: {list(self.unplayed.values())[-1]}")
-        spent = self._spent()
+            raise InfrastructureFault(f"no game could be played; the last reason: {list(unplayed.values())[-1]}")
+        self.ledger.close(self.kept.now)
+        spent = self.ledger.total()
         by_seed = []
         for k in range(s.seeds):
             first = s.seed + k * s.games
             ours = [(task, tree) for task, tree in pairs if first <= task.seed < first + s.games]
             by_seed.append(self._found(first, ours))
         result = Result(
-            s, self.match.environment.headline, self._found(s.seed, pairs), by_seed, self.unplayed,
+            s, self.match.environment.headline, self._found(s.seed, pairs), by_seed, unplayed,
             spent.seconds, int(spent.engine.get("decoded_tokens", 0)), spent.engine,
         )  # fmt: skip
         (self.out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
         return result
 
     async def _game(self, position: int) -> tuple[Task, Tree] | None:
-        async with self.room:
-            task: Task = self.match.environment.task(self.settings.seed + position)  # pyright: ignore[reportAttributeAccessIssue]
-            before = self.rows.get(position)
-            if before is not None and before.status == "closed":
-                return task, self.journal.tree(before)
-            said = self.journal.tree(before).actions() if before is not None else []
-            tree = Tree(position, task.id, "heldout")
-            self.journal.start_tree(tree, position, self.settings.version)
-            try:
-                await self._grow(task, tree, [_sample(node) for node in said])
-            except DataFault as fault:
-                self._give_up(tree, str(fault))
-                return None
-            self.journal.close_tree(position)
-            self.played += 1
-            self._progress()
-            return task, tree
+        await self.room.acquire()
+        found = await self._played(position)
+        self.room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
+        return found
+
+    async def _played(self, position: int) -> tuple[Task, Tree] | None:
+        task: Task = self.match.environment.task(self.settings.seed + position)  # pyright: ignore[reportAttributeAccessIssue]
+        before = self.kept.done(position)
+        if before is not None:
+            return task, before
+        tree, said = self.kept.begin(position, task.id, self.settings.version)
+        try:
+            await self._grow(task, tree, said)
+        except DataFault as fault:
+            self.kept.give_up(tree, str(fault))
+            return None
+        self.kept.close(tree)
+        return task, tree
 
     async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
         # The same draws as in a run's held-out evaluation of this task, and again the same after an interruption.
@@ -234,13 +190,6 @@ class Evaluation:
         await context.plant()
         await strategies.load("chain")(tree, context)
 
-    def _give_up(self, tree: Tree, reason: str) -> None:
-        self.journal.close_tree(tree.id, "quarantined", reason)
-        self.unplayed[tree.task] = reason
-        closed = any(row.status == "closed" for row in self.rows.values())
-        if len(self.unplayed) >= HOPELESS and not self.played and not closed:
-            raise InfrastructureFault(f"the first {HOPELESS} games could not be played; the last reason: {reason}")
-
     def _found(self, seed: int, pairs: list[tuple[Task, Tree]]) -> Found:
         counts: Counter[str] = Counter()
         for task, tree in pairs:
@@ -250,42 +199,12 @@ class Evaluation:
         measures = {name: Measured(e.mean, e.half, counts[name]) for name, e in found.measures.items() if counts[name]}
         return Found(seed, len(pairs), measures)
 
-    def _progress(self) -> None:
-        """A line at every tenth of the games."""
-        total = self.settings.games * self.settings.seeds
-        done = self.played + sum(row.status == "closed" for row in self.rows.values())
-        if done * 10 // total != (done - 1) * 10 // total:
-            print(f"{done} of {total} games, {time.monotonic() - self.start_s:.0f} s", file=sys.stderr, flush=True)
-
-    def _spent(self) -> Session:
-        """This session and those before it."""
-        path = self.out / "sessions.jsonl"
-        if self.spending:
-            engine = self.match.engine.stats() if self.match.engine is not None else {}
-            counters = {key: value for key, value in engine.items() if key not in GAUGES}
-            made = Session(self.played, round(time.monotonic() - self.start_s, 3), counters)
-            with path.open("ab") as file:
-                file.write(msgspec.json.encode(made) + b"\n")
-            self.spending = False
-        sessions = [msgspec.json.decode(line, type=Session) for line in path.open("rb")] if path.exists() else []
-        total: Counter[str] = Counter()
-        for session in sessions:
-            total.update(session.engine)
-        return Session(sum(s.games for s in sessions), round(sum(s.seconds for s in sessions), 3), dict(total))
-
     async def close(self) -> None:
         """Release everything; what was played stays."""
-        self._spent()
-        self.journal.close()
+        self.ledger.close(self.kept.now)
+        self.kept.journal.close()
         if self.started:
             await self.services.close()
-
-
-def _sample(action: Node) -> Sample:
-    """What an action's node was made of."""
-    assert action.logprobs is not None, "no action"
-    assert action.versions is not None, "no action"
-    return Sample(action.tokens, action.logprobs, action.versions, action.finish)  # pyright: ignore[reportArgumentType]
 
 
 # ---------------------------------------------------------------------------------------------- what is said
@@ -324,44 +243,6 @@ def _against(s: Settings) -> str:
     return f", against {' or '.join(shown)}"
 
 
-def claim(out: Path, settings: Settings) -> Any:
-    """The folder for this evaluation alone, its lock held by the file returned. Raises ValueError when it holds another."""
-    saved = out / "evaluation.json"
-    if out.exists() and not saved.is_file() and any(path.name != "lock" for path in out.iterdir()):
-        raise ValueError(f"--out {out}: it holds something else (no evaluation.json); choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    lock = (out / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ValueError(
-            f"--out {out} is in use by another evaluation: stop that one, or choose another folder"
-        ) from None
-    given = msgspec.to_builtins(settings)
-    if saved.is_file():
-        before = msgspec.json.decode(saved.read_bytes())
-        for key in sorted({*given, *before}):
-            if before.get(key) != given.get(key):
-                lock.close()
-                raise ValueError(
-                    f"--out {out} was begun with {key} = {before.get(key)!r}, now it is {given.get(key)!r}:"
-                    " give the same settings, or choose another folder"
-                )
-    else:
-        saved.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=1))
-    return lock
-
-
-async def run(evaluation: Evaluation) -> Result | None:
-    """Play to the end, or to a signal (None)."""
-    work = asyncio.create_task(evaluation.play())
-    try:
-        return work.result() if await loop.or_signal(work) else None
-    finally:
-        await evaluation.close()
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -379,16 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report(given: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
     again = shlex.join(["tools/evaluate", *arguments, *([] if given.out else ["--out", str(out)])])
-    try:
-        result = loop.run(run(Evaluation(match, out, given.concurrency)))
-    except NotStarted as error:
-        print(f"tools/evaluate: {error}", file=sys.stderr)
-        return 2
-    except (Fault, JournalError) as fault:
-        print(f"tools/evaluate: {fault}\nwhat was played is kept; go on with: {again}", file=sys.stderr)
-        return 1
-    if result is None:
-        print(f"stopped; go on with: {again}", file=sys.stderr)
-        return INTERRUPTED
+    result = conduct(lambda: Evaluation(match, out, given.concurrency), again, "played")
+    if isinstance(result, int):
+        return result
     print(msgspec.json.encode(result).decode() if given.json else f"{lines(result)}\nresult {out / 'result.json'}")
     return 0

@@ -2,16 +2,14 @@
 
 import argparse
 import inspect
-import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from actors.config import ActorProcess, ActorsConfig
+from actors.config import ActorsConfig
 from actors.engines.base import Engine
-from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText
+from actors.engines.endpoint import EndpointEngine, EndpointText
 from actors.environments import registry
 from actors.environments.base import Environment, Task
 from actors.environments.game import Game
@@ -19,9 +17,11 @@ from judges.base import Judge
 from judges.players import Player
 from judges.serve import BUILT_IN, PLAYERS, make_worker
 from scheduler import baselines
-from scheduler.config import SchedulerConfig, SchedulerProcess
+from scheduler.config import SchedulerConfig
 from scheduler.text import Text
+from tools import players
 from tools.in_process import UNJUDGED
+from tools.players import MAX_CONTEXT, Trained, table
 from wire.messages import LoadRequest
 
 NO_MODEL = {name.removesuffix("_legal_move"): name for name in baselines.PLAYERS}
@@ -91,7 +91,7 @@ class Match(msgspec.Struct, frozen=True):
 def prepare(given: argparse.Namespace) -> Match:
     """The match of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
     check(given)
-    run = _read_run(given) if given.run else None
+    run = players.read_run(given.run, given.version) if given.run else None
     options = table("--option", given.option)
     same = run is not None and run.scheduler.environment == given.environment
     if run is not None and same:  # the prompt it was trained with, but not the opponents: those are the measure's
@@ -154,17 +154,17 @@ def _opponents(
         asked = given.opponent or mcts
         specs = {asked: f"{environment.name}_{asked}" if f"{environment.name}_{asked}" in PLAYERS else asked}
     served: dict[str, dict[str, Any]] = {}
-    players: list[Judge | Player] = []
+    workers: list[Judge | Player] = []
     for spec in specs.values():
         if spec != "random":
             served[spec] = {"simulations": given.simulations or SIMULATIONS} if spec == mcts else {}
-            players.append(_worker(spec, served[spec], "--opponent"))
+            workers.append(_worker(spec, served[spec], "--opponent"))
     if given.simulations is not None and mcts not in served:
         raise ValueError(f"--simulations has no effect with the opponents {sorted(specs)}")
     if "opponents" not in options:
-        name = players[0].name if players else "random"
+        name = workers[0].name if workers else "random"
         options = options | {"opponents": {name: 1.0}}
-    return options, served, players
+    return options, served, workers
 
 
 def _worker(spec: str, options: dict[str, Any], flag: str) -> Judge | Player:
@@ -182,32 +182,6 @@ def _worker(spec: str, options: dict[str, Any], flag: str) -> Judge | Player:
 # ---------------------------------------------------------------------------------------------- the player
 
 
-class Trained(msgspec.Struct, frozen=True):
-    """A run folder as a player: its process files, and the weights to load (None: those of its model folder)."""
-
-    scheduler: SchedulerProcess
-    actor: ActorProcess
-    load: LoadRequest | None
-
-
-def _read_run(given: argparse.Namespace) -> Trained:
-    """The run and its version. Raises ValueError or FileNotFoundError."""
-    folder = given.run / "processes"
-    if not (folder / "scheduler.json").is_file():
-        raise FileNotFoundError(f"--run {given.run}: no processes/scheduler.json there; expected the folder of a run")
-    scheduler = msgspec.json.decode((folder / "scheduler.json").read_bytes(), type=SchedulerProcess)
-    actor = msgspec.json.decode((folder / "actor-0.json").read_bytes(), type=ActorProcess)
-    kept = {int(path.name[1:]): path for path in (given.run / "weights").glob("v??????")}
-    version = max(kept, default=0) if given.version is None else given.version
-    if version and version not in kept:
-        raise ValueError(f"--version {version}: {given.run} keeps {sorted(kept)} (learner.keep), and 0")
-    load = None
-    if version:
-        digest = msgspec.json.decode((kept[version] / "manifest.json").read_bytes())["digest"]
-        load = LoadRequest(version, str(kept[version].resolve()), digest)
-    return Trained(scheduler, actor, load)
-
-
 def _player(given: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
     """The player's part of the settings. Raises ValueError."""
     if given.baseline:
@@ -215,24 +189,13 @@ def _player(given: argparse.Namespace, run: Trained | None, environment: Any) ->
             raise ValueError(f"--baseline: {given.environment} lists no legal moves, as a subclass of Game does")
         return {"player": "baseline", "source": given.baseline}
     if run is not None:
-        version = run.load.version if run.load else 0
-        return {"player": "run", "source": str(given.run.resolve()), "model": run.actor.model, "version": version}
+        source = str(given.run.resolve())
+        return {"player": "run", "source": source, "model": run.actor.model, "version": run.version}
     if given.model:
-        from tools.assets import cache_folder  # these import torch
-        from tools.model import ensure_model
-
-        try:
-            folder = ensure_model(given.model, cache_folder())
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(
-                f"--model {given.model}: {str(error).removeprefix(f'model.name = {given.model!r}: ')}"
-            ) from None
-        return {"player": "model", "source": str(folder)}
+        return {"player": "model", "source": players.model_folder(given.model)}
     if not environment.fresh:
         raise ValueError(f"--endpoint: {given.environment} shows no fresh prompt each turn")
-    parts = urlsplit(given.endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
-        raise ValueError("--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)")
+    players.check_url(given.endpoint)
     fields = table("--endpoint-field", given.endpoint_field)
     return {"player": "endpoint", "source": given.endpoint, "model": given.endpoint_model, "fields": fields}
 
@@ -242,27 +205,10 @@ def _engine(given: argparse.Namespace, settings: Settings, run: Trained | None) 
     if settings.player == "baseline":
         return None, EndpointText()
     if settings.player == "endpoint":
-        given_too = {"timeout_s": given.timeout, "attempts": given.attempts, "api_key_env": given.api_key_env}
-        given_too = {key: value for key, value in given_too.items() if value is not None}
-        endpoint = Endpoint(
-            settings.source, settings.model, concurrency=given.concurrency, fields=settings.fields, **given_too
-        )
-        return EndpointEngine(endpoint), EndpointText()
-    from transformers.utils import logging  # these import torch, which the other players do without
-
-    from actors.engines.local import LocalEngine
-
-    logging.disable_progress_bar()
-    config = run.actor.actors if run else ActorsConfig(max_context=4096)
-    room = max(config.max_batch, min(given.concurrency, 64))
-    config = msgspec.structs.replace(
-        config,
-        max_batch=room,
-        max_context=given.max_context or config.max_context,
-        threads=given.threads or config.threads,
-    )
+        return EndpointEngine(players.endpoint_of(given)), EndpointText()
+    config = run.actor.actors if run else ActorsConfig(max_context=MAX_CONTEXT)
     folder = run.actor.model if run else settings.source
-    return LocalEngine(folder, config), Text(folder)
+    return players.local_engine(folder, config, given), Text(folder)
 
 
 # ---------------------------------------------------------------------------------------------- checks
@@ -270,49 +216,11 @@ def _engine(given: argparse.Namespace, settings: Settings, run: Trained | None) 
 
 def check(given: argparse.Namespace) -> None:
     """Refuses values out of range and settings without effect. Raises ValueError."""
-    for name in ("games", "seeds", "concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context"):
-        value = getattr(given, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{_flag(name)} {value}: expected more than 0")
-    if not (given.temperature == 0 or given.temperature >= 1e-3):
-        raise ValueError(f"--temperature {given.temperature}: expected 0 (greedy) or at least 0.001")
-    if not 0 < given.top_p <= 1 or given.top_k < 0 or given.seed < 0:
-        raise ValueError("--top-p: expected above 0 and at most 1; --top-k and --seed: expected 0 or more")
-    if given.temperature == 0 and (given.top_p, given.top_k) != (1.0, 0):
-        raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
-    if given.endpoint and not given.endpoint_model:
-        raise ValueError("--endpoint needs --endpoint-model, the name of a model served there")
-    local = "--model or --run"
-    needs = dict.fromkeys(("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), "--endpoint")
-    needs |= {"version": "--run", "threads": local, "max_context": local, "no_thinking": local}
-    for name, needed in needs.items():
-        if getattr(given, name) not in (None, [], False) and not any(
-            getattr(given, _name(flag)) for flag in needed.split(" or ")
-        ):
-            raise ValueError(f"{_flag(name)} has no effect without {needed}")
+    positive = ("games", "seeds", "concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
+    players.check_positive(given, positive)
+    players.check_sampling(given)
+    players.check_needs(given)
     if given.baseline and (given.temperature or given.max_tokens):
         raise ValueError("--temperature and --max-tokens have no effect with --baseline: leave them out")
     if given.oracle_option and not given.oracle:
         raise ValueError("--oracle-option has no effect with --no-oracle")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def table(flag: str, texts: list[str]) -> dict[str, Any]:
-    """KEY=VALUE texts; a value is read as TOML, a bare word is a string. Raises ValueError."""
-    made = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ValueError(f"{flag} {text!r}: expected KEY=VALUE")
-        try:
-            made[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            made[key] = value
-    return made

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,11 +34,11 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 class InProcess:
     """``generate`` of an engine, ``judge.<name>`` and ``player.<name>`` of workers, called as the dispatcher is. engine: None for
-    players without a model."""
+    players without a model. more: handlers of other services."""
 
-    def __init__(self, engine: Engine | None, workers: Sequence[Judge | Player]):
+    def __init__(self, engine: Engine | None, workers: Sequence[Judge | Player], more: Mapping[str, Handler] = {}):
         self.engine, self.workers = engine, workers
-        self.handlers: dict[str, Handler] = {f"judge.{UNJUDGED}": _unjudged}
+        self.handlers: dict[str, Handler] = {f"judge.{UNJUDGED}": _unjudged, **more}
         if engine is not None:
             self.handlers["generate"] = engine.generate
         for worker in workers:

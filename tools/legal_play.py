@@ -15,7 +15,8 @@ import msgspec
 from actors.environments.base import SPLIT, Action, Task
 from actors.environments.game import Game
 from scheduler.text import Text
-from tools.warm_start import Example, WarmStart, fine_tune
+from tools.fine_tune import Example, Recipe, fine_tune
+from tools.warm_start import WarmStart
 from wire.messages import Passage
 
 FIRST_SEED = 2_000_000_000
@@ -128,5 +129,6 @@ def ensure_legal_play(
     )
     examples = legal_play(environment, Text(str(model)), config.steps * config.rows, config.seed)
     cooldown = int(COOLDOWN * config.steps)
-    fine_tune(model, examples, out, config.steps, config.rows, config.lr, config.warmup, threads, cooldown)
+    trained = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown)
+    fine_tune(model, examples, out, trained, threads)
     return out

@@ -24,11 +24,11 @@ COOLDOWN = 0.4
 """The share of the steps over which the learning rate falls to 0."""
 TURNS = 4
 """Of an episode at most; the last one answers."""
-ANSWERS = (0.1, 0.5)
+ANSWERS = (0.05, 0.5)
 """The share of turns that answer: before anything was shown, and after."""
-QUERIES = {"right": 0.35, "subject": 0.25, "field": 0.15, "other": 0.25}
+QUERIES = {"right": 0.6, "subject": 0.15, "field": 0.1, "other": 0.15}
 """What queries name."""
-ANSWERED = {"first": 0.4, "second": 0.25, "title": 0.15, "asked": 0.2}
+ANSWERED = {"first": 0.65, "second": 0.12, "title": 0.1, "asked": 0.13}
 """What answers name: the value of the first or second passage shown, a title shown, a name of the question."""
 NEED, LOOK = " I need the {field} of{subject}. ", " I look it up. "
 FOUND, KNOWN = " The {field} is{value}. ", " I know it. "

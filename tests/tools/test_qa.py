@@ -1,0 +1,495 @@
+"""tools/evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations by scripted players and a tiny model."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+
+from actors.config import ActorProcess, ActorsConfig
+from actors.environments.task_files import load_tasks
+from scheduler.config import SchedulerConfig, SchedulerProcess
+from scheduler.evaluation import Estimate
+from scheduler.journal import Journal
+from scheduler.tasks import held_out
+from scheduler.tree import Tree
+from tests.tools.test_evaluate import chat, served
+from tools.dump_tree import main as dump
+from tools.evaluation_folder import Measured
+from tools.qa.evaluation import macro
+from tools.qa.main import main
+from tools.qa.retrieval import CachedRetrieval
+from tools.qa.scoring import score
+from tools.qa.sets import HUB, PAPER, read_sets, subset
+from wire.messages import Passage, RetrieveRequest
+
+TOKENS = np.arange(3, dtype=np.int32)
+
+
+def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool = False) -> Tree:
+    """A tree of one path: a prompt, then (kind, text) parts of three tokens each."""
+    tree = Tree(0, "t", "heldout")
+    node = tree.add(None, "prompt", TOKENS, prompt)
+    for i, (kind, text) in enumerate(parts):
+        last = i == len(parts) - 1
+        node = tree.add(node, kind, TOKENS, text, chosen=True, forced=forced and last)  # pyright: ignore
+    return tree
+
+
+# ---------------------------------------------------------------------------------------------- scorers
+
+
+@pytest.mark.parametrize(
+    ("said", "em", "f1"),
+    [
+        ("<think>a</think><answer> The Eiffel-Tower! </answer>", 1.0, 1.0),
+        ("<answer>Rome</answer> no, <answer>eiffeltower</answer>", 1.0, 1.0),
+        ("<answer>eiffeltower</answer> no, <answer>Rome</answer>", 0.0, 0.0),
+        ("the eiffeltower", 0.0, 0.0),
+        ("<answer>eiffeltower", 0.0, 0.0),
+        ("<answer>old eiffeltower</answer>", 0.0, 2 / 3),
+    ],
+)
+def test_the_last_complete_answer_block_is_scored(said: str, em: float, f1: float) -> None:
+    found = score(grown(("action", said)), ["Paris", "eiffeltower"], 0)
+    assert (found["em"], found["f1"]) == (em, pytest.approx(f1))
+
+
+def test_what_was_shown_to_the_policy_is_no_answer_of_its_own() -> None:
+    tree = grown(("action", "nonsense"), ("observation", "Write <answer> answer </answer>."), ("action", "more"))
+    found = score(tree, ["answer"], 0)
+    assert (found["em"], found["answered"]) == (0.0, 0.0)
+    assert found["em_two_blocks"] == 0.0, "one block in all"
+
+
+def test_the_original_scorer_demands_two_blocks_of_prompt_and_response() -> None:
+    one, plain = ("action", "<answer>Rome</answer>"), "Question: capital of Italy?"
+    example = "for instance <answer> Paris </answer>. " + plain
+    assert score(grown(one, prompt=plain), ["Rome"], 0)["em_two_blocks"] == 0.0
+    assert score(grown(one, prompt=example), ["Rome"], 0)["em_two_blocks"] == 1.0
+    assert score(grown(("action", "?"), prompt=example), ["Paris"], 0)["em_two_blocks"] == 0.0
+
+
+@pytest.mark.parametrize(("blocks", "value"), [(10, 1.0), (11, 0.25)])
+def test_slates_scorer_gives_a_quarter_beyond_ten_tags(blocks: int, value: float) -> None:
+    found = score(grown(("action", "<answer>x</answer>" * blocks)), ["x"], 0)
+    assert (found["em"], found["em_slate"]) == (1.0, value)
+
+
+def test_a_forced_answer_is_scored_closed_or_not_and_is_not_answered() -> None:
+    for text in ("Rome</answer>", " Rome"):
+        found = score(grown(("action", "?"), ("observation", "\n<answer>"), ("action", text), forced=True), ["rome"], 2)
+        assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
+
+
+def test_tokens_are_counted_by_who_wrote_them() -> None:
+    found = score(grown(("action", "a"), ("observation", "b"), ("action", "c")), ["x"], 1)
+    assert [found[name] for name in ("response_tokens", "tokens_with_observations", "prompt_tokens")] == [6, 9, 3]
+
+
+def test_the_macro_mean_is_of_sets_and_its_interval_of_theirs() -> None:
+    sets = [{"em": Measured(0.5, 0.3, 10)}, {"em": Measured(0.1, 0.4, 1000)}]
+    assert macro(sets) == {"em": Estimate(0.3, pytest.approx(0.25))}  # pyright: ignore
+    assert macro([{"em": Measured(0.5, 0.3, 10)}, {}]) == {}, "a measure that one set lacks has no mean"
+
+
+# ---------------------------------------------------------------------------------------------- sets
+
+
+def write(path: Path, golds: dict[str, str], **more: Any) -> Path:
+    rows = [{"id": q, "question": q, "golden_answers": [a], **more} for q, a in golds.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_subset_is_fixed_by_its_seed_and_is_that_of_a_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {f"q{i}": "a" for i in range(50)})
+    tasks, _ = load_tasks(str(path))
+    assert subset(tasks, 7, 0) == held_out(str(path), 7)
+    assert subset(tasks, 7, 1) == subset(tasks, 7, 1) != subset(tasks, 7, 0)
+    assert subset(tasks, 7, 0) == subset(tasks, 20, 0)[:7]
+    assert len(subset(tasks, 99, 0)) == 50
+
+
+def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.jsonl", {"a": "1", "b": "2"})
+    path.write_text(path.read_text() + write(tmp_path / "two.jsonl", {"c": "3"}, hops=2).read_text())
+    found = read_sets([], None, 0, path)
+    assert [(s.name, [t.id for t in s.tasks]) for s in found] == [("one_hop", ["a", "b"]), ("two_hop", ["c"])]
+
+
+def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a stand-in for the hub: no test here reaches the real one."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    there = {f"{name}/{split}.jsonl" for name in PAPER for split in ("train", "dev")} | {"nq/test.jsonl"}
+    asked: list[str] = []
+
+    def download(repository: str, file: str, repo_type: str) -> str:
+        assert (repository, repo_type) == (HUB, "dataset")
+        asked.append(file)
+        if file not in there:
+            raise EntryNotFoundError(file)
+        return str(write(tmp_path / file.replace("/", "-"), {f"{file}?": "a"}))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    found = read_sets(["paper"], None, 0)
+    assert tuple(s.name for s in found) == PAPER
+    assert [s.tasks[0].id for s in found[:2]] == ["nq/test.jsonl?", "triviaqa/dev.jsonl?"]
+    (train,) = read_sets([f"x={HUB}/nq:train"], None, 0)
+    assert train.tasks[0].id == "nq/train.jsonl?"
+    with pytest.raises(FileNotFoundError, match=r"no nosuch/test or dev or train\.jsonl"):
+        read_sets([f"x={HUB}/nosuch"], None, 0)
+
+
+# ---------------------------------------------------------------------------------------------- cached retrieval
+
+
+class Books:
+    """A backend that notes what it is asked; with ``hold`` it waits for that event. failing: raises instead."""
+
+    def __init__(self, hold: asyncio.Event | None = None):
+        self.asked: list[tuple[str, int]] = []
+        self.hold, self.opened, self.closed = hold, 0, 0
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        self.asked += [(query, topk) for query in queries]
+        if self.hold is not None:
+            await self.hold.wait()
+        return [[Passage(f"{q}-{i}", "T", f"{q} {i}", 1.0 / (i + 1)) for i in range(topk)] for q in queries]
+
+    async def opening(self) -> tuple["Books", Callable[[], Awaitable[None]]]:
+        self.opened += 1
+        return self, self.closing
+
+    async def closing(self) -> None:
+        self.closed += 1
+
+
+async def test_a_query_is_asked_once_by_retriever_and_topk_and_across_sessions(tmp_path: Path) -> None:
+    books, file = Books(), tmp_path / "cache.sqlite"
+    for identity, topk in (("a", 2), ("a", 2), ("a", 3), ("b", 2)):
+        cached = CachedRetrieval(file, identity, books.opening)
+        for _ in range(2):
+            (found,) = (await cached.handle(RetrieveRequest(["q"], topk))).passages
+            assert [p.id for p in found] == [f"q-{i}" for i in range(topk)]
+        await cached.close()
+    assert books.asked == [("q", 2), ("q", 3), ("q", 2)]
+    assert (books.opened, books.closed) == (3, 3), "a backend is opened when it is needed"
+
+
+async def test_queries_at_the_same_time_are_asked_once_and_one_that_leaves_takes_nothing(tmp_path: Path) -> None:
+    hold = asyncio.Event()
+    books = Books(hold)
+    cached = CachedRetrieval(tmp_path / "cache.sqlite", "a", books.opening)
+    first, *others = [asyncio.create_task(cached.handle(RetrieveRequest(["q"], 1))) for _ in range(5)]
+    while not books.asked:
+        await asyncio.sleep(0)
+    first.cancel()
+    hold.set()
+    found = await asyncio.gather(*others)
+    assert {result.passages[0][0].id for result in found} == {"q-0"}
+    assert books.asked == [("q", 1)]
+    assert (cached.counts["queries"], cached.counts["hits"]) == (5, 4)
+    await cached.close()
+
+
+async def test_a_failed_search_is_kept_by_nobody(tmp_path: Path) -> None:
+    books = Books()
+    books.search = lambda queries, topk: asyncio.sleep(0, result=[])  # pyright: ignore
+    cached = CachedRetrieval(tmp_path / "cache.sqlite", "a", books.opening)
+    with pytest.raises(ValueError, match="unpack"):
+        await cached.handle(RetrieveRequest(["q"], 1))
+    del books.search
+    assert (await cached.handle(RetrieveRequest(["q"], 1))).passages[0][0].id == "q-0"
+    await cached.close()
+
+
+# ---------------------------------------------------------------------------------------------- whole evaluations
+
+
+class Scholar:
+    """Searches for the question, then answers with its last word. before: what happens at each request, by its number; an event
+    is waited for first."""
+
+    def __init__(self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None):
+        self.before, self.requests = before, 0
+        self.seen: list[dict[str, Any]] = []
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.requests += 1
+        answer = self.before(self.requests)
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+        elif answer is not None:
+            return answer
+        self.seen.append(await request.json())
+        messages = self.seen[-1]["messages"]
+        word = messages[0]["content"].split("Question: ")[1].split("?")[0].split()[-1]
+        if "</search>" in self.seen[-1]["stop"] and len(messages) == 1:
+            return chat(f"<think>look</think><search>{word}")  # the protocol cuts the stop string off
+        return chat(f"<think>so</think><answer>{word}")
+
+
+def questions(folder: Path) -> list[str]:
+    """Two sets: of the first the scholar knows all, of the second a half."""
+    easy = write(folder / "easy.jsonl", {f"what is w{i}": f"w{i}" for i in range(6)})
+    hard = write(folder / "hard.jsonl", {f"what is w{i}": f"w{i % 2 * i}" for i in range(4)})
+    return ["--set", f"easy={easy}", "--set", f"hard={hard}"]
+
+
+def at_endpoint(url: str, folder: Path, out: Path, *more: str) -> list[str]:
+    return [*questions(folder), "--endpoint", url, "--endpoint-model", "m", "--concurrency", "1", "--out", str(out),
+            "--attempts", "1", *more]  # fmt: skip
+
+
+@pytest.fixture
+def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
+    """Books behind every --retriever."""
+    books = Books()
+    monkeypatch.setattr("tools.qa.main.opening_of", lambda retriever, threads: books.opening)
+    return books
+
+
+BOOKS = ("--retriever", "http://books")
+
+
+def result(out: Path) -> dict[str, Any]:
+    return json.loads((out / "result.json").read_bytes())
+
+
+def answered(row: Path) -> list[Any]:
+    journal = Journal(row / "journal.sqlite", readonly=True)
+    return [
+        (tree.id, tree.task, tree.status, [(n.kind, n.text, n.scores) for n in journal.tree(tree).nodes.values()])
+        for tree in journal.trees()
+    ]
+
+
+def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with served(Scholar()) as url:
+        command = at_endpoint(url, tmp_path, out, *BOOKS, "--method", "search,direct,rag")
+        assert main(command) == 0
+        said = capsys.readouterr().out
+        assert main([*command, "--json"]) == 0
+    found = result(out)
+    assert json.loads(capsys.readouterr().out) == found, "a finished evaluation is only reported again"
+    lines = (out / "table.md").read_text().splitlines()
+    assert said.startswith("\n".join(lines))
+    assert lines[0] == "| method | model | easy (6) | hard (4) | mean |"
+    assert [line.split(" | ")[:2] for line in lines[2:5]] == [["| search", "m"], ["| direct", "m"], ["| rag", "m"]]
+    row = found["rows"][0]
+    easy, hard = row["sets"]["easy"]["em"], row["sets"]["hard"]["em"]
+    assert (easy["mean"], easy["n"], hard["mean"], hard["n"]) == (1.0, 6, 0.75, 4)
+    assert row["macro"]["em"]["mean"] == 0.875
+    assert row["macro"]["em"]["half"] == pytest.approx(math.hypot(easy["half"], hard["half"]) / 2)
+    assert f"0.875 ±{row['macro']['em']['half']:.3f}" in lines[2]
+    assert row["sets"]["easy"]["searches"] == {"mean": 1.0, "half": 0.0, "n": 6}, "a count is no proportion"
+    assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
+    assert row["generated_tokens"] == 5 * 20
+    assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
+    assert dump([str(out / "rag.m"), "--heldout", "--all", "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 10
+
+
+def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(tmp_path: Path, retriever: Books) -> None:
+    seen: list[list[dict[str, str]]] = []
+
+    async def undecided(request: web.Request) -> web.Response:
+        seen.append((await request.json())["messages"])
+        asked = seen[-1][-1]["content"]
+        return chat("<answer>w0" if "No steps are left" in asked else "<think>hm</think><search>more")
+
+    with served(undecided) as url:
+        out = tmp_path / "out"
+        assert main(at_endpoint(url, tmp_path, out, *BOOKS, "--questions", "1", "--budget", "2")) == 0
+    roles = ["user", "assistant", "user", "assistant", "user"]
+    assert [m["role"] for m in seen[2]] == roles
+    assert seen[2][1]["content"] == "<think>hm</think><search>more</search>"
+    assert "Doc 1(Title: T) more 0" in seen[2][2]["content"]
+    assert not seen[2][-1]["content"].endswith("<answer>")
+    (last,) = [nodes[-1] for i, _, _, nodes in answered(out / "search.m") if i == 0]
+    assert last[1] == "w0</answer>", "the opening that the journal holds already is not there twice"
+
+
+@pytest.mark.parametrize("method", ["search", "rag"])
+def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    never = asyncio.Event()
+
+    def interrupt(number: int) -> web.Response | asyncio.Event | None:
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            return never
+        return web.Response(status=500) if number == 9 else None
+
+    whole, parts = Scholar(), Scholar(interrupt)
+    more = [*BOOKS, "--method", method]
+    with served(whole) as url:
+        assert main(at_endpoint(url, tmp_path, tmp_path / "whole", *more)) == 0
+    asked = len(retriever.asked)
+    with served(parts) as url:
+        command = at_endpoint(url, tmp_path, tmp_path / "parts", *more, "--attempts", "1")
+        assert main(command) == 130
+        assert "go on with: tools/evaluate qa" in capsys.readouterr().err
+        assert main(command) == 1, "the server failed"
+        assert main(command) == 0
+    assert answered(tmp_path / "parts" / f"{method}.m") == answered(tmp_path / "whole" / f"{method}.m")
+    one, other = result(tmp_path / "whole")["rows"][0], result(tmp_path / "parts")["rows"][0]
+    assert (one["sets"], one["macro"]) == (other["sets"], other["macro"])
+    assert parts.requests == whole.requests + 2, "no answer that was kept was asked for again"
+    assert len(retriever.asked) == 2 * asked, "nor was a search"
+
+
+def test_rows_are_added_to_a_table_and_other_settings_refused_by_name(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, scholar = tmp_path / "out", Scholar()
+    with served(scholar) as url:
+        command = at_endpoint(url, tmp_path, out, *BOOKS, "--method")
+        assert main([*command, "direct"]) == 0
+        before = scholar.requests
+        assert main([*command, "rag"]) == 0
+        assert scholar.requests == before + 10
+        assert [row["name"] for row in result(out)["rows"]] == ["direct.m", "rag.m"]
+        for more, message in (
+            (["rag", "--questions", "3"], "was begun with sets ="),
+            (["rag", "--seed", "1"], "was begun with seed = 0, now it is 1"),
+            (["rag", "--max-tokens", "7"], "rag.m was begun with max_tokens = 500, now it is 7"),
+            (["cot,direct,rag", "--topk", "7"], "direct.m was begun with how ="),
+        ):
+            assert main([*command, *more]) == 2
+            assert message in capsys.readouterr().err
+            assert not (out / "cot.m").exists(), "a refused command leaves nothing behind"
+        assert main([*command, "rag", "--concurrency", "3"]) == 0
+        assert scholar.requests == before + 10
+
+
+def test_a_question_that_fits_no_context_scores_zero_and_is_listed(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = web.Response(status=400, text="context length exceeded")
+    with served(Scholar(lambda number: refused if number == 3 else None)) as url:
+        assert main(at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct")) == 0
+    row = result(tmp_path / "out")["rows"][0]
+    assert row["sets"]["easy"]["em"]["mean"] == pytest.approx(5 / 6)
+    assert row["sets"]["easy"]["em"]["n"] == 6
+    assert "context length exceeded" in row["failed"]["what is w2"]
+    assert "not finished, scored 0: what is w2" in capsys.readouterr().out
+
+
+def run_folder(folder: Path, model: Path, strategy: str) -> Path:
+    (folder / "processes").mkdir(parents=True)
+    settings = SchedulerConfig(strategy=strategy, budget=2, max_action_tokens=5)
+    actor = ActorProcess("actor-0", str(folder), 0, str(model), ActorsConfig(max_context=1024))
+    options = {"prompt": "short", "topk": 1}
+    scheduler = SchedulerProcess("s", str(folder), 0, str(model), "search_qa", options, "", "", 1, [], 6, settings)
+    for name, process in (("actor-0", actor), ("scheduler", scheduler)):
+        (folder / "processes" / f"{name}.json").write_bytes(msgspec.json.encode(process))
+    return folder
+
+
+def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
+    llama: Path, tmp_path: Path, retriever: Books
+) -> None:
+    chain, ppr = (run_folder(tmp_path / name, llama, name) for name in ("slate", "ppr"))
+    out = tmp_path / "out"
+    command = [*questions(tmp_path), "--questions", "2", "--run", str(chain), "--run", str(ppr), "--model", str(llama)]
+    assert main([*command, *BOOKS, "--out", str(out), "--method", "search"]) == 0
+    rows = {row["name"]: row for row in result(out)["rows"]}
+    assert list(rows) == [f"search.{llama.name}", "search.slate-v0", "search.ppr-v0"]
+    slate = rows["search.slate-v0"]["settings"]
+    assert (slate["how"], slate["max_tokens"]) == ({"topk": 1, "budget": 2, "forced": True}, 5)
+    assert rows["search.ppr-v0"]["settings"]["how"]["forced"] is False
+    assert rows[f"search.{llama.name}"]["settings"]["how"] == {"topk": 3, "budget": 4, "forced": True}
+    for name, actions in (("search.slate-v0", 3), ("search.ppr-v0", 2)):
+        for _, _, _, nodes in answered(out / name):
+            assert sum(kind == "action" for kind, _, _ in nodes) == actions, "two turns, and the forced answer"
+    measured = rows["search.slate-v0"]["sets"]["easy"]
+    assert measured["response_tokens"]["mean"] <= 15
+    assert measured["tokens_with_observations"]["mean"] > measured["response_tokens"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nobody to measure"),
+        (["--model", "no/such/folder/here"], "--model"),
+        (["--run", "no-such-run"], "expected the folder of a run"),
+        (["--endpoint", "http://localhost/v1"], "--endpoint-model"),
+        (["--method", "magic", "P"], "expected some of cot,direct,ircot,rag,search,search_o1"),
+        (["--method", "direct", "--prompt", "short", "P"], "no effect without the method search"),
+        (["--method", "direct", "--no-forced", "P"], "--forced has no effect without the method search"),
+        (["--method", "cot", "--topk", "2", "P"], "none of the methods retrieves"),
+        (["--prompt", "nosuch", "P"], "expected one of"),
+        (["--retriever", "nowhere", "P"], "holds no index"),
+        (["--set", "x", "P"], "expected NAME=PATH"),
+        (["--set", "x=gone.jsonl", "P"], "--set x=gone.jsonl: task file 'gone.jsonl' does not exist"),
+        (["--set", "paper", "P"], "the hub"),
+        (["--set", "easy=x.jsonl", "P"], "easy is given twice"),
+        (["--questions", "0", "P"], "--questions 0"),
+        (["--top-p", "0.5", "P"], "no effect with --temperature 0"),
+        (["--model", "smollm2-135m", "--version", "1"], "--version has no effect without --run"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    player = ["--endpoint", "http://localhost/v1", "--endpoint-model", "m"]
+    given = [part for a in arguments for part in (player if a == "P" else [a])]
+    own = [] if "--retriever" in given or "cot" in given or "direct" in given else list(BOOKS)
+    assert main([*given, *questions(tmp_path), *own, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_a_game_is_refused(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "run", llama, "chain")
+    path = folder / "processes" / "scheduler.json"
+    path.write_text(path.read_text().replace('"search_qa"', '"tictactoe"'))
+    assert main(["--run", str(folder), *questions(tmp_path), *BOOKS]) == 2
+    assert "was trained on 'tictactoe'" in capsys.readouterr().err
+
+
+def test_runs_that_searched_in_different_places_need_a_word_on_which(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = questions(tmp_path)
+    for name in ("a", "b"):
+        folder = run_folder(tmp_path / name, llama, "chain")
+        (folder / "processes" / "retriever.json").write_text(json.dumps({"backend": f"http://{name}"}))
+        command += ["--run", str(folder)]
+    assert main(command) == 2
+    assert "searched in ['http://a', 'http://b']: say with --retriever" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_start_is_said(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.engines.local.LocalEngine._check_fits", _too_big)
+    command = [*questions(tmp_path), "--model", str(llama), "--method", "direct", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "tools/evaluate: it needs 900 GiB" in capsys.readouterr().err
+
+
+def _too_big(self: Any, settings: Any) -> None:
+    raise MemoryError("it needs 900 GiB")

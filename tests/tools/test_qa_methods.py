@@ -1,0 +1,212 @@
+"""The ways to answer a question: each one's generations and searches, in order, with a scripted engine."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engines.endpoint import EndpointText
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.journal import Journal
+from scheduler.tree import Tree
+from tools.qa import methods
+from tools.qa.methods import How, filled
+from tools.qa.methods.ircot import MOST_PASSAGES, first_sentence
+from tools.qa.methods.search_o1 import REPEATED, USED_UP, wanted
+from tools.qa.scoring import score
+from wire.messages import GenerateRequest, GenerateResult, Passage, RetrieveRequest, RetrieveResult, Sample
+
+QUESTION = "Who wrote {documents} of Rome?"
+
+
+class Scripted:
+    """An engine that says its lines one after the other, and a retriever of passages named after the query. log: what was asked."""
+
+    def __init__(self, *lines: str):
+        self.lines, self.text = list(lines), EndpointText()
+        self.log: list[tuple[str, str]] = []
+        self.stops: list[list[str]] = []
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        """The dispatcher's call."""
+        if service == "retrieve":
+            return self._found(request)
+        asked: GenerateRequest = request
+        self.log.append(("say", self.text.decode(asked.tokens)))
+        self.stops.append(asked.sampling.stop)
+        tokens = self.text.encode(self.lines.pop(0))
+        zeros = np.zeros(len(tokens))
+        return GenerateResult([Sample(tokens, zeros.astype(np.float32), zeros.astype(np.int32), "stop")], 0, 0)
+
+    def _found(self, request: RetrieveRequest) -> RetrieveResult:
+        (query,) = request.queries
+        self.log.append(("search", query))
+        return RetrieveResult([[Passage(f"{query}-{i}", f"T{i}", f"of {query}", 1.0) for i in range(request.topk)]])
+
+    @property
+    def searches(self) -> list[str]:
+        return [what for kind, what in self.log if kind == "search"]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [what for kind, what in self.log if kind == "say"]
+
+
+@pytest.fixture
+def answered(tmp_path: Path) -> Callable[..., Any]:
+    """Runs a method on lines; gives the scripted services, the tree as the journal holds it, and its scores."""
+
+    async def run(method: str, how: How, *lines: str) -> tuple[Scripted, Tree, dict[str, float]]:
+        services: Any = Scripted(*lines)
+        config = SchedulerConfig(budget=how.budget, judge="none")
+        journal, counts = Journal(tmp_path / "journal.sqlite"), Counter[str]()
+        text: Any = services.text
+        shop = Shop(services, journal, text, SearchQA("short", how.topk), config, counts, lambda *_: None)
+        tree = Tree(0, "t", "heldout")
+        journal.start_tree(tree, 0, 0)
+        await methods.load(method).answer(
+            tree, Context(shop, config, Task("t", QUESTION, ["Livy"]), tree, random.Random(0)), how
+        )
+        assert not services.lines, "lines that were not asked for"
+        (row,) = journal.trees()
+        kept = journal.tree(row)
+        journal.close()
+        assert [n.text for n in kept.nodes.values()] == [n.text for n in tree.nodes.values()]
+        assert [n.text for n in kept.actions()] == list(lines), "every generation is a node"
+        return services, kept, score(kept, ["Livy"], counts["retrievals"])
+
+    return run
+
+
+def test_the_methods_of_the_tables_are_known() -> None:
+    assert methods.known() == ["cot", "direct", "ircot", "rag", "search", "search_o1"]
+    assert {name for name in methods.known() if methods.load(name).RETRIEVES} == {"ircot", "rag", "search", "search_o1"}
+
+
+def test_a_value_in_a_prompt_is_not_filled_in_again() -> None:
+    made = filled("rag", documents="DOCS", question=QUESTION)
+    assert QUESTION in made
+    assert made.count("DOCS") == 1
+
+
+@pytest.mark.parametrize("method", ["direct", "cot"])
+async def test_without_retrieval_one_reply_is_all(answered: Callable[..., Any], method: str) -> None:
+    services, _, found = await answered(method, How(), "I think <answer>Livy</answer>")
+    assert (len(services.prompts), services.searches) == (1, [])
+    assert QUESTION in services.prompts[0]
+    assert (found["em"], found["answered"], found["searches"]) == (1.0, 1.0, 0.0)
+    assert found["em_two_blocks"] == 1.0, "the prompt shows an example block"
+
+
+async def test_rag_searches_for_the_question_then_reads(answered: Callable[..., Any]) -> None:
+    services, _, found = await answered("rag", How(topk=2), "<answer>Livy</answer>")
+    assert [kind for kind, _ in services.log] == ["search", "say"]
+    assert services.searches == [QUESTION]
+    assert f"Doc 2(Title: T1) of {QUESTION}" in services.prompts[0]
+    assert (found["em"], found["searches"]) == (1.0, 1.0)
+
+
+async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(answered: Callable[..., Any]) -> None:
+    lines = ("Rome had historians. Many", "So the answer is: Livy.", "Livy it is. <answer>Livy</answer>")
+    services, _, found = await answered("ircot", How(topk=1, budget=4), *lines)
+    assert [kind for kind, _ in services.log] == ["search", "say", "search", "say", "say"]
+    assert services.searches == [QUESTION, "Rome had historians."]
+    assert "Reasoning so far: Rome had historians." in services.prompts[1]
+    read = services.prompts[2]
+    assert "of Rome had historians." in read
+    assert "So the answer is: Livy" not in read, "the reader sees passages, not the reasoning"
+    assert services.stops[2] == ["</answer>"]
+    assert (found["em"], found["searches"]) == (1.0, 2.0)
+
+
+async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(answered: Callable[..., Any]) -> None:
+    services, _, _ = await answered("ircot", How(topk=8, budget=3), "One.", "Two.", "<answer>x</answer>")
+    assert services.searches == [QUESTION, "One.", "Two."]
+    assert services.prompts[-1].count("(Title:") == MOST_PASSAGES < 3 * 8
+
+
+async def test_ircot_reads_when_nothing_is_said(answered: Callable[..., Any]) -> None:
+    services, _, found = await answered("ircot", How(), " \n", "no tag")
+    assert services.searches == [QUESTION]
+    assert (found["em"], found["answered"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (" Rome fell. Then", "Rome fell."),
+        ("It has 1.5 million. ", "It has 1.5 million."),
+        ("no stop\nnext line.", "no stop"),
+        ("Who? Me.", "Who?"),
+        ("", ""),
+    ],
+)
+def test_a_sentence_ends_at_its_stop_or_its_line(text: str, sentence: str) -> None:
+    assert first_sentence(text) == sentence
+
+
+async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: Callable[..., Any]) -> None:
+    lines = ("I must know. <search> historians </search>", "Livy wrote it.", "So <answer>Livy</answer>")
+    services, _, found = await answered("search_o1", How(topk=1), *lines)
+    assert [kind for kind, _ in services.log] == ["say", "search", "say", "say"]
+    assert services.searches == ["historians"]
+    condensing, reasoning = services.prompts[1], services.prompts[2]
+    assert all(part in condensing for part in ("I must know.", "of historians"))
+    assert QUESTION not in condensing.removeprefix(services.prompts[0])
+    assert reasoning.endswith("</search>\n<result> Livy wrote it. </result>\n")
+    assert "of historians" not in reasoning
+    assert reasoning.startswith(services.prompts[0]), "one chain of reasoning"
+    assert (found["em"], found["searches"]) == (1.0, 1.0)
+    assert found["response_tokens"] == sum(map(len, lines))
+
+
+async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(answered: Callable[..., Any]) -> None:
+    a, b = "<search>a</search>", "<search>b</search>"
+    services, _, found = await answered("search_o1", How(budget=2), a, "found a", a, b, b)
+    assert services.searches == ["a"]
+    assert REPEATED in services.prompts[3]
+    assert USED_UP in services.prompts[4]
+    assert (found["answered"], found["searches"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [
+        ("x <search> a b </search>", "a b"),
+        ("<search>a</search> and <search>b</search>\n", "b"),
+        ("<search>a</search> then <answer>x</answer>", None),
+        ("<search> </search>", None),
+        ("nothing", None),
+    ],
+)
+def test_a_search_is_wanted_where_the_text_ends_with_it(text: str, query: str | None) -> None:
+    assert wanted(text) == query
+
+
+async def test_search_forces_an_answer_after_its_budget_or_not_at_all(answered: Callable[..., Any]) -> None:
+    turn = "<think>t</think><search>a</search>"
+    services, tree, found = await answered("search", How(topk=1, budget=2, forced=True), turn, turn, "Livy</answer>")
+    assert services.searches == ["a", "a"]
+    assert tree.actions()[-1].forced
+    assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
+
+
+async def test_search_without_force_generates_last_without_a_search(answered: Callable[..., Any]) -> None:
+    turn = "<think>t</think><search>a</search>"
+    services, tree, found = await answered("search", How(topk=1, budget=2, forced=False), turn, turn)
+    assert services.searches == ["a"], "the last turn's search is not made (methods.md 2.1)"
+    assert tree.actions()[-1].kind == "action"
+    assert (found["em"], found["answered"]) == (0.0, 0.0)
+
+
+async def test_search_ends_with_its_answer(answered: Callable[..., Any]) -> None:
+    _, tree, found = await answered("search", How(), "<think>t</think><answer>Livy</answer>")
+    assert len(tree.actions()) == 1
+    assert (found["em"], found["answered"]) == (1.0, 1.0)
