@@ -1,0 +1,483 @@
+"""tools/sft: collecting, labelling, reviewing, training."""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.environments.search_qa import SearchQA, State
+from actors.environments.search_qa import Step as PastStep
+from judges.base import Judge
+from judges.pprm import parse_final_score
+from scheduler.journal import Journal
+from scheduler.text import Text
+from scheduler.tree import Tree
+from tests import tiny
+from tools.fine_tune import Example, Recipe, Student, batch_of, fine_tune, parts, rate, read_pairs, within
+from tools.process import evaluate, record
+from tools.process.judging import Answer, Answers
+from tools.process.record import Labelled, Step, Trajectory
+from tools.supervised import label, rows
+from tools.supervised.judgement import two_lines
+from tools.supervised.main import main, parse
+from tools.supervised.review import corrected, read_corrections
+from wire.faults import InfrastructureFault
+from wire.messages import JudgedTurn, Judgement
+
+QUESTION = "What is the capital of Chad?"
+JUDGEMENT = "Analysis: good.\nScores: <final_score>3,4</final_score>"
+
+
+# ---------------------------------------------------------------------------------------------- collecting
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of four trees: two trajectories, an answer at once, a growing one, a question that is gone."""
+    folder = tmp_path / "run"
+    (folder / "processes").mkdir(parents=True)
+    evidence = [{"title": "Chad", "field": "Capital", "value": "N'Djamena"}]
+    task = {"id": "t1", "question": QUESTION, "golden_answers": ["N'Djamena"], "evidence": evidence, "data_source": "d"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(task) + "\n")
+    process = {
+        "environment": "search_qa", "options": {"prompt": "short", "topk": 2}, "train": str(tmp_path / "train.jsonl"),
+        "heldout": str(tmp_path / "none.jsonl"), "scheduler": {"budget": 3, "k": 2},
+    }  # fmt: skip
+    (folder / "processes" / "scheduler.json").write_text(json.dumps(process))
+    journal = Journal(folder / "journal.sqlite")
+    for number, (name, answered) in enumerate([("t1", [1, 2]), ("t1", [0]), ("t1", [1]), ("gone", [1])]):
+        tree = tree_of(number, name, answered)
+        journal.start_tree(tree, number, 0)
+        if number != 2:
+            journal.close_tree(number)
+    journal.close()
+    return folder
+
+
+def tree_of(number: int, name: str, searches: Sequence[int]) -> Tree:
+    """A tree whose trajectories search so often and then answer; the first rightly, the others wrongly."""
+    tree, nothing = Tree(number, name), np.zeros(1, np.int32)
+    root = tree.add(None, "prompt", nothing, "PROMPT", state=plain(State(QUESTION)))
+    for trajectory, count in enumerate(searches):
+        state, node = State(QUESTION), root
+        for i in range(count):
+            node = tree.add(node, "action", nothing, action(i), chosen=True, trajectory=trajectory)
+            past = PastStep(f"think {i}", f"query {i}", found(i))
+            state = msgspec.structs.replace(state, steps=(*state.steps, past))
+            node = tree.add(node, "observation", nothing, found(i), chosen=True, state=plain(state))
+        tree.add(root, "action", nothing, "a sibling that was not chosen", trajectory=trajectory)
+        scores = {"outcome": float(trajectory == 0)}
+        tree.add(node, "action", nothing, "<think> k </think> <answer> a </answer>", chosen=True, trajectory=trajectory, scores=scores)  # fmt: skip
+    return tree
+
+
+def action(i: int) -> str:
+    return f"<think> think {i} </think> <search> query {i} </search>"
+
+
+def found(i: int) -> str:
+    return f"\n<information>Doc 1(Title: T{i}) F: v</information>\n"
+
+
+def plain(state: State) -> Any:
+    return msgspec.to_builtins(state)
+
+
+def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(run: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["collect", str(run), "--out", str(tmp_path / "t.jsonl")]) == 0
+    first, second = record.read(tmp_path / "t.jsonl", Trajectory[Step])
+    assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
+    assert (second.id, second.outcome, len(second.steps)) == ("run-0-1", 0, 2)
+    assert (first.question, first.golden_answers, first.data_source) == (QUESTION, ["N'Djamena"], "d")
+    assert first.evidence == ["Chad\nCapital: N'Djamena"]
+    assert [step.context for step in second.steps] == [QUESTION, f"{QUESTION}\n\n{action(0)}{found(0)}"]
+    assert [step.response for step in second.steps] == [action(0) + found(0), action(1) + found(1)]
+    turn = record.judged_turn(second, second.steps[1])
+    state = State(QUESTION, (PastStep("think 0", "query 0", found(0)),))
+    environment = SearchQA("short", 2)
+    expected = environment.judged(task_of(second), state, environment.parse(action(1)), 2, 3)
+    assert turn == msgspec.structs.replace(expected, observation=found(1), transcript=action(0) + found(0))
+    said = capsys.readouterr().out
+    assert "2 trajectories (1 with a correct answer), 3 turns" in said
+    for reason in ("1 it has one turn only", "1 the tree is growing", "1 its question is not in"):
+        assert f"skipped: {reason}" in said
+
+
+def task_of(one: Trajectory[Step]) -> Any:
+    from actors.environments.base import Task
+
+    return Task("t1", one.question, one.golden_answers, one.evidence)
+
+
+def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
+    out = ["--out", str(tmp_path / "t.jsonl")]
+    assert main(["collect", str(tmp_path), *out]) == 2
+    assert "scheduler.json" in capsys.readouterr().err
+    twin = tmp_path / "other" / "run"
+    twin.mkdir(parents=True)
+    assert main(["collect", str(run), str(twin), *out]) == 2
+    assert "rename one" in capsys.readouterr().err
+    path = run / "processes" / "scheduler.json"
+    path.write_text(path.read_text().replace('"search_qa", "options": {"prompt": "short", "topk": 2}', '"tictactoe"'))
+    assert main(["collect", str(run), *out]) == 2
+    assert "expected one of search_qa" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- labelling
+
+
+def trajectory(name: str, count: int) -> Trajectory[Step]:
+    steps = [Step(context=QUESTION, response=f"{name} {i}") for i in range(1, count + 1)]
+    return Trajectory(id=name, data_source="d", question=QUESTION, golden_answers=["g"], outcome=1, steps=steps)
+
+
+def answered(path: Path, scores: dict[str, tuple[float | None, float | None]], text: str = JUDGEMENT) -> Answers:
+    answers = Answers(path)
+    for step, pair in scores.items():
+        for judge, score in zip("ab", pair, strict=True):
+            answers.add(Answer(judge, step, score, text if judge == "a" else JUDGEMENT.replace("3,4", "1,2")))
+    return answers
+
+
+def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_kept(tmp_path: Path) -> None:
+    pairs = {"x#1": (0.9, 0.5), "x#2": (0.7, 0.3), "x#3": (0.9, 0.49), "x#4": (None, 1.0), "y#1": (1.0, 0.0)}
+    answers = answered(tmp_path / "a.jsonl", {**pairs, "x#5": (5 / 6, 1 / 6)})
+    made, counts = label.labelled([trajectory("x", 5), trajectory("y", 1)], answers, "a", "b")
+    (kept,) = made
+    assert [(s.response, s.score_a, s.score_b) for s in kept.steps] == [("x 1", 0.9, 0.5), ("x 2", 0.7, 0.3)]
+    assert [s.score for s in kept.steps] == pytest.approx([0.7, 0.5])
+    assert counts == {
+        "labelled": 2,
+        "scores differ by more than 0.4": 3,
+        "output that cannot be read": 1,
+        "trajectories without a step left": 1,
+    }
+
+
+def test_the_target_is_the_judgement_of_a_or_else_of_b(tmp_path: Path) -> None:
+    for name, text, expected in (("one", JUDGEMENT, "3,4"), ("two", "scored by rule", "1,2")):
+        answers = answered(tmp_path / name, {"x#1": (1.0, 1.0)}, text)
+        ((kept,), _) = label.labelled([trajectory("x", 1)], answers, "a", "b")
+        assert kept.steps[0].target.endswith(f"<final_score>{expected}</final_score>")
+
+
+def test_a_judgement_becomes_exactly_two_lines() -> None:
+    long = "Analysis: first\n\n second\nScores:  <final_score> 2 , 6 </final_score> and more"
+    assert two_lines(long) == "Analysis: first second\nScores: <final_score>2,6</final_score>"
+    assert two_lines(long, (1, 1)) == "Analysis: first second\nScores: <final_score>1,1</final_score>"
+    assert two_lines("Analysis: no score") == two_lines("Scores: <final_score>2,6</final_score>") == ""
+
+
+class Flaky(Judge):
+    """Scores one, and fails from its third step on as long as ``broken``."""
+
+    name, columns, concurrency = "flaky", ("process",), 1
+    broken = True
+    asked: list[str] = []
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        Flaky.asked += [turn.response for turn in turns]
+        if Flaky.broken and len(Flaky.asked) > 2:
+            raise InfrastructureFault("the endpoint is gone")
+        return [Judgement({"process": 1.0}, explanation=JUDGEMENT) for _ in turns]
+
+
+def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: Any) -> None:
+    record.write(tmp_path / "t.jsonl", [trajectory("x", 3), trajectory("y", 2)])
+    judge = f"{Flaky.__module__}:Flaky"
+    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", judge, "--judge-b", judge, "--out", str(tmp_path / "l.jsonl"), "--review", str(tmp_path / "r.jsonl")]  # fmt: skip
+    Flaky.asked, Flaky.broken = [], True
+    assert main(command) == 1
+    assert "the endpoint is gone" in capsys.readouterr().err
+    assert not (tmp_path / "l.jsonl").exists()
+    Flaky.asked, Flaky.broken = [], False
+    assert main(command) == 0
+    assert len(Flaky.asked) == 2 * 5 - 2
+    assert "5 labelled" in capsys.readouterr().out
+    assert [len(one.steps) for one in record.read(tmp_path / "l.jsonl", Trajectory[Labelled])] == [3, 2]
+    assert main(command) == 2
+    assert "it may hold corrections" in capsys.readouterr().err
+    (tmp_path / "r.jsonl").unlink()
+    assert main([*command, "--option-b", "x=1"]) == 2
+    assert main([*command[:3], "pprm_rules", *command[4:]]) == 2
+    assert "begun with judges" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- reviewing
+
+
+def labelled_file(folder: Path) -> tuple[list[Trajectory[Labelled]], Path]:
+    pairs: dict[str, tuple[float | None, float | None]] = {f"x#{n}": (0.75, 0.75) for n in (1, 2, 3)}
+    made, _ = label.labelled([trajectory("x", 3), trajectory("y", 1)], answered(folder / "a", {**pairs, "y#1": (0.75, 0.5)}), "a", "b")  # fmt: skip
+    record.write(folder / "l.jsonl", made)
+    record.write(folder / "r.jsonl", label.to_review(made))
+    return made, folder / "r.jsonl"
+
+
+def edit(path: Path, corrections: dict[str, str]) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["correction"] = corrections.get(line["id"], "")
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_corrections_replace_scores_in_the_label_and_in_the_target(tmp_path: Path) -> None:
+    before, review = labelled_file(tmp_path)
+    edit(review, {"x#1": "1,6", "x#2": "drop", "y#1": "drop"})
+    assert main(["review", str(tmp_path / "l.jsonl"), str(review), "--out", str(tmp_path / "c.jsonl")]) == 0
+    (one,) = record.read(tmp_path / "c.jsonl", Trajectory[Labelled])
+    assert [step.response for step in one.steps] == ["x 1", "x 3"]
+    assert one.steps[0].score == pytest.approx(1 / 6)
+    assert one.steps[0].target == "Analysis: good.\nScores: <final_score>1,6</final_score>"
+    assert (one.steps[0].score_a, one.steps[0].score_b) == (0.75, 0.75)
+    assert one.steps[1] == before[0].steps[2]
+
+
+def test_a_review_without_corrections_changes_nothing(tmp_path: Path) -> None:
+    before, review = labelled_file(tmp_path)
+    known = {f"{one.id}#{n}" for one in before for n in range(1, len(one.steps) + 1)}
+    assert corrected(before, read_corrections(review, known)) == (before, {"kept": 4})
+
+
+@pytest.mark.parametrize(
+    "wrong", ["7,6", "3", "3,0", "-1,6", "half", "3.5,6", "Drop it", "1,2</final_score><final_score>2,2"]
+)
+def test_an_unusable_correction_is_refused_with_its_line(wrong: str, tmp_path: Path) -> None:
+    _, review = labelled_file(tmp_path)
+    edit(review, {"x#2": wrong})
+    with pytest.raises(ValueError, match=r"r\.jsonl:2: correction .*expected"):
+        read_corrections(review, {"x#1", "x#2", "x#3", "y#1"})
+
+
+def test_an_unknown_or_repeated_step_is_refused_with_its_line(tmp_path: Path) -> None:
+    _, review = labelled_file(tmp_path)
+    with pytest.raises(ValueError, match=r"r\.jsonl:4: no step 'y#1'"):
+        read_corrections(review, {"x#1", "x#2", "x#3"})
+    review.write_text(review.read_text() + review.read_text())
+    with pytest.raises(ValueError, match=r"r\.jsonl:5: .*second time"):
+        read_corrections(review, {"x#1", "x#2", "x#3", "y#1"})
+
+
+def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path: Path) -> None:
+    made, _ = labelled_file(tmp_path)
+    unlearnt = msgspec.structs.replace(made[1], steps=[msgspec.structs.replace(made[1].steps[0], target="")])
+    found, left = rows.judgement_rows([made[0], made[0], unlearnt])
+    assert (len(found), left) == (3, {"without a judgement to learn": 1, "the same as another": 3})
+    assert [message.role for message in found[0].messages] == ["system", "user"]
+    assert QUESTION in found[0].messages[1].content
+    assert {row.messages[1].content.split()[-1] for row in found} == {"1", "2", "3"}
+    assert parse_final_score(found[0].completion) == (3, 4)
+
+
+def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Path) -> None:
+    made, _ = labelled_file(tmp_path)
+    low = [msgspec.structs.replace(step, score=0.1) for step in made[0].steps[:1]]
+    records = [msgspec.structs.replace(made[0], steps=[*low, *made[0].steps[1:]])]
+    found, left = rows.judgement_rows(records, balance=True)
+    assert (len(found), left) == (2, {"more than the other kind": 1})
+    assert len(rows.judgement_rows(records, most=2)[0]) == 2
+    assert main(["rows", str(tmp_path / "l.jsonl"), "--out", str(tmp_path / "rows.jsonl")]) == 0
+    assert len(read_pairs(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))) == 4
+
+
+def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
+    labelled_file(tmp_path)
+    command = ["bench", str(tmp_path / "l.jsonl"), "--size", "2", "--out", str(tmp_path / "b.jsonl")]
+    assert main(command) == 0
+    assert len(record.read(tmp_path / "b.jsonl", record.Item)) == 2
+    report = json.loads((tmp_path / "b.report.json").read_text())
+    assert report["taken"]["correct_good"] == 1
+    assert "1 correct_bad" in capsys.readouterr().out
+    assert main([*command, "--exclude", str(tmp_path / "l.jsonl")]) == 2
+    assert "no trajectory is left" in capsys.readouterr().err
+    assert main([*command, "--threshold", "best"]) == 2
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def test_the_rate_rises_and_falls_as_its_schedule_says() -> None:
+    recipe = Recipe(steps=10, batch=1, lr=1.0, warmup=2)
+
+    def rates(**changes: Any) -> list[float]:
+        return [rate(msgspec.structs.replace(recipe, **changes), step) for step in (0, 1, 2, 6, 9)]
+
+    assert rates() == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates(schedule="linear") == pytest.approx([0.5, 1.0, 1.0, 0.5, 1 / 8])
+    assert rates(schedule="cosine") == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0380602])
+    assert rates(cooldown=4) == [0.5, 1.0, 1.0, 1.0, 0.25]
+
+
+def test_every_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:
+    examples = [Example([i, i], 1) for i in range(6)]
+    recipe = Recipe(steps=3, batch=4, lr=1.0, shuffle=3)
+    seen = [e.tokens[0] for step in range(3) for e in batch_of(examples, recipe, step)]
+    assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
+    assert seen[:6] != seen[6:]
+    plain_order = msgspec.structs.replace(recipe, shuffle=None)
+    assert [e.tokens[0] for step in range(3) for e in batch_of(examples, plain_order, step)] == [*range(6), *range(6)]
+
+
+def examples_of(seed: int = 0) -> list[Example]:
+    """Prompts with a common head and tails of their own, like the rows of a judge."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(0, 250, 20).tolist()
+    made = []
+    for tail in (5, 30, 12, 1, 9):
+        tokens = head + rng.integers(0, 250, tail + 6).tolist()
+        made.append(Example(tokens, len(tokens) - 6))
+    return made + made[:1]
+
+
+def gradient(folder: Path, batch: Sequence[Example], **changes: Any) -> tuple[float, torch.Tensor]:
+    student = Student(folder, Recipe(steps=1, batch=len(batch), lr=1.0, **changes))
+    student.compute = torch.float32
+    loss = student.learn(batch)
+    return loss, torch.cat([p.grad.flatten() for p in student.trained() if p.grad is not None])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("forward_tokens", [0, 60])
+def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(kind: str, forward_tokens: int, tmp_path: Path) -> None:  # fmt: skip
+    folder = tiny.save(tmp_path / kind, kind)
+    loss, slope = gradient(folder, examples_of())
+    packed, packed_slope = gradient(folder, examples_of(), packing=True, forward_tokens=forward_tokens)
+    assert packed == pytest.approx(loss, abs=1e-5)
+    assert torch.allclose(packed_slope, slope, atol=1e-5)
+
+
+def test_no_example_of_a_pack_sees_another(llama: Path) -> None:
+    student = Student(llama, Recipe(steps=1, batch=2, lr=1.0, packing=True))
+    first, second, third = examples_of()[:3]
+    alone = [student.loss([e]).item() for e in (first, second, third)]
+    assert student.loss([first, second]).item() == pytest.approx((alone[0] + alone[1]) / 2, abs=1e-5)
+    assert student.loss([first, third]).item() == pytest.approx((alone[0] + alone[2]) / 2, abs=1e-5)
+
+
+def test_cutting_a_batch_into_forwards_changes_neither_loss_nor_gradient(llama: Path) -> None:
+    batch = examples_of()
+    assert len(parts(batch, Recipe(steps=1, batch=6, lr=1.0, forward_tokens=70))) > 2
+    loss, slope = gradient(llama, batch)
+    cut, cut_slope = gradient(llama, batch, forward_tokens=70)
+    assert cut == pytest.approx(loss, abs=1e-5)
+    assert torch.allclose(cut_slope, slope, atol=1e-5)
+
+
+def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path) -> None:
+    student = Student(llama, Recipe(steps=1, batch=1, lr=1.0, lora_rank=4, lora_alpha=8))
+    for parameter in student.trained():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(12)[None]
+    base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    with torch.no_grad():
+        adapted = student.model(input_ids=ids).logits
+        plain_logits = base(input_ids=ids).logits
+        merged = student.model.merge_and_unload()(input_ids=ids).logits
+    assert not torch.allclose(adapted, plain_logits, atol=1e-2)
+    assert torch.allclose(adapted, merged, atol=1e-4)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_path: Path) -> None:
+    recipe = Recipe(steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True, lora_rank=lora_rank)  # fmt: skip
+    losses = fine_tune(llama, examples_of(), tmp_path / "out", recipe, 1, held_out=examples_of()[:2])
+    assert losses.held_out is not None
+    assert losses.held_out[1] < 0.7 * losses.held_out[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    example = examples_of()[0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([example.tokens])).logits[0]
+    said = torch.log_softmax(logits, -1)[
+        range(example.start - 1, len(example.tokens) - 1), example.tokens[example.start :]
+    ]
+    assert -said.mean().item() == pytest.approx(losses.held_out[1], rel=0.5)
+    assert "coppice" not in (tmp_path / "out" / "config.json").read_text()
+    assert not {p.name for p in (tmp_path / "out").iterdir()} & {"adapter_config.json"}
+
+
+def test_rows_longer_than_the_model_takes_are_left_out_and_counted() -> None:
+    examples = [Example([0] * size, 1) for size in (3, 5, 4)]
+    kept, long = within(examples, 4)
+    assert ([len(e.tokens) for e in kept], long) == ([3, 4], 1)
+
+
+def rows_file(path: Path, count: int) -> Path:
+    chat = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "turn"}]
+    made = [{"messages": chat, "completion": f"Analysis: {'x' * (300 if i == 0 else 3)}{i}"} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def test_train_says_what_it_left_out_and_measures_before_and_after(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 11)), "--out", str(tmp_path / "out"), "--threads", "1"]  # fmt: skip
+    assert main([*command, "--max-tokens", "100", "--epochs", "2", "--batch", "3", "--held-out", "0.2"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 11 rows are longer than 100 tokens and left out" in said
+    assert "8 rows, 2 held out, 5 steps of 3" in said
+    assert said.count("held-out loss") == 2
+    told = json.loads((tmp_path / "out" / "sft.json").read_text())
+    assert (told["rows"], told["held_out_rows"], told["too_long"]) == (8, 2, 1)
+    assert told["recipe"]["warmup"] == 0
+    assert main(command) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "0"], "--batch 0: expected more than 0"),
+        (["--steps", "0"], "--steps 0: expected more than 0"),
+        (["--held-out", "1"], "--held-out 1: expected a share"),
+        (["--warmup-ratio", "-0.1"], "--warmup-ratio -0.1"),
+        (["--lora-rank", "-1"], "--lora-rank -1"),
+        (["--max-tokens", "5"], "no row is left to learn from (3 read, 3 too long"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(arguments: list[str], message: str, llama: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
+    rows_path = rows_file(tmp_path / "r.jsonl", 3)
+    assert (
+        main(["train", "--model", str(llama), "--rows", str(rows_path), "--out", str(tmp_path / "o"), *arguments]) == 2
+    )
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: Path) -> None:
+    text, path = Text(str(llama)), tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"prompt": "a", "completion": "b"}\n\n{"messages": [{"role": "user", "content": "a"}], "completion": "b"}\n'
+    )
+    plain_row, chat_row = read_pairs(path, text, [257])
+    assert plain_row == chat_row
+    assert chat_row.tokens[chat_row.start :] == [*text.encode("b").tolist(), 257]
+    assert read_pairs(path, text)[0].tokens == plain_row.tokens[:-1]
+
+
+@pytest.mark.parametrize("row", ['{"completion": "b"}', '{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "completion": "b"}', '{"messages": [{"role": "judge", "content": "a"}], "completion": "b"}'])  # fmt: skip
+def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(row: str, llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):
+        read_pairs(path, Text(str(llama)))
+
+
+@pytest.mark.parametrize("name", ["sft", "process-bench"])
+def test_the_commands_of_the_docs_are_commands(name: str) -> None:
+    text = (Path(__file__).parent.parent.parent / "docs" / f"{name}.md").read_text()
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    said = [shlex.split(line, comments=True) for line in commands if line.startswith(("tools/sft", "tools/evaluate"))]
+    assert said
+    for tool, *arguments in said:
+        if tool == "tools/sft":
+            parse([found for found in arguments if not found.startswith("[") and found != "..]"])
+        else:
+            evaluate.judges_of(evaluate.parse(arguments[1:]))

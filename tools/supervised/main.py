@@ -1,0 +1,341 @@
+"""The command tools/sft: each subcommand reads files and writes files, so that every stage can be looked at and repeated."""
+
+import argparse
+import os
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tools.evaluation_folder import INTERRUPTED
+from tools.process import build, judging, record
+from tools.process.record import THRESHOLD, Labelled, Step, Trajectory
+from tools.supervised import label
+from wire.faults import Fault
+
+T = TypeVar("T")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    given = parse(arguments)
+    try:
+        return given.run(given) or 0
+    except (Fault, OSError, ValueError, MemoryError) as error:
+        print(f"tools/sft {given.command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, Fault) else 2
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="tools/sft", description="From trajectories of runs to a fine-tuned judge (docs/sft.md)."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_stages(commands)
+    _add_training(commands)
+    return parser.parse_args(arguments)
+
+
+def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    one = commands.add_parser("collect", help="trajectories of search runs, from their journals")
+    one.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    one.add_argument("--split", choices=("train", "heldout"), default="train")
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=collect)
+
+    one = commands.add_parser("label", help="two judges score every step; what they differ on is dropped")
+    one.add_argument("trajectories", type=Path)
+    for side in "ab":
+        one.add_argument(f"--judge-{side}", required=True, metavar="SPEC", help="a built-in judge or module:Class")
+        one.add_argument(
+            f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help="of it, a TOML value"
+        )
+    one.add_argument("--most-difference", type=float, default=label.MOST_DIFFERENCE)
+    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--review", required=True, type=Path, help="the steps in a form to edit")
+    one.set_defaults(run=label_)
+
+    one = commands.add_parser("review", help="apply the corrections of an edited review file")
+    one.add_argument("labelled", type=Path)
+    one.add_argument("review", type=Path)
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=review)
+
+    one = commands.add_parser("rows", help="training rows of a process reward model")
+    one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
+    one.add_argument("--balance", action="store_true", help="as many rows of good steps as of bad ones")
+    one.add_argument("--most", type=int, default=0, help="a random part of so many rows (default: all)")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=rows)
+
+    one = commands.add_parser("bench", help="a balanced benchmark of process judges")
+    one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
+    one.add_argument("--size", required=True, type=int, help="trajectories")
+    one.add_argument(
+        "--threshold", default=str(THRESHOLD), help="good is above it: a number, or mean (default: %(default)s)"
+    )
+    one.add_argument(
+        "--exclude",
+        type=Path,
+        action="append",
+        default=[],
+        help="labelled trajectories to keep out, with their questions",
+    )
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=bench)
+
+
+def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    one = commands.add_parser("train", help="fine-tune a model on rows of {prompt or messages, completion}")
+    one.add_argument("--model", required=True, help="a model folder, a built-in name or a hub id")
+    one.add_argument("--rows", required=True, type=Path)
+    one.add_argument("--out", required=True, type=Path)
+    length = one.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=float, default=3, help="(default: %(default)s)")
+    length.add_argument("--steps", type=int, help="instead of epochs")
+    one.add_argument("--batch", type=int, default=32, help="rows a step (default: %(default)s)")
+    one.add_argument("--lr", type=float, default=2e-5, help="(default: %(default)s)")
+    one.add_argument("--schedule", choices=("cosine", "constant", "linear"), default="cosine")
+    one.add_argument("--warmup-ratio", type=float, default=0.1, help="of the steps (default: %(default)s)")
+    one.add_argument("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
+    one.add_argument("--lora-alpha", type=float, default=32.0)
+    one.add_argument(
+        "--packing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read a batch as one forest, shared prefixes once",
+    )
+    one.add_argument("--forward-tokens", type=int, default=8192, help="of one forward pass (default: %(default)s)")
+    one.add_argument(
+        "--max-tokens", type=int, help="longer rows are left out and counted (default: the model's context)"
+    )
+    one.add_argument(
+        "--held-out", type=float, default=0.1, help="share of the rows to measure on (default: %(default)s)"
+    )
+    one.add_argument(
+        "--end-token",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a completion ends with the model's end token (not wanted for actions, which end by themselves)",
+    )
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    one.set_defaults(run=train)
+
+    one = commands.add_parser("warm-start", help="the supervised warm start of a run's policy, as a folder")
+    one.add_argument("--config", required=True, type=Path)
+    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=warm_start)
+
+
+# ---------------------------------------------------------------------------------------------- stages
+
+
+def collect(given: argparse.Namespace) -> None:
+    """Journals -> trajectories."""
+    from tools.supervised.collect import collect as collected
+
+    made, skipped = collected(given.runs, given.split)
+    record.write(given.out, made)
+    steps = sum(len(one.steps) for one in made)
+    right = sum(one.outcome for one in made)
+    print(f"{len(made)} trajectories ({right} with a correct answer), {steps} turns to judge, in {given.out}")
+    _say("skipped", skipped)
+
+
+def label_(given: argparse.Namespace) -> int:
+    """Trajectories -> labelled trajectories and a file to review."""
+    if given.review.exists():
+        raise ValueError(f"--review {given.review} exists: it may hold corrections; move it away first")
+    if not 0 <= given.most_difference <= 1:
+        raise ValueError(f"--most-difference {given.most_difference:g}: expected a difference of scores, 0 to 1")
+    trajectories = record.read(given.trajectories, Trajectory[Step])
+    asked = [_asked("a", given.judge_a, given.option_a), _asked("b", given.judge_b, given.option_b)]
+    for one in asked:
+        judging.make(one)
+    settings = label.Settings(record.digest(given.trajectories), judging.lasting(asked))
+    judging.keep(given.out.with_suffix(".answers.json"), settings)
+    answers = judging.Answers(given.out.with_suffix(".answers.jsonl"))
+    again = f"what was answered is kept in {answers.path}; go on with the same command"
+    try:
+        failed = judging.run(asked, trajectories, answers)
+    except Fault as fault:
+        raise type(fault)(f"{fault}\n{again}") from None
+    if failed is None:
+        print(f"stopped; {again}", file=sys.stderr)
+        return INTERRUPTED
+    for name, reasons in failed.items():
+        step, reason = next(iter(reasons.items()))
+        print(
+            f"tools/sft label: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}",
+            file=sys.stderr,
+        )
+    if failed:
+        print(again, file=sys.stderr)
+        return 1
+    made, counts = label.labelled(trajectories, answers, "a", "b", given.most_difference)
+    if not made:
+        raise ValueError(f"no step is left: {dict(counts)}")
+    record.write(given.out, made)
+    record.write(given.review, label.to_review(made))
+    print(f"{len(made)} trajectories in {given.out}, to be reviewed in {given.review}")
+    _say("steps", counts)
+    return 0
+
+
+def review(given: argparse.Namespace) -> None:
+    """Labelled trajectories and an edited review file -> corrected trajectories."""
+    from tools.supervised.review import corrected, read_corrections
+
+    records = record.read(given.labelled, Trajectory[Labelled])
+    known = {record.step_id(r, n) for r in records for n in range(1, len(r.steps) + 1)}
+    made, counts = corrected(records, read_corrections(given.review, known))
+    if not made:
+        raise ValueError("the review drops every step: there is nothing to write")
+    record.write(given.out, made)
+    print(f"{len(made)} trajectories in {given.out}")
+    _say("steps", counts)
+
+
+def rows(given: argparse.Namespace) -> None:
+    """Labelled trajectories -> rows of a process reward model."""
+    from tools.supervised.rows import judgement_rows
+
+    labelled = [one for path in given.labelled for one in record.read(path, Trajectory[Labelled])]
+    made, left = judgement_rows(labelled, given.most, given.seed, given.balance)
+    if not made:
+        raise ValueError(f"no row can be made; left out: {dict(left)} (label with judges that explain)")
+    record.write(given.out, made)
+    print(f"{len(made)} rows in {given.out}")
+    _say("left out", left)
+
+
+def bench(given: argparse.Namespace) -> None:
+    """Labelled trajectories -> a balanced benchmark and its report."""
+    if given.size < 1:
+        raise ValueError(f"--size {given.size}: expected 1 trajectory or more")
+    pool = [one for path in given.labelled for one in record.read(path, Trajectory[Labelled])]
+    kept_out = [one for path in given.exclude for one in record.read(path, Trajectory[Labelled])]
+    items, report = build.build(pool, given.size, _threshold(given.threshold), given.seed, kept_out)
+    record.write(given.out, items)
+    report_path = given.out.with_suffix(".report.json")
+    report_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    print(
+        f"{len(items)} trajectories in {given.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
+    )
+    _say("taken", report.taken)
+    _say("in the pool", report.pool)
+    _say("dropped", report.dropped)
+    if report.missing:
+        print(f"the pool has {report.missing} fewer than asked for")
+    print(f"report {report_path}")
+
+
+def _threshold(text: str) -> float | None:
+    if text == "mean":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--threshold {text}: expected a number from 0 to 1, or mean") from None
+
+
+def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
+    from judges.serve import _option as option
+
+    return judging.Asked(name, spec, dict(option(text) for text in options))
+
+
+def _say(what: str, counts: Mapping[str, int]) -> None:
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        print(f"  {what}: {count} {reason}")
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def train(given: argparse.Namespace) -> None:
+    """Rows -> a fine-tuned model folder."""
+    from transformers.utils import logging
+
+    from scheduler.text import Text
+    from tools.assets import cache_folder
+    from tools.fine_tune import Recipe, context_of, fine_tune, read_pairs, within
+    from tools.model import ensure_model
+
+    _check(given)
+    logging.disable_progress_bar()
+    model = ensure_model(given.model, cache_folder())
+    end = _end_token(model) if given.end_token else []
+    examples = read_pairs(given.rows, Text(str(model)), end)
+    limit = min(given.max_tokens or context_of(model), context_of(model))
+    kept, long = within(examples, limit)
+    if long:
+        print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out", flush=True)
+    learnt, held = _split(kept, given.held_out, given.seed)
+    if not learnt:
+        raise ValueError(
+            f"{given.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held)} held out)"
+        )
+    steps = given.steps or max(1, round(given.epochs * len(learnt) / given.batch))
+    recipe = Recipe(
+        steps=steps, batch=given.batch, lr=given.lr, schedule=given.schedule, warmup=round(given.warmup_ratio * steps),
+        shuffle=given.seed, lora_rank=given.lora_rank, lora_alpha=given.lora_alpha, packing=given.packing,
+        forward_tokens=given.forward_tokens,
+    )  # fmt: skip
+    print(f"{len(learnt)} rows, {len(held)} held out, {steps} steps of {given.batch}", flush=True)
+    losses = fine_tune(model, learnt, given.out, recipe, given.threads, held)
+    told = {"rows": len(learnt), "held_out_rows": len(held), "too_long": long, "recipe": recipe, "losses": losses}
+    (given.out / "sft.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
+    print(f"model in {given.out}")
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.out.exists():
+        raise ValueError(f"--out {given.out} exists: choose another folder, or remove that one")
+    for name in ("batch", "lr", "epochs", "steps", "threads", "max_tokens"):
+        if getattr(given, name) is not None and getattr(given, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected more than 0")
+    for name in ("held_out", "warmup_ratio"):
+        if not 0 <= getattr(given, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a share, 0 to less than 1")
+    for name in ("lora_rank", "forward_tokens"):
+        if getattr(given, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
+
+
+def _split(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
+    """Rows to learn and rows held out; with a share above 0 at least one of several is held out."""
+    order = list(examples)
+    random.Random(f"held-out/{seed}").shuffle(order)
+    count = max(1, round(share * len(order))) if share and len(order) > 1 else 0
+    return order[count:], order[:count]
+
+
+def _end_token(model: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(model).eos_token_id
+    if found is None:
+        raise ValueError(f"{model} names no end token (eos_token): give --no-end-token")
+    return [found]
+
+
+def warm_start(given: argparse.Namespace) -> None:
+    """Config -> the policy that its runs begin with."""
+    from tools import assets
+    from tools.config import load
+
+    if given.out.exists():
+        raise ValueError(f"--out {given.out} exists: choose another folder, or remove that one")
+    made = assets.prepare(load(given.config, given.set)).model
+    shutil.copytree(made, given.out)
+    print(f"model in {given.out} (the copy of {made})")
