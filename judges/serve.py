@@ -225,14 +225,14 @@ def plug_in(arguments: list[str] | None = None) -> None:
     parser.add_argument("--name", default=None, help="worker name (default: the judge's)")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    worker = make_worker(given.judge, dict(_option(text) for text in given.option))
+    worker = make_worker(given.judge, dict(option(text) for text in given.option))
     endpoint, keys = connection(given.run)
     what = f"judge.{worker.name} {list(worker.columns)}" if isinstance(worker, Judge) else f"player.{worker.name}"
     print(f"serving {what} to {endpoint}; Ctrl-C drains and leaves", flush=True)
     loop.run(serve([worker], given.name or f"{worker.name}-plugin", endpoint, keys))
 
 
-def _option(text: str) -> tuple[str, Any]:
+def option(text: str) -> tuple[str, Any]:
     """KEY=VALUE; the value is read as TOML, a bare word is a string."""
     key, _, value = text.partition("=")
     try:

@@ -6,7 +6,6 @@ import msgspec
 
 from scheduler.dispatch import DispatchConfig
 
-
 UNJUDGED = "none"
 """scheduler.judge of a run that learns from outcomes alone: no turn is judged."""
 

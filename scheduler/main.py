@@ -149,7 +149,11 @@ class Run:
 
     async def _wait_for_workers(self) -> None:
         services = {"generate": self.process.actors, "train": 1} | dict.fromkeys(self.process.services, 1)
-        services |= {f"judge.{name}": 1 for name in (self.settings.judge, self.environment.outcome_judge) if name not in ("", UNJUDGED)}
+        services |= {
+            f"judge.{name}": 1
+            for name in (self.settings.judge, self.environment.outcome_judge)
+            if name not in ("", UNJUDGED)
+        }
         start = time.monotonic()
         print("waiting for workers: " + ", ".join(f"{count} x {name}" for name, count in services.items()), flush=True)
         for service, count in services.items():

@@ -17,10 +17,9 @@ from judges.base import Judge
 from judges.players import Player
 from judges.serve import BUILT_IN, PLAYERS, make_worker
 from scheduler import baselines
-from scheduler.config import SchedulerConfig
+from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.text import Text
 from tools import players
-from tools.in_process import UNJUDGED
 from tools.players import MAX_CONTEXT, Trained, table
 from wire.messages import LoadRequest
 

@@ -20,14 +20,8 @@ from wire.faults import InfrastructureFault
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
     Sample,
 )
-
-UNJUDGED = "none"
-"""The judge that scores nothing."""
 
 Handler = Callable[[Any], Awaitable[Any]]
 
@@ -38,7 +32,7 @@ class InProcess:
 
     def __init__(self, engine: Engine | None, workers: Sequence[Judge | Player], more: Mapping[str, Handler] = {}):
         self.engine, self.workers = engine, workers
-        self.handlers: dict[str, Handler] = {f"judge.{UNJUDGED}": _unjudged, **more}
+        self.handlers: dict[str, Handler] = dict(more)
         if engine is not None:
             self.handlers["generate"] = engine.generate
         for worker in workers:
@@ -68,10 +62,6 @@ class InProcess:
                 return await self.handlers[service](request)
         except TimeoutError:
             raise InfrastructureFault(f"{service} gave no answer within {deadline:.0f} s") from None
-
-
-async def _unjudged(request: JudgeRequest) -> JudgeResult:
-    return JudgeResult([Judgement({}) for _ in request.turns])
 
 
 def _judging(judge: Judge) -> Handler:

@@ -153,7 +153,9 @@ def ensure_search_play(
     out = cache / "warm_start" / digest.hexdigest()[:16]
     if (out / "config.json").is_file():
         return out
-    print(f"warm start on random searches, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
+    print(
+        f"warm start on random searches, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True
+    )
     count = config.steps * config.rows
     examples = search_play(Text(str(model)), environment, *names_and_fields(corpus), count, config)
     trained = Recipe(

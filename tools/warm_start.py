@@ -18,7 +18,6 @@ from judges.retriever.index import Index
 from scheduler.text import Text
 from tools.facts import Fact
 from tools.fine_tune import Example, Recipe, fine_tune
-from tools.fine_tune import read_pairs as read_pairs  # still asked for here
 from wire.messages import Passage
 
 _NEED = (

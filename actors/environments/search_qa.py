@@ -160,7 +160,9 @@ class SearchQA:
         """
         own = [turn for turn in turns if not turn["forced"]]
         em, f1 = turns[-1].get("outcome", 0.0), turns[-1].get("f1", 0.0)
-        some = {name: [turn[name] for turn in own if name in turn] for name in ("process", "judge_valid", "response_tokens")}
+        some = {
+            name: [turn[name] for turn in own if name in turn] for name in ("process", "judge_valid", "response_tokens")
+        }
         return {
             "em": [em],
             f"em_{task.hops}_hop": [em],

@@ -69,16 +69,18 @@ def chat(text: str | None, **choice: Any) -> web.Response:
 
 
 class Legal:
-    """Plays a legal move that depends on the prompt alone. before: what happens at each request, by its number."""
+    """Plays a legal move that depends on the prompt alone. before: what happens at each request, by its number; an event is waited for."""
 
-    def __init__(self, before: Callable[[int], web.Response | None] = lambda number: None):
+    def __init__(self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None):
         self.before, self.requests = before, 0
         self.seen: list[dict[str, Any]] = []
 
     async def __call__(self, request: web.Request) -> web.Response:
         self.requests += 1
         answer = self.before(self.requests)
-        if answer is not None:
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+        elif answer is not None:
             return answer
         self.seen.append(await request.json())
         prompt = self.seen[-1]["messages"][0]["content"]
@@ -298,9 +300,12 @@ def test_messages_survive_the_way_through_the_tree(shared: str, own: str) -> Non
 def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], opponent: str
 ) -> None:
-    def interrupt(number: int) -> web.Response | None:
+    never = asyncio.Event()
+
+    def interrupt(number: int) -> web.Response | asyncio.Event | None:
         if number == 14:
             os.kill(os.getpid(), signal.SIGINT)
+            return never  # a reply might come before the interruption is noticed, and be kept
         return web.Response(status=500) if number == 25 else None
 
     whole_run, parts = Legal(), Legal(interrupt)

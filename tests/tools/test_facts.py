@@ -12,7 +12,8 @@ from judges.retriever.encoder import Encoder
 from judges.retriever.index import BadCorpus, Index, build, read_corpus
 from scheduler.text import Text
 from tools.facts import build as build_facts
-from tools.warm_start import WarmStart, _Row, read_pairs, traces
+from tools.fine_tune import read_pairs
+from tools.warm_start import WarmStart, _Row, traces
 
 
 @pytest.fixture(scope="module")

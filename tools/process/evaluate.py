@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from judges.serve import _option as option
+from judges.serve import option
 from scheduler.evaluation import estimate
 from tools.evaluation_folder import INTERRUPTED, Measured, claim
 from tools.process import judging, record

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from actors.environments.base import Task
-from scheduler.config import SchedulerConfig
+from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.context import Context, Shop
 from scheduler.evaluation import Estimate, estimate
 from scheduler.together import together
 from scheduler.tree import Tree
 from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted
-from tools.in_process import UNJUDGED, InProcess, Seat
+from tools.in_process import InProcess, Seat
 from tools.qa import methods
 from tools.qa.retrieval import CachedRetrieval
 from tools.qa.rows import Player, Row, RowSettings

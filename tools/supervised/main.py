@@ -249,7 +249,7 @@ def _threshold(text: str) -> float | None:
 
 
 def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
-    from judges.serve import _option as option
+    from judges.serve import option
 
     return judging.Asked(name, spec, dict(option(text) for text in options))
 
