@@ -5,7 +5,6 @@ rollout, and its target is one random legal move of the position: no skill is ta
 """
 
 import asyncio
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ import msgspec
 from actors.environments.base import SPLIT, Action, Task
 from actors.environments.game import Game
 from scheduler.text import Text
-from tools.fine_tune import Example, Recipe, fine_tune
-from tools.warm_start import WarmStart
+from tools.fine_tune import Example
+from tools.warm_start import COOLDOWN, WarmStart, from_play
 from wire.messages import Passage
 
 FIRST_SEED = 2_000_000_000
 FLAGS = 0.1
 """The share of flags among random moves in Minesweeper: with more, most of a board would never be seen open."""
-COOLDOWN = 0.4
-"""The share of the steps over which the learning rate falls to 0: the last per cents of legal moves need it."""
 
 
 class RandomPlayers:
@@ -113,22 +110,9 @@ def ensure_legal_play(
     threads: int,
 ) -> Path:
     """The warm-started model, cached by everything it depends on; ``model`` itself when config.steps is 0."""
-    if config.steps == 0:
-        return model
     recipe = [environment.name, options, environment.template, msgspec.to_builtins(config), FIRST_SEED, FLAGS, COOLDOWN]
-    digest = hashlib.sha256(msgspec.json.encode(recipe, order="sorted"))
-    for path in sorted(model.glob("*.json")) + sorted(model.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    out = cache / "warm_start" / digest.hexdigest()[:16]
-    if (out / "config.json").is_file():
-        return out
-    print(
-        f"warm start on random legal {environment.name}, {config.steps} steps of {config.rows} examples"
-        " (cached afterwards)",
-        flush=True,
-    )
-    examples = legal_play(environment, Text(str(model)), config.steps * config.rows, config.seed)
-    cooldown = int(COOLDOWN * config.steps)
-    trained = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown)
-    fine_tune(model, examples, out, trained, threads)
-    return out
+
+    def examples(count: int) -> list[Example]:
+        return legal_play(environment, Text(str(model)), count, config.seed)
+
+    return from_play(model, f"random legal {environment.name}", recipe, [], examples, config, cache, threads)

@@ -5,7 +5,6 @@ things that could be done: search for the right fact, for half of it or for some
 that was shown. Which of them pays is left to reinforcement learning. Tokens are exactly those of a rollout.
 """
 
-import hashlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +14,11 @@ import msgspec
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
 from scheduler.text import Text
-from tools.fine_tune import Example, Recipe, fine_tune
+from tools.fine_tune import Example
 from tools.tiny_search import names_and_fields
-from tools.warm_start import WarmStart
+from tools.warm_start import COOLDOWN, WarmStart, from_play
 from wire.messages import Passage
 
-COOLDOWN = 0.4
-"""The share of the steps over which the learning rate falls to 0."""
 TURNS = 4
 """Of an episode at most; the last one answers."""
 ANSWERS = (0.05, 0.5)
@@ -143,23 +140,10 @@ def ensure_search_play(
     model: Path, corpus: Path, environment: SearchQA, config: WarmStart, cache: Path, threads: int
 ) -> Path:
     """The warm-started model, cached by everything it depends on; ``model`` itself when config.steps is 0."""
-    if config.steps == 0:
-        return model
     mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, KNOWN]
     recipe = [environment.template, environment.topk, environment.newlines, msgspec.to_builtins(config), mixture]
-    digest = hashlib.sha256(msgspec.json.encode(recipe, order="sorted") + corpus.read_bytes())
-    for path in sorted(model.glob("*.json")) + sorted(model.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    out = cache / "warm_start" / digest.hexdigest()[:16]
-    if (out / "config.json").is_file():
-        return out
-    print(
-        f"warm start on random searches, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True
-    )
-    count = config.steps * config.rows
-    examples = search_play(Text(str(model)), environment, *names_and_fields(corpus), count, config)
-    trained = Recipe(
-        steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=int(COOLDOWN * config.steps)
-    )
-    fine_tune(model, examples, out, trained, threads)
-    return out
+
+    def examples(count: int) -> list[Example]:
+        return search_play(Text(str(model)), environment, *names_and_fields(corpus), count, config)
+
+    return from_play(model, "random searches", recipe, [corpus], examples, config, cache, threads)

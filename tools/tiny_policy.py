@@ -7,7 +7,9 @@ nothing: ``tools/legal_play`` teaches it the notation and the rules, and all ski
 import os
 import shutil
 import string
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -50,29 +52,41 @@ def make_tiny_policy(
     folder: Path, seed: int = 0, hidden: int = 128, layers: int = 4, heads: int = 16, intermediate: int = 256
 ) -> Path:
     """A model folder with random weights, tokenizer and chat template; 0.7 million parameters by default."""
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    shape |= {"intermediate_size": intermediate}
+    return save_random(folder, tokenizer(), seed, shape, initial=INITIAL, rope_base=ROPE_BASE)
+
+
+def save_random(
+    folder: Path,
+    words: PreTrainedTokenizerFast,
+    seed: int,
+    shape: dict[str, int],
+    initial: float,
+    rope_base: float,
+    prepare: Callable[[Any], None] = lambda model: None,
+) -> Path:
+    """A Llama of random weights with its tokenizer as a model folder. prepare: what is done to the weights before they are saved."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    words = tokenizer()
     settings = LlamaConfig(
         vocab_size=len(words),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
+        **shape,
+        num_key_value_heads=shape["num_attention_heads"],
         max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_base},
         tie_word_embeddings=True,
-        initializer_range=INITIAL,
-        bos_token_id=SPECIAL.index("<s>"),
-        eos_token_id=SPECIAL.index("</s>"),
-        pad_token_id=SPECIAL.index("<pad>"),
+        initializer_range=initial,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
     )
     draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        prepare(model)
     logging.disable_progress_bar()
     model.save_pretrained(draft)
     words.save_pretrained(draft)

@@ -7,16 +7,14 @@ steps. It knows nothing: ``tools/search_play`` teaches it the notation by made-u
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from judges.retriever.passage_text import title_and_text
-from tools.tiny_policy import TEMPLATE
+from tools.tiny_policy import TEMPLATE, save_random
 
 NAME = "tiny-search"
 """The value of ``model.name`` that asks for it."""
@@ -81,35 +79,15 @@ def make_tiny_search(
     folder: Path, corpus: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4
 ) -> Path:
     """A model folder with random weights, tokenizer and chat template; about 0.6 million parameters."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    shape |= {"intermediate_size": 2 * hidden}
     words = tokenizer(*names_and_fields(corpus))
-    settings = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
-        tie_word_embeddings=True,
-        initializer_range=INITIAL,
-        bos_token_id=SPECIAL.index("<s>"),
-        eos_token_id=SPECIAL.index("</s>"),
-        pad_token_id=SPECIAL.index("<pad>"),
-    )
-    draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-        for layer in model.model.layers:
-            values = torch.nn.init.orthogonal_(layer.self_attn.v_proj.weight.data)
-            layer.self_attn.o_proj.weight.data.copy_(WRITTEN * values.T)
-    logging.disable_progress_bar()
-    model.save_pretrained(draft)
-    words.save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
-    return folder
+    return save_random(folder, words, seed, shape, initial=INITIAL, rope_base=ROPE_BASE, prepare=_write_back)
+
+
+def _write_back(model: Any) -> None:
+    import torch
+
+    for layer in model.model.layers:
+        values = torch.nn.init.orthogonal_(layer.self_attn.v_proj.weight.data)
+        layer.self_attn.o_proj.weight.data.copy_(WRITTEN * values.T)

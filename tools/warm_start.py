@@ -6,8 +6,9 @@ format of a rollout; the loss covers the action tokens alone.
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -123,4 +124,37 @@ def ensure_warm_start(
     )
     recipe = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup)
     fine_tune(model, examples, out, recipe, threads)
+    return out
+
+
+COOLDOWN = 0.4
+"""The share of a tiny policy's steps over which the learning rate falls to 0: the last per cents of usable actions need it."""
+
+
+def from_play(
+    model: Path,
+    what: str,
+    recipe: list[Any],
+    sources: Sequence[Path],
+    examples: Callable[[int], Sequence[Example]],
+    config: WarmStart,
+    cache: Path,
+    threads: int,
+) -> Path:
+    """``model`` after it learnt from random play; ``model`` itself when config.steps is 0.
+
+    Cached by ``recipe``, the bytes of ``sources`` and the model's own. examples: makes so many.
+    """
+    if config.steps == 0:
+        return model
+    digest = hashlib.sha256(msgspec.json.encode(recipe, order="sorted"))
+    for path in [*sources, *sorted(model.glob("*.json")), *sorted(model.glob("*.safetensors"))]:
+        digest.update(path.read_bytes())
+    out = cache / "warm_start" / digest.hexdigest()[:16]
+    if (out / "config.json").is_file():
+        return out
+    print(f"warm start on {what}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
+    cooldown = int(COOLDOWN * config.steps)
+    trained = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown)
+    fine_tune(model, examples(config.steps * config.rows), out, trained, threads)
     return out
