@@ -46,7 +46,7 @@ class Study(msgspec.Struct, frozen=True):
     seeds: int = 5
 
 
-_PPR, _SLATE = "ppr-tiny", "slate-tiny"
+_PPR, _SLATE = "ppr-cpu", "slate-tiny"
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = ["scheduler.judge=slate_em", "scheduler.bonus=0.0", "judges.use={exact_match={}, slate_em={}}"]
 _OR = ["learner.scheme=outcome"]
