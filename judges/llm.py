@@ -19,7 +19,9 @@ _LOOK_S = 0.5
 class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where and how to ask. url: up to /v1. api_key_env: the environment variable that holds the key ("" for none).
 
-    timeout_s: of one attempt. backoff_s: the pause after the first failure, doubled each time, or as long as the server asks.
+    timeout_s: of one attempt. patience_s: of all attempts for one reply, waiting for room included; less than scheduler.judge_deadline_s,
+    so that a reply that does not come is an invalid judgement and not a call that failed. backoff_s: the pause after the first failure,
+    doubled each time, or as long as the server asks.
     constrain: how the server is asked to hold a reply to the judge's form: "sglang" (also tools/serve-model), "vllm", or "" when it
     cannot. fields: more of the request's body. wait_s: how long to wait at the start for a server that is still loading its model
     (it answers /models); 0 asks for nothing.
@@ -29,6 +31,7 @@ class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     api_key_env: str = ""
     timeout_s: float = 120.0
+    patience_s: float = 110.0
     attempts: int = 3
     backoff_s: float = 0.5
     concurrency: int = 32
@@ -113,9 +116,14 @@ class ChatClient:
         return content
 
     async def reply_or_failure(self, prompt: str, form: str = "", *, system: str = "") -> tuple[str, str]:
-        """What ``ask`` gives and "", or "" and why there is no reply."""
+        """What ``ask`` gives and "", or "" and why there is no reply within ``endpoint.patience_s``."""
+        patience = self.endpoint.patience_s
         try:
-            return await self.ask(prompt, form, system=system), ""
+            async with asyncio.timeout(patience):
+                return await self.ask(prompt, form, system=system), ""
+        except TimeoutError:
+            self.counts["failures"] += 1
+            return "", f"{self.http.url}{_PATH} gave no reply within {patience:g} s (patience_s)"
         except (InfrastructureFault, DataFault) as fault:
             return "", str(fault)
 

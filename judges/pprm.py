@@ -17,7 +17,7 @@ from judges.base import Judge
 from judges.llm import ChatClient, ChatEndpoint, validity
 from wire.messages import JudgedTurn, Judgement
 
-_SCORE = re.compile(r"<final_score>(.*?)</final_score>", re.DOTALL)
+_SCORE = re.compile(r"<final_score>((?:(?!<final_score>).)*?)</final_score>", re.DOTALL)
 _PAIR = re.compile(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*")
 _PLACEHOLDERS = ("{query_str}", "{solution_str}")
 _FINDINGS = r"[ -;=-~]"
@@ -31,8 +31,7 @@ _LARGEST = 9
 
 
 class PprmEndpoint(ChatEndpoint, frozen=True, forbid_unknown_fields=True):
-    """Where and how to ask, with the paper's tries and length. The pauses between ten attempts add up to less than a minute on average,
-    so that a question ends before scheduler.judge_deadline_s."""
+    """Where and how to ask, with the paper's tries and length, as far as ``patience_s`` lets them."""
 
     attempts: int = 10
     max_tokens: int = 4096

@@ -4,8 +4,8 @@ Each principle gives 0 to 2 points: the information is used, the query is good, 
 no query, so its most is 4 points; a search's is 6. A turn that cannot be read, or with text outside the four tags, has 0 of 6.
 
 view = "evidence": knows the supporting passages, and grades the turn against those that were and were not shown before it:
-    information  what the think names of the latest one shown: 2 what the question did not say, 1 anything of it, 0 nothing. As
-                 long as none is shown: of the question's words 2 half, 1 any, 0 none.
+    information  what the think names of the last one, in the order of the evidence, that was shown: 2 half or more of what the
+                 question did not say, 1 anything of it, 0 nothing. As long as none is shown: of the question's words 2 half, 1 any, 0 none.
     query        2 finds the next one not shown, 1 names part of what finds it, 0 none, empty or asked before.
     decision     2 for a search while one is missing and an answer when none is, 1 for a search then whose query has no point, else 0.
 view = "retrieval": knows the gold answers and what came back:

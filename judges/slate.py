@@ -13,7 +13,6 @@ from collections import Counter
 
 from judges.base import Judge
 from judges.llm import ChatClient, ChatEndpoint, validity
-from judges.templates import PROMPTS as PROMPTS
 from judges.templates import fill, read
 from wire.messages import JudgedTurn, Judgement
 

@@ -115,7 +115,7 @@ class Context:
                 nodes[i].notes[self.settings.judge] = judgement.explanation
         for node, action in zip(nodes, actions, strict=True):
             node.scores["valid"] = float(action.valid)
-            if not self.environment.rewarded_by_judge:
+            if not self.environment.rewarded_by_judge and self.settings.judge != UNJUDGED:
                 node.scores["reward"] = self._reward(node, action)
         self._count(nodes, actions)
         return [node.scores.get("reward", math.nan) for node in nodes]
@@ -123,16 +123,19 @@ class Context:
     def note(self, node: Node) -> Action:
         """The parsed action of a new turn that ``assess`` may judge later; whether it is valid is a column at once."""
         action = self.action(node)
-        node.scores["valid"] = float(action.valid)
-        self._count([node], [action])
-        self.save([node])
+        if "valid" not in node.scores:  # else it was noted before a crash or a fault
+            node.scores["valid"] = float(action.valid)
+            self._count([node], [action])
+            self.save([node])
         return action
 
     async def assess(self, node: Node) -> None:
         """The judge's columns of one turn, together with what the environment answered; invalid actions are judged too.
 
-        Column judge_valid: 1 when every column of the judgement could be used, else 0.
+        Column judge_valid: 1 when every column of the judgement could be used, else 0. Without a judge there are no columns.
         """
+        if self.settings.judge == UNJUDGED:
+            return
         (judgement,) = await self._score(self.settings.judge, [self._judged(node, self.action(node))])
         node.scores |= judgement.scores | {"judge_valid": float(not judgement.invalid)}
         node.invalid = judgement.invalid
@@ -343,13 +346,14 @@ class Context:
         return result.judgements
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
-        """Of a trajectory: turns, valid searches, and tokens of the response, sampled ones and all (methods.md 2.4)."""
+        """Of a trajectory: turns, valid searches, whether it answered, tokens of the response, sampled ones and all (methods.md 2.4)."""
         sampled = sum(len(turn.tokens) for turn in turns)
         whole = len(self.tree.prefix(turns[-1])) - len(self.tree.nodes[0].tokens)
         searches = sum(self.action(turn).kind == "search" for turn in turns)
         return {
             "turns": float(len(turns)),
             "searches": float(searches),
+            "answered": float(self.action(turns[-1]).kind == "answer"),
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }

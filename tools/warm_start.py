@@ -111,7 +111,7 @@ def ensure_warm_start(
     if config.steps == 0:
         return model
     source = facts / "warm.jsonl"
-    made_of = [str(model), environment.template, environment.topk, msgspec.to_builtins(config), encoder]
+    made_of = [str(model), *environment.shown, msgspec.to_builtins(config), encoder]
     key = hashlib.sha256(msgspec.json.encode(made_of) + source.read_bytes()).hexdigest()[:16]
     out = cache / "warm_start" / key
     if (out / "config.json").is_file():

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from math import fsum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,8 +22,8 @@ INVALID_NOTICE = (
 )
 
 _ACTION = re.compile(r"\s*<think>(.*?)</think>\s*<(search|answer)>(.*?)</\2>", re.DOTALL)
-_FREE = re.compile(r"(?:.*?<think>(.*?)</think>)?.*?<(search|answer)>(.*?)</\2>", re.DOTALL)
-"""The first search or answer block, with any text around it."""
+_BLOCK = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _RETRIEVED_CHARACTERS = 300
 """How much of an observation the judge's context shows (methods.md 1.3)."""
 
@@ -77,7 +77,14 @@ class SearchQA:
         if "{question}" not in self.template:
             raise ValueError(f"prompt file {path} has no {{question}} placeholder")
         self.topk, self.max_observation_characters = topk, max_observation_characters
-        self.form, self.newlines = (_ACTION if think == "required" else _FREE), newlines
+        if newlines < 0:
+            raise ValueError(f"newlines {newlines}: expected 0 or more")
+        self.think, self.newlines = think, newlines
+
+    @property
+    def shown(self) -> list[Any]:
+        """All that the text of an episode depends on beside question, actions and passages."""
+        return [self.template, self.topk, self.max_observation_characters, self.newlines]
 
     def initial(self, task: Task) -> State:
         """The state before the first action."""
@@ -97,10 +104,10 @@ class SearchQA:
 
     def parse(self, text: str) -> Action:
         """The action in generated text: one think block (unless optional), then one search or answer block; else it is invalid."""
-        found = self.form.match(text)
-        if found is None:
+        parts = _strict(text) if self.think == "required" else _free(text)
+        if parts is None:
             return Action("invalid", text)
-        think, kind, content = (found[1] or "").strip(), found[2], found[3].strip()
+        think, kind, content = (part.strip() for part in parts)
         if kind == "search":
             return Action("search", text, think=think, query=content)
         return Action("answer", text, think=think, answer=content)
@@ -154,22 +161,40 @@ class SearchQA:
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """em, f1 (also by hops), return (the sum of judged rewards), valid actions, answered without force, turns, searches.
+        """em, f1 (also by hops), valid actions, answered without force, turns, searches.
 
-        Where turns were judged after their search came back (PPR): process, and judge_valid, of each.
+        Where turns have rewards: return, their sum. Where they were judged after their search came back (PPR): process, and
+        judge_valid, of each.
         """
         own = [turn for turn in turns if not turn["forced"]]
         em, f1 = turns[-1].get("outcome", 0.0), turns[-1].get("f1", 0.0)
         some = {
             name: [turn[name] for turn in own if name in turn] for name in ("process", "judge_valid", "response_tokens")
         }
-        return {
+        made = {
             "em": [em],
             f"em_{task.hops}_hop": [em],
             "f1": [f1],
-            "return": [fsum(turn.get("reward", 0.0) for turn in own)],
             "valid": [turn.get("valid", 0.0) for turn in own],
-            "answered": [float(not turns[-1]["forced"])],
+            "answered": [own[-1].get("answered", float(not turns[-1]["forced"]))],
             "turns": [float(len(own))],
             "searches": [own[-1].get("searches", float(sum("query" in turn for turn in own)))],
         } | {name: values for name, values in some.items() if values}
+        if any("reward" in turn for turn in own):
+            made["return"] = [fsum(turn.get("reward", 0.0) for turn in own)]
+        return made
+
+
+def _strict(text: str) -> tuple[str, str, str] | None:
+    """Think, kind and content of a text that begins with a think block and goes on with a search or answer block."""
+    found = _ACTION.match(text)
+    return (found[1], found[2], found[3]) if found else None
+
+
+def _free(text: str) -> tuple[str, str, str] | None:
+    """The same of the first search or answer block, whatever stands before it; the last think block there, if any."""
+    found = _BLOCK.search(text)
+    if found is None:
+        return None
+    thinks = _THINK.findall(text[: found.start()])
+    return thinks[-1] if thinks else "", found[1], found[2]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
 from judges.llm import ChatEndpoint
-from judges.slate import PROMPTS, Slate, parse_score, reply_form
+from judges.slate import Slate, parse_score, reply_form
+from judges.templates import PROMPTS
 from tools.benches import judge_prefix
 from wire.messages import JudgedTurn
 
