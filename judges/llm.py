@@ -16,6 +16,10 @@ _LOOK_S = 0.5
 """Between two looks whether a server is there, and the longest one of them."""
 
 
+PATIENCE_S = 110.0
+"""For one reply, unless the endpoint says otherwise: less than the scheduler's default deadline of a judgement."""
+
+
 class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where and how to ask. url: up to /v1. api_key_env: the environment variable that holds the key ("" for none).
 
@@ -31,7 +35,7 @@ class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     api_key_env: str = ""
     timeout_s: float = 120.0
-    patience_s: float = 110.0
+    patience_s: float = PATIENCE_S
     attempts: int = 3
     backoff_s: float = 0.5
     concurrency: int = 32

@@ -12,6 +12,7 @@ import msgspec
 from actors.config import ActorsConfig
 from actors.environments import registry
 from judges.config import SERVED, JudgesConfig, RetrieverConfig, uses_served_model, with_served_model
+from judges.llm import PATIENCE_S
 from judges.serve import check_options, columns_of
 from learner import schemes
 from learner.config import LearnerConfig
@@ -251,6 +252,13 @@ def _check_judges(config: Config) -> None:
             check_options(spec, _with_url(spec, options, config.judges))
         except (ValueError, FileNotFoundError) as error:
             raise ConfigError(f"config: {error}") from None
+        endpoint = options.get("endpoint")
+        patience = endpoint.get("patience_s", PATIENCE_S) if isinstance(endpoint, dict) else 0.0
+        if patience >= s.judge_deadline_s:
+            raise ConfigError(
+                f"config: judges.use.{spec}.endpoint.patience_s = {patience:g}: expected less than scheduler.judge_deadline_s ="
+                f" {s.judge_deadline_s:g}, or a reply that does not come fails the call instead of being an invalid judgement"
+            )
     if s.judge in registry.KNOWN and s.judge != data.environment and ":" not in data.environment:
         raise ConfigError(
             f"config: scheduler.judge = {s.judge!r} is the oracle of another game: data.environment = {data.environment!r}"
@@ -337,7 +345,8 @@ def _check_columns(s: SchedulerConfig, scheme: str) -> None:
             f"config: scheduler.judge = 'none' leaves learner.scheme = {scheme!r} without scores: name a judge"
         )
     columns = columns_of(s.judge)
-    needed = {"ppr": {"process"}, "slate": {"think", "query", "answer"}}.get(scheme, set[str]())
+    components = {"think", "query", "answer"}
+    needed = {"ppr": {"process"}, "slate": components, "slate_full": components}.get(scheme, set[str]())
     if columns and not needed <= set(columns):
         raise ConfigError(
             f"config: scheduler.judge = {s.judge!r} gives {sorted(columns)}, learner.scheme = {scheme!r} reads {sorted(needed)}: name"
@@ -357,6 +366,11 @@ def _check_strategy(strategy: str, scheme: str) -> None:
     if strategy == "slate" and scheme != "slate":
         raise ConfigError(
             f"config: learner.scheme = {scheme!r} compares whole trajectories: it needs scheduler.strategy = 'full'"
+        )
+    if strategy == "ppr" and scheme not in ("ppr", "gae", "outcome", "reinforce_pp"):
+        raise ConfigError(
+            f"config: learner.scheme = {scheme!r} reads rewards that scheduler.strategy = 'ppr' does not give: expected 'ppr', or 'gae',"
+            " 'outcome' or 'reinforce_pp' (with scheme_options.column = 'outcome') for the outcome alone"
         )
     if strategy == "mc_value" and scheme != "mc_pr":
         raise ConfigError(
@@ -388,10 +402,8 @@ def _check_effects(config: Config) -> None:
         raise ConfigError(
             f"config: scheduler.continuations has no effect with scheduler.strategy = {s.strategy!r}: remove it"
         )
-    if s.strategy == "ppr" and s.bonus != default.bonus:
-        raise ConfigError(
-            f"config: scheduler.bonus = {s.bonus} has no effect with scheduler.strategy = 'ppr': remove it"
-        )
+    if s.bonus != default.bonus and (s.strategy == "ppr" or s.judge == UNJUDGED):
+        raise ConfigError(f"config: scheduler.bonus = {s.bonus} has no effect without SLATE's rewards: remove it")
     _check_learner(w)
     _check_strategy(s.strategy, w.scheme)
     _check_columns(s, w.scheme)

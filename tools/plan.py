@@ -81,6 +81,8 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         plan.append(Process("players", "judges.serve", "players", 1, False))
     if assets.retriever:
         plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
+    rest = _rest(config)
+    plan = [msgspec.structs.replace(p, environment=rest) if p.name in ("judges", "judge-model") else p for p in plan]
     plan += [_actor(config, place) for place in range(config.actors.count)]
     port = str(_free_port())
     for rank in range(w.count):
@@ -104,6 +106,14 @@ def _actor(config: Config, place: int) -> Process:
     environment = dict(a.sglang.environment) if inside else {}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
     return Process(name, "actors.worker", name, a.threads, False, environment, a.sglang.python if inside else "")
+
+
+def _rest(config: Config) -> dict[str, str]:
+    """Judges' models go to the GPUs that neither the learner nor actors were given; where none is left they may take any."""
+    gpus, a = hardware.visible_gpus(), config.actors
+    own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
+    rest = gpus[config.learner.count + own :]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(rest)} if rest else {}
 
 
 def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:

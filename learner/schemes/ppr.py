@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from learner.table import TurnTable
+from learner.table import Trajectories, TurnTable
 from learner.targets import Estimate, Kind, estimate
 from learner.targets import needs as target_needs
 
@@ -50,15 +50,23 @@ def turn_rewards(
     invalid: what a judged turn without a valid score gets: "zero" is r_hat = 0, then normalised (the released code); "skip" is no
     reward at all, and no part in mu and pi. A trajectory without an outcome has r_o = 0.
     """
+    r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
+    last = trajectories.last()
+    if normalisation == "reduced":
+        return np.where(last, r_o + trajectories.total(r_hat * judged)[trajectories.of], 0.0)
+    return np.where(judged, _normalised(r_hat, r_o, judged, trajectories.of, normalisation), np.where(last, r_o, 0.0))
+
+
+def _judged(
+    table: TurnTable, invalid: str, process: str, outcome: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Trajectories]:
+    """r_hat and r_o of each turn, which turns are paid for their judgement, each [turns], and the trajectories."""
     trajectories = table.trajectories()
     last = trajectories.last()
     r_o = trajectories.total(np.where(last, table.column(outcome), 0.0))[trajectories.of]
     r_hat = table.scores.get(process, np.full(len(table), np.nan))  # a batch may hold no judged turn
     judged = ~last & (~np.isnan(r_hat) if invalid == "skip" else True)
-    r_hat = np.nan_to_num(r_hat, posinf=np.inf, neginf=-np.inf)
-    if normalisation == "reduced":
-        return np.where(last, r_o + trajectories.total(r_hat * judged)[trajectories.of], 0.0)
-    return np.where(judged, _normalised(r_hat, r_o, judged, trajectories.of, normalisation), np.where(last, r_o, 0.0))
+    return np.nan_to_num(r_hat, posinf=np.inf, neginf=-np.inf), r_o, judged, trajectories
 
 
 def metrics(
@@ -71,19 +79,19 @@ def metrics(
 ) -> dict[str, float]:
     """The length side effect (methods.md 5): turns of correct and of wrong trajectories, and what a judged turn pays in each.
 
-    With the constant a turn pays r_hat once the answer is right, and r_hat - 1 once it is wrong: long successes, short failures.
+    With the constant a turn pays r_hat once the answer is right, and r_hat - 1 once it is wrong: long successes, short failures. With
+    "reduced" a turn pays the r_hat that it adds to the end.
     """
-    rewards = turn_rewards(table, normalisation, invalid, process, outcome)
-    trajectories = table.trajectories()
-    last = trajectories.last()
-    right = trajectories.total(np.where(last, table.column(outcome), 0.0)) > 0
-    turns = np.bincount(trajectories.of, minlength=len(right)).astype(float)
-    made = {}
-    for name, chosen in (("correct", right), ("wrong", ~right)):
-        judged = chosen[trajectories.of] & ~last
-        made |= {f"ppr/turns_{name}": float(turns[chosen].mean())} if chosen.any() else {}
-        made |= {f"ppr/turn_pay_{name}": float(rewards[judged].mean())} if judged.any() else {}
-    return made | ({"ppr/process_reward": float(rewards[~last].mean())} if (~last).any() else {})
+    r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
+    pay = r_hat if normalisation == "reduced" else _normalised(r_hat, r_o, judged, trajectories.of, normalisation)
+    turns = np.bincount(trajectories.of).astype(float)[trajectories.of]
+    made = {"ppr/process_reward": float(pay[judged].mean())} if judged.any() else {}
+    for name, chosen in (("correct", r_o > 0), ("wrong", r_o <= 0)):
+        last = chosen & trajectories.last()
+        made |= {f"ppr/turns_{name}": float(turns[last].mean())} if last.any() else {}
+        paid = chosen & judged
+        made |= {f"ppr/turn_pay_{name}": float(pay[paid].mean())} if paid.any() else {}
+    return made
 
 
 def _normalised(r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, how: str) -> np.ndarray:

@@ -375,6 +375,13 @@ def test_ppr_measures_what_a_turn_pays_in_correct_and_in_wrong_trajectories() ->
         "ppr/process_reward": -0.0625,
     }
     assert "ppr/turn_pay_correct" not in schemes.load("ppr", {}).metrics(ppr_case([], 1))
+    skipped = schemes.load("ppr", {"invalid": "skip"}).metrics(two_judged())
+    assert (skipped["ppr/turn_pay_wrong"], skipped["ppr/process_reward"]) == (-0.75, 0.25)
+    reduced = schemes.load("ppr", {"normalisation": "reduced"}).metrics(two_judged())
+    assert (reduced["ppr/turn_pay_correct"], reduced["ppr/turn_pay_wrong"]) == (
+        0.75,
+        0.125,
+    )  # what each adds to the end
 
 
 def test_ppr_refuses_an_unknown_normalisation() -> None:
