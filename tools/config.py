@@ -367,7 +367,7 @@ def _check_strategy(strategy: str, scheme: str) -> None:
         raise ConfigError(
             f"config: learner.scheme = {scheme!r} compares whole trajectories: it needs scheduler.strategy = 'full'"
         )
-    if strategy == "ppr" and scheme not in ("ppr", "gae", "outcome", "reinforce_pp"):
+    if strategy == "ppr" and scheme not in (*_GROUPED, "ppr", "gae", "outcome", "reinforce_pp"):
         raise ConfigError(
             f"config: learner.scheme = {scheme!r} reads rewards that scheduler.strategy = 'ppr' does not give: expected 'ppr', or 'gae',"
             " 'outcome' or 'reinforce_pp' (with scheme_options.column = 'outcome') for the outcome alone"

@@ -1,6 +1,7 @@
 """The search-QA environment."""
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,44 @@ class Shelf:
 )
 def test_an_action_is_one_think_block_then_one_search_or_answer_block(text: str, kind: str) -> None:
     assert SearchQA().parse(text).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "think", "content"),
+    [
+        ("<think> a </think> <search> q </search>", "search", "a", "q"),
+        ("First I look. <search> q </search>", "search", "", "q"),
+        ("<think>a</think> so <think>b</think> then <answer>x</answer>", "answer", "b", "x"),
+        ("<answer>x</answer><think>b</think><search>q</search>", "answer", "", "x"),
+        ("<search>q</search> then <think>b</think><answer>x</answer>", "search", "", "q"),
+        ("<think> a </think> <search> q </answer>", "invalid", None, None),
+        ("", "invalid", None, None),
+    ],
+)
+def test_with_an_optional_think_block_the_first_search_or_answer_block_counts(
+    text: str, kind: str, think: str | None, content: str | None
+) -> None:
+    action = SearchQA(think="optional").parse(text)
+    assert (action.kind, action.think) == (kind, think)
+    assert (action.query if kind == "search" else action.answer) == content
+
+
+@pytest.mark.parametrize("think", ["required", "optional"])
+@pytest.mark.parametrize("piece", ["<think></think><search>", "<think></think>", "<search></answer>", "<think>"])
+def test_text_of_a_policy_that_only_repeats_tags_is_read_in_no_time(piece: str, think: Any) -> None:
+    environment = SearchQA(think=think)
+    start = time.process_time()
+    assert environment.parse(piece * 2000).kind == "invalid"
+    assert time.process_time() - start < 5  # a backtracking pattern took hours
+
+
+async def test_an_information_block_stands_between_as_many_newlines_as_asked() -> None:
+    environment = SearchQA("short", 1, newlines=2)
+    action = environment.parse("<think> t </think> <search> capital </search>")
+    moved = await environment.step(environment.initial(TASK), action, Shelf())
+    assert moved.observation == "\n\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n\n"
+    with pytest.raises(ValueError, match="newlines -1"):
+        SearchQA(newlines=-1)
 
 
 async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:

@@ -1,5 +1,6 @@
 """The PPRM judge: a strict parse, prompts with the paper's contract, ten tries, and replies that a server holds to the form."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from judges.llm import ChatEndpoint
 from judges.pprm import Pprm, PprmEndpoint, messages, parse_final_score, read_templates, reply_form
 from judges.serve import make_worker
 from judges.templates import PROMPTS
+from scheduler.config import SchedulerConfig
 from tests import tiny
 from wire.faults import InfrastructureFault
 from wire.messages import Constraint, JudgedTurn, Judgement
@@ -44,6 +46,7 @@ TURN = JudgedTurn(
         ("<final_score>1,6</final_score> no, <final_score>2,6</final_score>", (2, 6)),
         ("<final_score>1,6</final_score> no, <final_score>good</final_score>", None),
         ("<final_score>1,6</final_score> no, <final_score>2,", (1, 6)),
+        ("the block <final_score> holds two.\nScores: <final_score>5,6</final_score>", (5, 6)),
         ("<final_score>4.0,6</final_score>", None),
         ("<final_score>0.5</final_score>", None),
         ("<final_score>7,6</final_score>", None),
@@ -151,15 +154,6 @@ def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None
         make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m", "attempt": 2}})
 
 
-def test_the_pauses_of_ten_tries_end_before_the_schedulers_deadline() -> None:
-    from scheduler.config import SchedulerConfig
-    from wire.http import pause_s
-
-    endpoint = PprmEndpoint("http://h", "m")
-    longest = sum(pause_s(attempt, endpoint.backoff_s, 0.0, 1.0) for attempt in range(1, endpoint.attempts))
-    assert longest < SchedulerConfig().judge_deadline_s
-
-
 def chat(content: str) -> web.Response:
     return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})
 
@@ -204,6 +198,23 @@ async def test_the_request_is_the_system_and_the_user_message_at_temperature_zer
         made = await one(judge)
     assert seen == {"model": "m", "messages": messages(TURN, read_templates()), "temperature": 0.0, "max_tokens": 4096}
     assert made == Judgement({"process": 4 / 6}, [], "Analysis: fine.\nScores: <final_score>4,6</final_score>")
+
+
+async def test_a_reply_that_does_not_come_is_an_invalid_judgement_before_the_schedulers_deadline() -> None:
+    never = asyncio.Event()
+
+    async def reply(call: int, body: dict[str, Any]) -> web.Response:
+        await never.wait()
+        return web.Response(status=503)
+
+    async with judge_of(reply, timeout_s=0.2, patience_s=0.5) as judge:
+        made = await one(judge)
+        assert (made.scores, made.invalid) == ({}, ["process"])
+        assert "no reply within 0.5 s (patience_s)" in made.explanation
+        assert judge.client.counts["requests"] < 10
+        assert judge.stats()["judge_valid_rate"] == 0
+        never.set()
+    assert PprmEndpoint("http://h", "m").patience_s < SchedulerConfig().judge_deadline_s
 
 
 @pytest.mark.parametrize("enough", [True, False])

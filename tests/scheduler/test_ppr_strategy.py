@@ -8,7 +8,7 @@ import pytest
 
 from actors.environments.search_qa import INVALID_NOTICE
 from scheduler import strategies
-from scheduler.strategies import ppr
+from scheduler.strategies import full, ppr
 from scheduler.tree import Tree
 from tests.scheduler.test_strategies import BAD, GOOD, NOTHING, RIGHT, TASK, Services, Stage
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
@@ -109,6 +109,43 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(tmp_path
     (group,) = stage.groups
     assert [turn.scores["process"] for turn in group[:-1]] == [0.25 if kept < 4 else 0.5, 0.25]
     assert [turn.turn for turn in group] == [1, 2, 3]
+
+
+async def test_a_turn_that_was_noted_before_a_fault_is_counted_once(tmp_path: Path, llama: Path) -> None:
+    stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [])  # the judge has nothing to say: a fault
+    with pytest.raises(IndexError):
+        await stage.grow(ppr)
+    stage.services.scores = [0.5]  # type: ignore[attr-defined]
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    assert [turn.scores.get("process") for turn in group] == [0.5, None]
+    assert (stage.counts["actions"], stage.counts["invalid_actions"]) == (2, 0)
+
+
+async def test_without_a_judge_nothing_is_said_of_any_turn(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD], [RIGHT]], budget=3, judge="none")
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    assert all(not {"judge_valid", "process", "reward"} & set(turn.scores) for turn in group)
+    measures = stage.context.environment.measures(TASK, [{**t.scores, "forced": 0.0} for t in group])
+    assert "return" not in measures
+    assert measures["answered"] == [1.0]
+
+
+async def test_whole_trajectories_without_a_judge_have_an_outcome_and_no_reward(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[RIGHT]], k=1, judge="none")
+    await stage.grow(full)
+    ((turn,),) = stage.groups
+    assert "reward" not in turn.scores
+    assert (turn.scores["outcome"], turn.scores["valid"]) == (1, 1)
+
+
+async def test_a_budget_that_ends_on_a_search_has_answered_nothing(tmp_path: Path, llama: Path) -> None:
+    stage = staged(tmp_path, llama, [[GOOD]], [], budget=1)
+    await stage.grow(ppr)
+    (group,) = stage.groups
+    measures = stage.context.environment.measures(TASK, [{**turn.scores, "forced": 0.0} for turn in group])
+    assert measures["answered"] == [0.0]
 
 
 def test_held_out_tasks_are_done_as_they_are_trained() -> None:

@@ -1,5 +1,6 @@
 """Configurations that load, and those that are refused with a reason."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from actors.environments import registry
+from tools import assets, plan
 from tools.config import DEFAULT_CONFIG, ConfigError, convert, load
 from tools.plan import gpus_of
 
@@ -193,3 +195,70 @@ def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_
     with pytest.raises(ValueError, match=r"actors\.sglang\.gpus = 4"):
         gpus_of(0, 4, 1, list("01"))
     assert gpus_of(0, 0, 1, list("01")) == gpus_of(0, 1, 1, []) == []
+
+
+PPR = ROOT / "configs" / "ppr-cpu.toml"
+
+
+@pytest.mark.parametrize("size", ["3b", "7b"])
+def test_the_ppr_configs_hold_the_papers_settings(size: str) -> None:
+    """methods.md 2.4."""
+    config = load(ROOT / "configs" / f"ppr-{size}.toml", [])
+    s, w = config.scheduler, config.learner
+    assert (s.strategy, s.judge, s.questions_per_update, s.updates, s.budget) == ("ppr", "pprm", 512, 500, 4)
+    assert (s.temperature, s.top_p, s.max_action_tokens, s.evaluation.temperature) == (1.0, 1.0, 500, 0.0)
+    kl = {"3b": {"kl_coef": 0.001}, "7b": {}}[size]
+    assert w.scheme_options == {"normalisation": "constant"} | kl
+    assert (w.lr, w.warmup_updates, w.epochs, w.minibatches, w.aggregation) == (1e-6, 142, 1, 2, "token")
+    assert (w.correction, w.correction_options) == ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
+    assert (w.kl_coef, w.entropy_coef, w.grad_clip, w.checkpoint_every, w.lora.rank) == (0, 0.001, 1.0, 50, 0)
+    assert w.critic is not None
+    assert (w.critic.lr, w.critic.warmup_updates, w.critic.value_clip, w.critic.loss_factor) == (1e-5, 8, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["scheduler.k=3"], "one trajectory a task"),
+        (["scheduler.bonus=0.2"], "no effect without SLATE's rewards"),
+        (["scheduler.strategy=chain"], "needs scheduler.strategy = 'ppr'"),
+        (["scheduler.judge=none"], "without scores"),
+        (["scheduler.judge=exact_match"], "reads ['process']"),
+        (
+            ["judges.use.pprm.endpoint={url='http://h/v1', model='m', patience_s=120.0}"],
+            "less than scheduler.judge_deadline_s",
+        ),
+    ],
+)
+def test_what_ppr_cannot_use_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(PPR, overrides)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "said"),
+    [
+        (DEFAULT_CONFIG, ["learner.scheme=turn_grpo"], "'ppr' does not give"),
+        (DEFAULT_CONFIG, ["learner.scheme=grpo"], "needs scheduler.strategy = 'full'"),
+        (VPR, [], "is for search"),
+    ],
+)
+def test_pprs_rounds_are_refused_where_they_give_nothing_to_learn(path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(path, ["scheduler.strategy=ppr", *overrides])
+
+
+def test_slate_full_needs_the_components_of_its_judge() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.scheme = 'slate_full' reads"):
+        load(DEFAULT_CONFIG, ["scheduler.strategy=full", "learner.scheme=slate_full", "scheduler.judge=exact_match"])
+
+
+@pytest.mark.parametrize(("gpus", "shown"), [("01234567", "6,7"), ("0123", None), ("", None)])
+def test_judges_models_take_the_gpus_that_nobody_was_given(
+    gpus: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("wire.hardware.visible_gpus", lambda: list(gpus))
+    made = plan.make(load(ROOT / "configs" / "ppr-3b.toml", []), assets.Assets("M", "T", "H", "I"), tmp_path)
+    (judges,) = (process for process in made if process.name == "judges")
+    assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown
