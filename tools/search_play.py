@@ -21,11 +21,11 @@ from wire.messages import Passage
 
 TURNS = 4
 """Of an episode at most; the last one answers."""
-ANSWERS = (0.03, 0.5)
+ANSWERS = (0.05, 0.5)
 """The share of turns that answer: before anything was shown, and after."""
-QUERIES = {"right": 0.7, "subject": 0.12, "field": 0.06, "other": 0.12}
+QUERIES = {"right": 0.6, "subject": 0.15, "field": 0.1, "other": 0.15}
 """What queries name."""
-ANSWERED = {"first": 0.75, "second": 0.1, "title": 0.07, "asked": 0.08}
+ANSWERED = {"first": 0.65, "second": 0.12, "title": 0.1, "asked": 0.13}
 """What answers name: the value of the first or second passage shown, a title shown, a name of the question."""
 NEED, LOOK = " I need the {field} of{subject}. ", " I look it up. "
 FOUND, KNOWN = " The {field} is{value}. ", " I know it. "
