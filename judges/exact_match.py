@@ -9,7 +9,9 @@ from wire.messages import JudgedTurn, Judgement
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+"""A block ends the last opening before it: one that was left open, or only spoken of, takes nothing from the answers after it."""
+_ANSWER_AS_PUBLISHED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def normalize(text: str) -> str:
@@ -38,9 +40,10 @@ def _token_f1(prediction: list[str], gold: list[str]) -> float:
 def extract_answer(text: str, least_blocks: int = 1) -> str | None:
     """The last complete answer block, or None.
 
-    least_blocks=2 is the scorer of Search-R1 and PPR, which reads prompt + response: the prompt holds an example block.
+    least_blocks=2 is the scorer of Search-R1 and PPR, which reads prompt + response: the prompt holds an example block. Its blocks are the
+    published ones, from the first opening on.
     """
-    blocks = _ANSWER.findall(text)
+    blocks = (_ANSWER if least_blocks == 1 else _ANSWER_AS_PUBLISHED).findall(text)
     return blocks[-1].strip() if len(blocks) >= least_blocks else None
 
 

@@ -27,7 +27,7 @@ from scheduler.together import together
 from scheduler.tree import Tree
 from tools import players
 from tools.evaluate_match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
-from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, claim, conduct
+from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, claim, conduct, write_whole
 from tools.in_process import InProcess, Seat, without_model
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Sample
@@ -153,7 +153,7 @@ class Evaluation:
             s, self.match.environment.headline, self._found(s.seed, pairs), by_seed, unplayed,
             spent.seconds, int(spent.engine.get("decoded_tokens", 0)), spent.engine,
         )  # fmt: skip
-        (self.out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+        write_whole(self.out / "result.json", result)
         return result
 
     async def _game(self, position: int) -> tuple[Task, Tree] | None:

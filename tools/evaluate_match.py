@@ -32,7 +32,7 @@ SIMULATIONS = 1000
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the result depends on, saved as OUT/evaluation.json; a resumed evaluation must have the same.
 
-    source: the model folder, the run, the endpoint's URL or the baseline. sides: "half each", or "as drawn" by the option second.
+    source: the model folder, the run, the endpoint's URL or the baseline. weights: their digest, where they are here. sides: "half each", or "as drawn" by the option second.
     opponents: the served ones, with their options. oracle: "" for none.
     """
 
@@ -42,6 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     model: str = ""
     version: int = 0
+    weights: str = ""
     fields: dict[str, Any] = {}
     games: int
     seed: int
@@ -189,9 +190,11 @@ def _player(given: argparse.Namespace, run: Trained | None, environment: Any) ->
         return {"player": "baseline", "source": given.baseline}
     if run is not None:
         source = str(given.run.resolve())
-        return {"player": "run", "source": source, "model": run.actor.model, "version": run.version}
+        described = {"model": run.actor.model, "version": run.version, "weights": run.weights}
+        return {"player": "run", "source": source, **described}
     if given.model:
-        return {"player": "model", "source": players.model_folder(given.model)}
+        folder = players.model_folder(given.model)
+        return {"player": "model", "source": folder, "weights": players.weights_digest(folder)}
     if not environment.fresh:
         raise ValueError(f"--endpoint: {given.environment} shows no fresh prompt each turn")
     players.check_url(given.endpoint)

@@ -5,6 +5,7 @@ Invariant: every task is a tree of the folder's journal and counts once, however
 
 import asyncio
 import fcntl
+import os
 import sys
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from scheduler.journal import Journal, JournalError, TreeRow
+from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 from wire import loop
 from wire.faults import Fault, InfrastructureFault
@@ -25,6 +26,8 @@ PATIENCE_S = 3600.0
 """Deadline of a call: an engine or a service of this process cannot be replaced by another one."""
 HOPELESS = 10
 """So many tasks that could not be done, before one that could, end the evaluation."""
+SETTINGS = "evaluation.json"
+_DRAFT = ".draft"
 GAUGES = ("version", "running", "kv_cache_bytes")
 """Of an engine's stats, what cannot be summed over sessions."""
 
@@ -51,44 +54,74 @@ def claim(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspe
 
     parts: folders inside, each with settings of its own.
     """
-    saved = out / "evaluation.json"
-    if out.exists() and not saved.is_file() and any(path.name != "lock" for path in out.iterdir()):
-        raise ValueError(f"--out {out}: it holds something else (no evaluation.json); choose another folder")
+    saved = out / SETTINGS
+    ours = {"lock", f"{SETTINGS}{_DRAFT}"}
+    if out.exists() and not saved.is_file() and any(path.name not in ours for path in out.iterdir()):
+        raise ValueError(f"--out {out}: it holds something else (no {SETTINGS}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    lock = (out / "lock").open("w")
+    lock = locked(out / "lock", f"--out {out}")
+    folders = [(out, settings), *((out / name, own) for name, own in parts)]
+    try:
+        for folder, own in folders:
+            check_same(folder / SETTINGS, own, f"--out {folder}")
+        for folder, own in folders:
+            folder.mkdir(exist_ok=True)
+            if not (folder / SETTINGS).is_file():
+                write_whole(folder / SETTINGS, own)
+    except (ValueError, OSError):
+        lock.close()
+        raise
+    return lock
+
+
+def locked(path: Path, what: str) -> Any:
+    """``path`` opened and locked for as long as it is open. Raises ValueError when another process holds it; what: named in its message."""
+    lock = path.open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(
-            f"--out {out} is in use by another evaluation: stop that one, or choose another folder"
-        ) from None
-    folders = [(out, settings), *((out / name, own) for name, own in parts)]
-    try:
-        for folder, own in folders:
-            _check_same(folder, own)
-    except ValueError:
-        lock.close()
-        raise
-    for folder, own in folders:
-        folder.mkdir(exist_ok=True)
-        (folder / "evaluation.json").write_bytes(msgspec.json.format(msgspec.json.encode(own), indent=1))
+        raise ValueError(f"{what} is in use by another process: stop that one, or choose another --out") from None
     return lock
 
 
-def _check_same(out: Path, settings: msgspec.Struct) -> None:
-    """Raises ValueError naming the key in which the settings of a folder that has some differ."""
-    saved = out / "evaluation.json"
+def check_same(saved: Path, settings: msgspec.Struct, what: str) -> None:
+    """Raises ValueError naming the key in which the settings in ``saved``, if it is there, differ; what: what was begun with them."""
     if not saved.is_file():
         return
     given = msgspec.json.decode(msgspec.json.encode(settings))
-    before = msgspec.json.decode(saved.read_bytes())
+    try:
+        before = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"{saved} holds no settings ({error}): restore it from a copy, or choose another --out"
+        ) from None
     for key in sorted({*given, *before}):
         if before.get(key) != given.get(key):
             raise ValueError(
-                f"--out {out} was begun with {key} = {before.get(key)!r}, now it is {given.get(key)!r}:"
-                " give the same settings, or choose another folder"
+                f"{what} was begun with {key} = {before.get(key)!r}, now it is {given.get(key)!r}:"
+                " give the same settings, or choose another --out"
             )
+
+
+def write_whole(path: Path, value: Any) -> None:
+    """``value`` as JSON; a full disk or the process's death leaves what was there before."""
+    draft = path.with_name(f"{path.name}{_DRAFT}")
+    try:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def cut_torn_tail(path: Path) -> None:
+    """Cut what stands behind the last whole line of a file, if it is there: a full disk or a killed process left it."""
+    if path.is_file():
+        whole = path.read_bytes()
+        kept = whole.rfind(b"\n") + 1
+        if kept != len(whole):
+            os.truncate(path, kept)
 
 
 # ---------------------------------------------------------------------------------------------- its tasks
@@ -134,10 +167,10 @@ class Kept:
             seconds = time.monotonic() - self.start_s
             print(f"{done} of {self.total} {self.unit}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
-    def give_up(self, tree: Tree, reason: str) -> None:
-        """The task cannot be done now. Raises InfrastructureFault when it seems that none can."""
+    def give_up(self, tree: Tree, reason: str, name: str = "") -> None:
+        """The task cannot be done now. name: of the task, where its id is not unique. Raises InfrastructureFault when it seems that none can."""
         self.journal.close_tree(tree.id, "quarantined", reason)
-        self.undone[tree.task] = reason
+        self.undone[name or tree.task] = reason
         if len(self.undone) >= HOPELESS and not self.now and not self.before:
             raise InfrastructureFault(
                 f"the first {HOPELESS} {self.unit} could {self.failed}; the last reason: {reason}"
@@ -178,19 +211,28 @@ class Ledger:
             return
         counters = {key: value for key, value in self.stats().items() if key not in GAUGES}
         line = {self.unit: done, "seconds": round(time.monotonic() - self.start_s, 3), "engine": counters}
+        self.stats = None
+        cut_torn_tail(self.path)
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
-        self.stats = None
 
     def total(self) -> Spent:
-        """Over all sessions."""
-        sessions = (
-            [msgspec.json.decode(line, type=Spent) for line in self.path.open("rb")] if self.path.exists() else []
-        )
+        """Over all sessions. Raises InfrastructureFault naming a line that is none."""
+        cut_torn_tail(self.path)
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        sessions = [self._session(number, line) for number, line in enumerate(lines, 1)]
         total: Counter[str] = Counter()
         for session in sessions:
             total.update(session.engine)
         return Spent(round(sum(s.seconds for s in sessions), 3), dict(total))
+
+    def _session(self, number: int, line: bytes) -> Spent:
+        try:
+            return msgspec.json.decode(line, type=Spent)
+        except msgspec.DecodeError as error:
+            raise InfrastructureFault(
+                f"{self.path}:{number} is no session ({error}): remove that line, what it counted is lost"
+            ) from None
 
 
 # ---------------------------------------------------------------------------------------------- how a command ends
@@ -211,7 +253,7 @@ def conduct(evaluation: Callable[[], Playing[Found]], again: str, kept: str) -> 
     except NotStarted as error:
         print(f"tools/evaluate: {error}", file=sys.stderr)
         return 2
-    except (Fault, JournalError) as fault:
+    except (Fault, OSError) as fault:  # a JournalError, or a full disk under another file
         print(f"tools/evaluate: {fault}\nwhat was {kept} is kept; go on with: {again}", file=sys.stderr)
         return 1
     if result is None:

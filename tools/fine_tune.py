@@ -17,10 +17,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from learner.attention import FOREST, NAME, Layout
 from learner.head import token_logprobs
+from learner.model import _check_head
 from learner.trees import Path as TokenPath
 from learner.trees import cuts, micro_batches, pack
 from scheduler.text import Text
@@ -31,10 +33,11 @@ _LINES = 10
 
 
 class Example(msgspec.Struct, frozen=True):
-    """Token ids; the loss covers those from ``start`` on."""
+    """Token ids; the loss covers those from ``start`` on. group: what its row is held out together with, "" for itself alone."""
 
     tokens: list[int]
     start: int
+    group: str = ""
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,9 +111,12 @@ def context_of(model: Path) -> int:
 def fine_tune(
     model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int, held_out: Sequence[Example] = ()
 ) -> Losses:
-    """Train ``model`` for ``recipe.steps`` batches; the result is a Hugging Face folder at ``out``, adapters merged."""
+    """Train ``model`` for ``recipe.steps`` batches; the result is a Hugging Face folder at ``out``, adapters merged.
+
+    Raises ValueError for a model whose head is not the plain one, torch.OutOfMemoryError.
+    """
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
+    torch.manual_seed(recipe.shuffle or 0)
     student = Student(model, recipe)
     optimizer = torch.optim.AdamW(student.trained(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     before = student.measure(held_out) if held_out else None
@@ -146,9 +152,8 @@ class Student:
         self.compute = getattr(torch, compute_dtype("auto"))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
+        _check_head(str(folder), model)
         if recipe.lora_rank:
-            from peft import LoraConfig, get_peft_model  # a second that the warm start need not wait
-
             adapters = LoraConfig(r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, target_modules="all-linear", lora_dropout=0.0)  # pyright: ignore[reportArgumentType]  # fmt: skip
             model = get_peft_model(model, adapters)
         self.model: Any = model.to(self.device).train()
@@ -257,6 +262,7 @@ class _Pair(msgspec.Struct, forbid_unknown_fields=True):
     completion: str
     prompt: str = ""
     messages: list[_Message] = []
+    group: str = ""
 
 
 def read_pairs(path: Path, text: Text, end: Sequence[int] = ()) -> list[Example]:
@@ -279,7 +285,7 @@ def read_pairs(path: Path, text: Text, end: Sequence[int] = ()) -> list[Example]
             )
         messages = msgspec.to_builtins(pair.messages) or [{"role": "user", "content": pair.prompt}]
         prompt = text.encode(text.prompt(messages)).tolist()
-        made.append(Example(prompt + text.encode(pair.completion).tolist() + list(end), len(prompt)))
+        made.append(Example(prompt + text.encode(pair.completion).tolist() + list(end), len(prompt), pair.group))
     if not made:
         raise ValueError(f"{path} holds no example: {expected}")
     return made

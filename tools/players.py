@@ -1,6 +1,7 @@
 """Who is measured: a model folder, a run's weights or an endpoint, from the command line to an engine that is not started."""
 
 import argparse
+import hashlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from wire.messages import LoadRequest
 
 MAX_CONTEXT = 4096
 """Tokens of prompt and action where no run says otherwise."""
+_READ_WHOLE = 2**30
+"""Bytes of weights that are read for their digest, a second or so."""
 
 
 def add_endpoint(parser: Any) -> None:
@@ -124,6 +127,11 @@ class Trained(msgspec.Struct, frozen=True):
         """Of the weights; 0 is the model folder's."""
         return self.load.version if self.load else 0
 
+    @property
+    def weights(self) -> str:
+        """Their digest: as published, or of the model folder."""
+        return self.load.digest if self.load else weights_digest(self.actor.model)
+
 
 def read_run(run: Path, version: int | None) -> Trained:
     """The run and its version (None: the newest). Raises ValueError or FileNotFoundError."""
@@ -152,6 +160,23 @@ def model_folder(name: str) -> str:
         return str(ensure_model(name, cache_folder()))
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"--model {name}: {str(error).removeprefix(f'model.name = {name!r}: ')}") from None
+
+
+def weights_digest(folder: str) -> str:
+    """What tells the weights of a model folder from others that come to stand there.
+
+    Of the contents; of names, sizes and times where those are large.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    small = sum(file.stat().st_size for file in files) <= _READ_WHOLE
+    total = hashlib.sha256()
+    for file in files:
+        size, time_ns = file.stat().st_size, file.stat().st_mtime_ns
+        total.update(f"{file.name} {size} {0 if small else time_ns}\n".encode())
+        if small:
+            with file.open("rb") as content:
+                total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()[:16]
 
 
 def check_url(url: str) -> None:

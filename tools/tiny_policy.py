@@ -59,14 +59,14 @@ def make_tiny_policy(
 
 def save_random(
     folder: Path,
-    words: PreTrainedTokenizerFast,
+    words: Any,
     seed: int,
-    shape: dict[str, int],
+    shape: dict[str, Any],
     initial: float,
     rope_base: float,
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> Path:
-    """A Llama of random weights with its tokenizer as a model folder. prepare: what is done to the weights before they are saved."""
+    """A Llama of random weights with its tokenizer (``words``) as a model folder. prepare: what is done to the weights before that."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -3,12 +3,15 @@
 from types import TracebackType
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from judges.retriever.passage_text import title_and_text
-from wire.faults import InfrastructureFault
+from wire.faults import DataFault, InfrastructureFault
+from wire.http import JsonClient
 from wire.messages import Passage
+
+_AT_ONCE = 64
+"""Requests open at a time: as many as a retriever process serves."""
 
 
 class _Document(msgspec.Struct):
@@ -26,31 +29,33 @@ class _Reply(msgspec.Struct):
 
 
 class SearchR1Client:
-    """Asks one server; use it as an async context manager."""
+    """Asks one server; use it as an async context manager. attempts, backoff_s: see ``wire.http.JsonClient``."""
 
-    def __init__(self, url: str, timeout_s: float = 60.0):
+    def __init__(self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0):
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
-        self.timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._client = JsonClient(
+            self.url, timeout_s=timeout_s, attempts=attempts, backoff_s=backoff_s, concurrency=_AT_ONCE
+        )
 
     async def __aenter__(self) -> "SearchR1Client":
-        self._session = aiohttp.ClientSession(timeout=self.timeout)
+        await self._client.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        await self._client.close()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         """Passages of each query, best first. Raises InfrastructureFault naming the server and the cause."""
         body: dict[str, Any] = {"queries": queries, "topk": topk, "return_scores": True}
         try:
-            async with self._session.post(self.url, json=body) as response:
-                text = await response.read()
-                if response.status != 200:
-                    raise InfrastructureFault(f"retriever {self.url}: HTTP {response.status}: {text[:200]!r}")
-                rows = msgspec.json.decode(text, type=_Reply).result
-        except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
+            rows = msgspec.json.decode(await self._client.send("POST", "", body), type=_Reply).result
+        except InfrastructureFault as fault:
+            raise InfrastructureFault(f"retriever {fault}") from None
+        except DataFault as fault:  # its protocol is another one: no query would be answered
+            raise InfrastructureFault(f"retriever {fault}: is it a Search-R1 server?") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InfrastructureFault(f"retriever {self.url}: {type(error).__name__}: {error}") from None
         if len(rows) != len(queries):
             raise InfrastructureFault(f"retriever {self.url}: {len(rows)} results for {len(queries)} queries")

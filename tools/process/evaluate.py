@@ -16,7 +16,7 @@ import msgspec
 
 from judges.serve import option
 from scheduler.evaluation import estimate
-from tools.evaluation_folder import INTERRUPTED, Measured, claim
+from tools.evaluation_folder import INTERRUPTED, Measured, claim, write_whole
 from tools.process import judging, record
 from tools.process.judging import Answers, Asked
 from tools.process.record import CATEGORIES, THRESHOLD, Item
@@ -162,6 +162,19 @@ def add_judges(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """How long a judge may take over a step."""
+    parser.add_argument(
+        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help="of a step, with all tries (default: %(default)g)"
+    )  # fmt: skip
+
+
+def check_threshold(threshold: float) -> None:
+    """Raises ValueError for what no score can be compared with."""
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
+
+
 def judges_of(given: argparse.Namespace) -> list[Asked]:
     """The judges of a command line. Raises ValueError for two of one name."""
     made = [Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"]) for j in given.judges]
@@ -191,6 +204,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="folder; an evaluation that is there goes on (default: evaluations/nvprocess-TIME)"
     )
+    add_deadline(parser)
     parser.add_argument(
         "--count-failed", action="store_true", help="steps an endpoint refuses or fails on count as wrong (default: the command fails)"
     )  # fmt: skip
@@ -219,12 +233,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     given = parse(arguments)
     try:
+        check_threshold(given.threshold)
+        if given.deadline <= 0:
+            raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
         items = record.read(given.bench, Item)
         asked, kinds = judges_of(given), baselines_of(given)
-        for one in asked:
-            judging.make(one)
+        lasting = judging.lasting(asked)
         out = given.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
-        lock = claim(out, Settings(record.digest(given.bench), given.threshold, judging.lasting(asked)))
+        lock = claim(out, Settings(record.digest(given.bench), given.threshold, lasting))
     except (OSError, ValueError) as error:
         print(f"tools/evaluate nvprocess: {error}", file=sys.stderr)
         return 2
@@ -233,10 +249,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _evaluate(given: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
-    answers = Answers(out / "answers.jsonl")
     again = f"what was answered is kept; go on with the same command and --out {out}"
     try:
-        failed = judging.run(asked, items, answers)
+        answers = Answers(out / "answers.jsonl")
+        failed = judging.run(asked, items, answers, given.deadline)
     except (Fault, OSError, ValueError) as error:
         print(f"tools/evaluate nvprocess: {error}\n{again}", file=sys.stderr)
         return 1
@@ -258,8 +274,19 @@ def _evaluate(given: argparse.Namespace, items: list[Item], asked: list[Asked], 
         said = {name: answers.found.get((one.name, name)) for name in names}
         scores = {name: answer.score if answer is not None else None for name, answer in said.items()}
         rows.append(measure(one.name, items, scores, given.threshold))
+    steps = [step for item in items for step in item.steps]
+    if other := sum(step.label != record.label(step.score, given.threshold) for step in steps):
+        print(
+            f"{other} of {len(steps)} labels of {given.bench.name} were made with another threshold than"
+            f" {given.threshold:g}: give the one of its report (--threshold)",
+            file=sys.stderr,
+        )
     good = sum(step.label for item in items for step in item.steps)
     result = Result(given.bench.name, len(items), len(names), good, given.threshold, rows)
-    (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    try:
+        write_whole(out / "result.json", result)
+    except OSError as error:
+        print(f"tools/evaluate nvprocess: {error}\n{again}", file=sys.stderr)
+        return 1
     print(msgspec.json.encode(result).decode() if given.json else f"{table(result)}\nresult {out / 'result.json'}")
     return 0

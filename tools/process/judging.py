@@ -5,6 +5,10 @@ read has answered. What is in the file is never asked again.
 """
 
 import asyncio
+import hashlib
+import inspect
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,9 @@ from typing import Any
 import msgspec
 
 from judges.base import Judge, checked
-from judges.serve import make_worker
+from judges.serve import BUILT_IN, make_worker
 from scheduler.together import together
-from tools.evaluation_folder import HOPELESS
+from tools.evaluation_folder import HOPELESS, check_same, cut_torn_tail, write_whole
 from tools.process import record
 from tools.process.record import Trajectory
 from wire import loop
@@ -23,14 +27,20 @@ from wire.messages import JudgedTurn, Judgement
 
 COLUMN = "process"
 """The column of a judge with several that is the score of a step."""
+DEADLINE_S = 900.0
+"""Of a judgement, with the judge's own tries: what takes longer hangs."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A judge by name, as ``judges.serve.make_worker`` takes it. name: what its answers are filed under."""
+    """A judge by name, as ``judges.serve.make_worker`` takes it. name: what its answers are filed under.
+
+    texts: digest of its templates, and of its source file if it is a plug-in, where answers must come from the same ones.
+    """
 
     name: str
     spec: str
     options: dict[str, Any] = {}
+    texts: str = ""
 
 
 REACHED = frozenset(("url", "api_key_env", "timeout_s", "attempts", "backoff_s", "concurrency", "wait_s"))
@@ -38,25 +48,30 @@ REACHED = frozenset(("url", "api_key_env", "timeout_s", "attempts", "backoff_s",
 
 
 def lasting(asked: Sequence[Asked]) -> list[Asked]:
-    """The judges without what may change between sessions."""
+    """The judges without what may change between sessions, and with what must not. Raises as ``make`` does."""
 
     def kept(value: Any) -> Any:
         return {k: v for k, v in value.items() if k not in REACHED} if isinstance(value, dict) else value
 
-    return [Asked(one.name, one.spec, {key: kept(value) for key, value in one.options.items()}) for one in asked]
+    return [
+        Asked(one.name, one.spec, {key: kept(value) for key, value in one.options.items()}, _texts(one, make(one)))
+        for one in asked
+    ]
+
+
+def _texts(asked: Asked, judge: Judge) -> str:
+    templates: dict[str, str] = getattr(judge, "templates", {})
+    texts = [f"{part}\0{text}" for part, text in sorted(templates.items())]
+    if asked.spec not in BUILT_IN and (source := inspect.getsourcefile(type(judge))):
+        texts.append(Path(source).read_text())
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12] if texts else ""
 
 
 def keep(path: Path, settings: msgspec.Struct) -> None:
     """Write the settings of work that may be gone on with. Raises ValueError, naming the key, when ``path`` holds others."""
-    given = msgspec.to_builtins(settings)
-    before = msgspec.json.decode(path.read_bytes()) if path.is_file() else given
-    for key in given:
-        if before.get(key) != given[key]:
-            raise ValueError(
-                f"{path} was begun with {key} = {before.get(key)!r}, now it is {given[key]!r}:"
-                " give the same settings, or choose another --out"
-            )
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=1))
+    check_same(path, settings, str(path))
+    if not path.is_file():
+        write_whole(path, settings)
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,8 +84,11 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make(asked: Asked) -> Judge:
-    """The judge. Raises ValueError for one that does not score a step by one number."""
-    worker = make_worker(asked.spec, asked.options)
+    """The judge. Raises ValueError for one that is not there or does not score a step by one number."""
+    try:
+        worker = make_worker(asked.spec, asked.options)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"judge {asked.spec}: {error}; expected module:Class, importable from this folder") from None
     if not isinstance(worker, Judge):
         raise ValueError(f"{asked.spec!r} is an opponent: expected a judge")
     _column(worker)
@@ -84,17 +102,20 @@ def _column(judge: Judge) -> str:
 
 
 class Answers:
-    """The file of answers. A torn last line, of a killed session, is cut off."""
+    """The file of answers, of which the caller holds the lock. A torn last line, of a killed session, is cut off.
+
+    Raises ValueError naming a line that is no answer.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.found: dict[tuple[str, str], Answer] = {}
+        cut_torn_tail(path)
         if path.is_file():
-            whole = path.read_bytes()
-            kept = whole[: whole.rfind(b"\n") + 1]
-            if kept != whole:
-                path.write_bytes(kept)
-            self.found = {(a.judge, a.step): a for _, a in record.lines(path, Answer)}
+            try:
+                self.found = {(a.judge, a.step): a for _, a in record.lines(path, Answer)}
+            except ValueError as error:
+                raise ValueError(f"{error}: remove that line, its step is asked again") from None
 
     def add(self, answer: Answer) -> None:
         """Keep an answer."""
@@ -104,18 +125,21 @@ class Answers:
 
 
 class Asking:
-    """One judge at work on what it has not answered yet. ``failures``: reasons by step."""
+    """One judge at work on what it has not answered yet. deadline_s: of a step. ``failures``: reasons by step."""
 
-    def __init__(self, asked: Asked, judge: Judge, answers: Answers):
-        self.asked, self.judge, self.answers = asked, judge, answers
+    def __init__(self, asked: Asked, judge: Judge, answers: Answers, deadline_s: float):
+        self.asked, self.judge, self.answers, self.deadline_s = asked, judge, answers, deadline_s
         self.column = _column(judge)
         self.room = asyncio.Semaphore(judge.concurrency)
         self.failures: dict[str, str] = {}
         self.row = 0
+        self.done = self.total = 0
+        self.start_s = time.monotonic()
 
     async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
         """Ask about every step. Raises Fault when the judge is not there."""
         left = [(name, turn) for name, turn in steps if (self.asked.name, name) not in self.answers.found]
+        self.done, self.total = len(steps) - len(left), len(steps)
         if left:
             await self.judge.start()
             try:
@@ -129,9 +153,14 @@ class Asking:
                 return
             before = self._failed()
             try:
-                (judgement,), _ = checked(self.judge, [turn], await self.judge.score([turn]))
+                async with asyncio.timeout(self.deadline_s):
+                    found = await self.judge.score([turn])
+                (judgement,), _ = checked(self.judge, [turn], found)
             except Fault as fault:
                 self._fail(name, str(fault))
+                return
+            except TimeoutError:
+                self._fail(name, f"no judgement within {self.deadline_s:g} s (--deadline)")
                 return
             score = judgement.scores.get(self.column)
             if score is None and self._failed() > before:
@@ -140,6 +169,14 @@ class Asking:
                 return
             self.row = 0
             self.answers.add(Answer(self.asked.name, name, self._in_range(score, name), _text(judgement)))
+            self._tell()
+
+    def _tell(self) -> None:
+        """A line at every tenth of all steps."""
+        self.done += 1
+        if self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
+            seconds = time.monotonic() - self.start_s
+            print(f"{self.asked.name}: {self.done} of {self.total} steps, {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def _failed(self) -> float:
         stats = getattr(self.judge, "stats", dict)()
@@ -164,19 +201,19 @@ def _text(judgement: Judgement) -> str:
 
 
 def run(
-    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers
+    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers, deadline_s: float = DEADLINE_S
 ) -> dict[str, dict[str, str]] | None:
     """``ask`` to its end, or to a signal: None."""
 
     async def work() -> dict[str, dict[str, str]] | None:
-        asking = asyncio.create_task(ask(asked, records, answers))
+        asking = asyncio.create_task(ask(asked, records, answers, deadline_s))
         return asking.result() if await loop.or_signal(asking) else None
 
     return loop.run(work())
 
 
 async def ask(
-    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers
+    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers, deadline_s: float = DEADLINE_S
 ) -> dict[str, dict[str, str]]:
     """Ask every judge about every step, all at once; what is answered stays answered.
 
@@ -187,6 +224,6 @@ async def ask(
         for r in records
         for number, step in enumerate(r.steps, 1)
     ]
-    working = [Asking(one, make(one), answers) for one in asked]
+    working = [Asking(one, make(one), answers, deadline_s) for one in asked]
     await together(one.all(steps) for one in working)
     return {one.asked.name: one.failures for one in working if one.failures}

@@ -9,9 +9,9 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,14 +21,14 @@ from scheduler.context import Context, Shop
 from scheduler.evaluation import Estimate, estimate
 from scheduler.together import together
 from scheduler.tree import Tree
-from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted
+from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, write_whole
 from tools.in_process import InProcess, Seat
 from tools.qa import methods
 from tools.qa.retrieval import CachedRetrieval
 from tools.qa.rows import Player, Row, RowSettings
 from tools.qa.scoring import COUNTS, MEASURES, TOKENS, score, unanswered
 from tools.qa.sets import MULTI_HOP, QuestionSet
-from wire.faults import DataFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Sample
 
 _COUNTERS = ("prompt_tokens", "cached_tokens", "prefilled_tokens", "decoded_tokens", "busy_s", "requests", "retries")
@@ -54,7 +54,7 @@ class TableSettings(msgspec.Struct, frozen=True):
 class RowResult(msgspec.Struct, frozen=True):
     """OUT/ROW/result.json. sets: set -> measure. macro: means of the sets' means; multi_hop: of the four multi-hop sets, where they are.
 
-    failed: task -> why it could not be finished; it scored 0. seconds, generated_tokens, queries, hits (answered by the cache): over all
+    failed: set/task -> why it could not be finished; it scored 0. seconds, generated_tokens, queries, hits (answered by the cache): over all
     sessions that were not killed; engine: its counters.
     """
 
@@ -72,7 +72,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """OUT/result.json: every finished row of the folder, in the order they were first finished."""
+    """OUT/result.json: every finished row of the folder, whichever command finished it, in the order they were first finished."""
 
     settings: TableSettings
     rows: list[RowResult]
@@ -84,30 +84,43 @@ def settings_of(sets: Sequence[QuestionSet], seed: int) -> TableSettings:
 
 
 class Evaluation:
-    """All rows of a command. ``play`` may be cancelled at any moment and gone on with later."""
+    """All rows of a command. ``play`` may be cancelled at any moment and gone on with later. finished: told the table after each row."""
 
     def __init__(
         self, rows: Sequence[Row], sets: Sequence[QuestionSet], settings: TableSettings, out: Path,
-        retrieval: CachedRetrieval | None, concurrency: int,
+        retrieval: CachedRetrieval | None, concurrency: int, finished: Callable[[Result], None] = lambda result: None,
     ):  # fmt: skip
         self.rows, self.sets, self.settings, self.out = rows, sets, settings, out
-        self.retrieval, self.concurrency = retrieval, concurrency
-        self.tasks = [task for one in sets for task in one.tasks]
+        self.retrieval, self.concurrency, self.finished = retrieval, concurrency, finished
+        self.tasks = [(one.name, task) for one in sets for task in one.tasks]
         self.services: InProcess | None = None
         self.serving: Player | None = None
 
     async def play(self) -> Result:
         """Answer what is not answered yet. Raises Fault when it cannot go on, NotStarted when it cannot begin."""
-        done = [await self._row(row) for row in self.rows]
-        made = {row.name: row for row in done}
-        file = self.out / "result.json"
-        before = msgspec.json.decode(file.read_bytes(), type=Result).rows if file.is_file() else []
-        rows = {row.name: row for row in before} | made
-        result = Result(self.settings, list(rows.values()))
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-        return result
+        for file in self.out.glob("*/result.json"):
+            if _decoded(file, RowResult) is None:
+                print(f"{file} is torn, so its row is left out: name it again, its answers are kept", file=sys.stderr)
+        unfinished = [row for row in self.rows if not (self.out / row.name / "result.json").is_file()]
+        if self.retrieval is not None and any(row.settings.retriever for row in unfinished):
+            await self.retrieval.open()
+        for row in self.rows:
+            await self._row(row)
+            result = self._so_far()
+            write_whole(self.out / "result.json", result)
+            self.finished(result)
+        return self._so_far()
 
-    async def _row(self, row: Row) -> RowResult:
+    def _so_far(self) -> Result:
+        """The rows whose folders hold a result."""
+        before = _decoded(self.out / "result.json", Result)
+        first = [row.name for row in before.rows] if before else []
+        files = {file.parent.name: file for file in self.out.glob("*/result.json")}
+        order = dict.fromkeys([*first, *(row.name for row in self.rows), *sorted(files)])
+        found = [_decoded(files[name], RowResult) for name in order if name in files]
+        return Result(self.settings, [row for row in found if row is not None])
+
+    async def _row(self, row: Row) -> None:
         folder = self.out / row.name
         kept = Kept(folder, len(self.tasks), "questions", "not be answered")
         ledger = Ledger(folder, "questions", kept.start_s)
@@ -119,11 +132,12 @@ class Evaluation:
                 ledger.open(lambda: {key: value - start[key] for key, value in self._stats(services).items()})
             answering = _Answering(row, kept, self.services)
             room = asyncio.Semaphore(self.concurrency)
-            scores = await together(answering.question(i, task, room) for i, task in enumerate(self.tasks))
+            scores = await together(answering.question(i, *asked, room) for i, asked in enumerate(self.tasks))
             ledger.close(kept.now)
-            result = self._result(row, scores, kept.undone, ledger)
-            (folder / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-            return result
+            if not kept.now and not kept.before:
+                reason = next(iter(kept.undone.values()), "there is none")
+                raise InfrastructureFault(f"{row.name}: no question could be answered; the first reason: {reason}")
+            write_whole(folder / "result.json", self._result(row, scores, kept.undone, ledger))
         finally:
             ledger.close(kept.now)
             kept.journal.close()
@@ -182,6 +196,17 @@ class Evaluation:
         )  # fmt: skip
 
 
+T = TypeVar("T", Result, RowResult)
+
+
+def _decoded(file: Path, kind: type[T]) -> T | None:
+    """A result as it was kept; None where there is none, or a torn one: all it says can be had from the journals again."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
+    except msgspec.DecodeError:
+        return None
+
+
 def summary(scores: Sequence[dict[str, float]], in_bytes: bool = False) -> dict[str, Measured]:
     """Each measure over the questions of one set. in_bytes: what would count tokens counts bytes, so it is left out."""
     made = {}
@@ -224,36 +249,39 @@ class _Answering:
             generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
         )  # fmt: skip
 
-    async def question(self, position: int, task: Task, room: asyncio.Semaphore) -> dict[str, float]:
-        """The scores of one question, which stand in the last action of its tree."""
+    async def question(self, position: int, of: str, task: Task, room: asyncio.Semaphore) -> dict[str, float]:
+        """The scores of one question, which stand in the last action of its tree. of: the name of its set."""
         await room.acquire()
-        scores = await self._scores(position, task)
+        scores = await self._scores(position, of, task)
         room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
         return scores
 
-    async def _scores(self, position: int, task: Task) -> dict[str, float]:
+    async def _scores(self, position: int, of: str, task: Task) -> dict[str, float]:
         tree = self.kept.done(position)
         if tree is None:
             tree, said = self.kept.begin(position, task.id, self.row.settings.version)
             try:
-                await self._grow(task, tree, said)
+                await self._grow(of, task, tree, said)
             except DataFault as fault:
-                self.kept.give_up(tree, str(fault))
+                self.kept.give_up(tree, str(fault), f"{of}/{task.id}")
                 return unanswered()
             self.kept.close(tree)
         return {name: value for name, value in tree.actions()[-1].scores.items() if name in MEASURES}
 
-    async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
+    async def _grow(self, of: str, task: Task, tree: Tree, said: list[Sample]) -> None:
         assert self.services is not None, "nothing was started"
         seat: Any = Seat(self.services, said)
         counts: Counter[str] = Counter()
+        how = self.row.settings.how
+        how = msgspec.structs.replace(how, budget=self.row.settings.budgets.get(of, how.budget))
+        config = msgspec.structs.replace(self.config, budget=how.budget)
         shop = Shop(
-            seat, self.kept.journal, self.row.player.text, self.row.environment, self.config, counts,
+            seat, self.kept.journal, self.row.player.text, self.row.environment, config, counts,
             lambda tree, nodes, turns: None,
         )  # fmt: skip
         # Again the same draws after an interruption.
-        context = Context(shop, self.config, task, tree, random.Random(f"heldout/{tree.id}"))
-        await self.answer(tree, context, self.row.settings.how)
+        context = Context(shop, config, task, tree, random.Random(f"heldout/{tree.id}"))
+        await self.answer(tree, context, how)
         final = tree.actions()[-1]
         final.scores |= score(tree, task.golds, counts["retrievals"])
         final.scores["outcome"] = final.scores["em"]  # what tools/dump shows

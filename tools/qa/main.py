@@ -43,7 +43,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     how.add_argument("--method", help=f"comma-separated, of {','.join(methods.known())} (default: search)")
     how.add_argument("--prompt", help="of search: short, search_r1 or a path (default: the run's, else search_r1)")
     how.add_argument("--topk", type=int, help="passages of a search (default: the run's, else 3)")
-    how.add_argument("--budget", type=int, help="turns of search, searches of the others (default: the run's, else 4)")
+    how.add_argument(
+        "--budget", action="append", type=_budget, default=[], metavar="[SET=]N",
+        help="turns of search, searches of the others (default: the run's, else 4); for one set with its name before it",
+    )  # fmt: skip
     forced = "search: force an answer when the budget is used up (default: as the run's strategy does, else yes)"
     how.add_argument("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
     how.add_argument("--retriever", help="index folder, URL of a Search-R1 server, or default (else: the run's)")
@@ -63,7 +66,6 @@ def check(given: argparse.Namespace) -> None:
         "questions",
         "concurrency",
         "topk",
-        "budget",
         "timeout",
         "attempts",
         "max_tokens",
@@ -73,6 +75,9 @@ def check(given: argparse.Namespace) -> None:
     players.check_positive(given, positive)
     players.check_sampling(given)
     players.check_needs(given)
+    names = [name for name, _ in given.budget]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"--budget is given twice{f' for {twice[0]}' if twice[0] else ''}: give it once")
     if not (given.model or given.run or given.endpoint):
         raise ValueError("nobody to measure: give --model, --run or --endpoint")
 
@@ -87,7 +92,19 @@ def prepare(given: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], st
 
         heldout = ensure_facts(cache_folder()) / "heldout.jsonl"
     rows, retriever = read_rows(given)
-    return read_sets(given.set, given.questions, given.seed, heldout), rows, retriever
+    sets = read_sets(given.set, given.questions, given.seed, heldout)
+    known = [one.name for one in sets]
+    if unknown := [name for name, _ in given.budget if name and name not in known]:
+        raise ValueError(f"--budget {unknown[0]}=..: expected a set of this table, {', '.join(known)}")
+    return sets, rows, retriever
+
+
+def _budget(text: str) -> tuple[str, int]:
+    """(set, its budget); the set is "" where N is for all of them."""
+    name, _, count = text.rpartition("=")
+    if not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, alone or as SET=N")
+    return name, int(count)
 
 
 def main(arguments: list[str]) -> int:
@@ -109,7 +126,10 @@ def main(arguments: list[str]) -> int:
             identity = next(row.settings.retriever for row in rows if row.settings.retriever)
             opening = opening_of(retriever, given.threads or 1)
             retrieval = CachedRetrieval(given.cache or out / "retrieval.sqlite", identity, opening)
-        return Evaluation(rows, sets, settings, out, retrieval, given.concurrency)
+        return Evaluation(rows, sets, settings, out, retrieval, given.concurrency, finished)
+
+    def finished(table: Result) -> None:
+        (out / "table.md").write_text(markdown(table, given.measure) + "\n")
 
     with lock:
         result = conduct(evaluation, again, "answered")
@@ -118,6 +138,5 @@ def main(arguments: list[str]) -> int:
 
 def _report(given: argparse.Namespace, result: Result, out: Path) -> int:
     said = "\n".join([markdown(result, given.measure), *notes(result)])
-    (out / "table.md").write_text(markdown(result, given.measure) + "\n")
     print(msgspec.json.encode(result).decode() if given.json else f"{said}\nresult {out / 'result.json'}")
     return 0

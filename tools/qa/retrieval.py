@@ -14,6 +14,8 @@ import msgspec
 
 from judges.retriever.index import read_manifest
 from judges.retriever.worker import Backend, LocalBackend
+from tools.evaluation_folder import NotStarted
+from wire.faults import InfrastructureFault
 from wire.messages import Passage, RetrieveRequest, RetrieveResult
 
 _SCHEMA = """
@@ -31,16 +33,30 @@ class CachedRetrieval:
     """The service ``retrieve``. identity: what answers, in words that change when its answers may. counts: queries and hits."""
 
     def __init__(self, file: Path, identity: str, opening: Open):
-        self.identity, self.opening = identity, opening
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.db = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)
-        self.db.execute("PRAGMA journal_mode=WAL")
-        self.db.executescript(_SCHEMA)
+        self.file, self.identity, self.opening = file, identity, opening
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self.db = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)
+            self.db.execute("PRAGMA journal_mode=WAL")
+            self.db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise NotStarted(f"--cache {file} is no file of found passages ({error}): name another file") from None
         self.counts: Counter[str] = Counter()
         self._asking: dict[tuple[int, str], asyncio.Task[list[Passage]]] = {}
         self._gate = asyncio.Lock()
         self._backend: Backend | None = None
         self._closing: Callable[[], Awaitable[None]] | None = None
+
+    async def open(self) -> Backend:
+        """The backend, ready to search. Raises NotStarted for an index or an encoder that cannot be loaded."""
+        async with self._gate:
+            if self._backend is None:
+                try:
+                    self._backend, self._closing = await self.opening()
+                except (OSError, ValueError, ImportError, MemoryError) as error:
+                    reason = str(error).strip().split("\n")[0]
+                    raise NotStarted(f"--retriever: {reason}; build the index anew, or give another one") from error
+            return self._backend
 
     async def handle(self, request: RetrieveRequest) -> RetrieveResult:
         """Passages of each query, best first."""
@@ -69,12 +85,13 @@ class CachedRetrieval:
 
     async def _ask(self, key: tuple[int, str]) -> list[Passage]:
         topk, query = key
-        async with self._gate:
-            if self._backend is None:
-                self._backend, self._closing = await self.opening()
-        (found,) = await self._backend.search([query], topk)
+        backend = await self.open()
+        (found,) = await backend.search([query], topk)
         row = (self.identity, topk, query, msgspec.msgpack.encode(found))
-        self.db.execute("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", row)
+        try:
+            self.db.execute("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", row)
+        except sqlite3.Error as error:
+            raise InfrastructureFault(f"{self.file} could not be written ({error}): free some space") from None
         return found
 
     async def close(self) -> None:

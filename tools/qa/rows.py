@@ -30,8 +30,9 @@ _NO_SEARCH = {"prompt": "search", "forced": "search"}
 class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a row's result depends on beside the questions, saved as OUT/ROW/evaluation.json.
 
-    source: model folder, run or URL. options: of the environment, with the method search. prompts: digest of the texts the method asks with. retriever:
-    what answers its queries, "" for a method without.
+    source: model folder, run or URL. weights: their digest, "" at an endpoint. options: of the environment, with the method search. prompts:
+    digest of the texts the method asks with. budgets: set -> its budget, where it is not how.budget. retriever: what answers its queries,
+    "" for a method without.
     """
 
     method: str
@@ -39,10 +40,12 @@ class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     model: str = ""
     version: int = 0
+    weights: str = ""
     fields: dict[str, Any] = {}
     options: dict[str, Any]
     prompts: str
     how: How
+    budgets: dict[str, int] = {}
     retriever: str
     temperature: float
     top_p: float
@@ -109,12 +112,15 @@ def _row(given: argparse.Namespace, method: str, player: Player, identity: str) 
     options = player.options | {key: value for key, value in overrides.items() if value is not None}
     environment: Any = registry.load("search_qa", options)
     forced = given.forced if given.forced is not None else own is None or _forces(own.strategy)
-    how = How(environment.topk, given.budget or (own.budget if own else How().budget), forced and method == "search")
+    budgets = dict(given.budget)
+    budget = budgets.pop("", 0) or (own.budget if own else How().budget)
+    how = How(environment.topk, budget, forced and method == "search")
     prompts = (
         hashlib.sha256(environment.template.encode()).hexdigest()[:12] if method == "search" else methods.digest(method)
     )
     settings = RowSettings(
-        method=method, options=options if method == "search" else {}, prompts=prompts, how=how, retriever=identity, **player.described,
+        method=method, options=options if method == "search" else {}, prompts=prompts, how=how, budgets=budgets, retriever=identity,
+        **player.described,
         temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
         max_tokens=given.max_tokens or (own or SchedulerConfig()).max_action_tokens, max_context=player.max_context,
         thinking=(player.own or SchedulerConfig()).thinking and not given.no_thinking,
@@ -135,7 +141,8 @@ def _of_model(name: str, given: argparse.Namespace) -> Player:
     folder = players.model_folder(name)
     config = ActorsConfig(max_context=given.max_context or players.MAX_CONTEXT)
     return Player(
-        _short(Path(name).name), {"player": "model", "source": folder}, Text(folder),
+        _short(Path(name).name or Path(folder).resolve().name),
+        {"player": "model", "source": folder, "weights": players.weights_digest(folder)}, Text(folder),
         lambda: players.local_engine(folder, config, given), {"prompt": "search_r1", "topk": 3}, config.max_context,
     )  # fmt: skip
 
@@ -149,7 +156,9 @@ def _of_run(path: Path, given: argparse.Namespace) -> Player:
     room = given.max_context or max(run.actor.actors.max_context, players.MAX_CONTEXT)
     config = msgspec.structs.replace(run.actor.actors, max_context=room)
     own = run.scheduler.scheduler
-    described = {"player": "run", "source": str(path.resolve()), "model": folder, "version": run.version}
+    described = {
+        "player": "run", "source": str(path.resolve()), "model": folder, "version": run.version, "weights": run.weights,
+    }  # fmt: skip
     return Player(
         _short(f"{path.resolve().name}-v{run.version}"), described, Text(folder),
         lambda: players.local_engine(folder, config, given), run.scheduler.options | own.evaluation.options, room,

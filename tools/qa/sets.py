@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from actors.environments.base import Task
-from actors.environments.task_files import load_tasks
+from actors.environments.task_files import hub_splits, load_tasks
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -17,10 +17,12 @@ MULTI_HOP = PAPER[3:]
 """The columns of SLATE's ablations (methods.md 1.6, 1.7)."""
 SPLITS = ("test", "dev", "train")
 """The first of these that a set has is the one to evaluate on (methods.md 1.8)."""
+_PLAIN_SPLITS = ("test", "dev", "validation", "train")
+"""The same where a dev split may have the hub's usual name."""
 
 
 class QuestionSet(msgspec.Struct, frozen=True):
-    """A column of the table. source: where it was asked for; rejected: rows of the file that cannot work."""
+    """A column of the table. source: where it was asked for, with the split that was chosen; rejected: rows of the file that cannot work."""
 
     name: str
     source: str
@@ -71,10 +73,21 @@ def _by_hops(path: Path, count: int | None, seed: int) -> list[QuestionSet]:
 
 def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
     try:
+        if there := hub_splits(source):
+            source = f"{source}:{_first(there)}"
         tasks, rejected = load_tasks(_file(source))
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--set {name}={source}: {error}") from None
     return QuestionSet(name, source, subset(tasks, count, seed), len(rejected))
+
+
+def _first(there: Sequence[str]) -> str:
+    for split in _PLAIN_SPLITS:
+        if split in there:
+            return split
+    raise ValueError(
+        f"it has the splits {sorted(there)}, none of {', '.join(_PLAIN_SPLITS)}: name one, owner/name:split"
+    )
 
 
 def subset(tasks: Sequence[Task], count: int | None, seed: int) -> list[Task]:

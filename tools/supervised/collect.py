@@ -3,6 +3,7 @@
 What cannot be used is counted by its reason, never dropped in silence.
 """
 
+import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,10 @@ def collect(folders: Sequence[Path], split: str) -> tuple[list[Trajectory[Step]]
         raise ValueError(f"two runs are called {twice[0]!r}, and ids begin with that name: rename one of the folders")
     made, skipped = [], Counter[str]()
     for folder in folders:
-        found, without = Run(folder.resolve(), split).trajectories()
+        try:
+            found, without = Run(folder.resolve(), split).trajectories()
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise ValueError(f"{folder / 'journal.sqlite'} is no journal of a run ({error}): leave it out") from None
         made += found
         skipped += without
     if not made:

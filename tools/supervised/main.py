@@ -1,29 +1,32 @@
 """The command tools/sft: each subcommand reads files and writes files, so that every stage can be looked at and repeated."""
 
 import argparse
+import math
 import os
 import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from tools.evaluation_folder import INTERRUPTED
+from tools.evaluation_folder import INTERRUPTED, locked, write_whole
 from tools.process import build, judging, record
+from tools.process.evaluate import add_deadline, check_threshold
 from tools.process.record import THRESHOLD, Labelled, Step, Trajectory
 from tools.supervised import label
 from wire.faults import Fault
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from tools.fine_tune import Example  # which imports torch
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     given = parse(arguments)
     try:
+        if given.command not in ("train", "warm-start") and not given.out.parent.is_dir():
+            raise ValueError(f"--out {given.out}: there is no folder {given.out.parent}, make it first")
         return given.run(given) or 0
     except (Fault, OSError, ValueError, MemoryError) as error:
         print(f"tools/sft {given.command}: {error}", file=sys.stderr)
@@ -55,7 +58,10 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         one.add_argument(
             f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help="of it, a TOML value"
         )
-    one.add_argument("--most-difference", type=float, default=label.MOST_DIFFERENCE)
+    one.add_argument(
+        "--most-difference", type=float, default=label.MOST_DIFFERENCE, help="of two scores (default: %(default)s)"
+    )
+    add_deadline(one)
     one.add_argument("--out", required=True, type=Path)
     one.add_argument("--review", required=True, type=Path, help="the steps in a form to edit")
     one.set_defaults(run=label_)
@@ -117,7 +123,7 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--max-tokens", type=int, help="longer rows are left out and counted (default: the model's context)"
     )
     one.add_argument(
-        "--held-out", type=float, default=0.1, help="share of the rows to measure on (default: %(default)s)"
+        "--held-out", type=float, default=0.1, help="share to measure on, by the rows' group (default: %(default)s)"
     )
     one.add_argument(
         "--end-token",
@@ -158,15 +164,22 @@ def label_(given: argparse.Namespace) -> int:
     if not 0 <= given.most_difference <= 1:
         raise ValueError(f"--most-difference {given.most_difference:g}: expected a difference of scores, 0 to 1")
     trajectories = record.read(given.trajectories, Trajectory[Step])
+    if given.review.resolve() == given.out.resolve():
+        raise ValueError(f"--review {given.review} is --out too: name two files")
+    if given.deadline <= 0:
+        raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
     asked = [_asked("a", given.judge_a, given.option_a), _asked("b", given.judge_b, given.option_b)]
-    for one in asked:
-        judging.make(one)
     settings = label.Settings(record.digest(given.trajectories), judging.lasting(asked))
-    judging.keep(given.out.with_suffix(".answers.json"), settings)
+    with locked(given.out.with_suffix(".answers.lock"), f"--out {given.out}"):
+        judging.keep(given.out.with_suffix(".answers.json"), settings)
+        return _label(given, trajectories, asked)
+
+
+def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
     answers = judging.Answers(given.out.with_suffix(".answers.jsonl"))
     again = f"what was answered is kept in {answers.path}; go on with the same command"
     try:
-        failed = judging.run(asked, trajectories, answers)
+        failed = judging.run(asked, trajectories, answers, given.deadline)
     except Fault as fault:
         raise type(fault)(f"{fault}\n{again}") from None
     if failed is None:
@@ -196,8 +209,7 @@ def review(given: argparse.Namespace) -> None:
     from tools.supervised.review import corrected, read_corrections
 
     records = record.read(given.labelled, Trajectory[Labelled])
-    known = {record.step_id(r, n) for r in records for n in range(1, len(r.steps) + 1)}
-    made, counts = corrected(records, read_corrections(given.review, known))
+    made, counts = corrected(records, read_corrections(given.review, label.to_review(records)))
     if not made:
         raise ValueError("the review drops every step: there is nothing to write")
     record.write(given.out, made)
@@ -227,7 +239,7 @@ def bench(given: argparse.Namespace) -> None:
     items, report = build.build(pool, given.size, _threshold(given.threshold), given.seed, kept_out)
     record.write(given.out, items)
     report_path = given.out.with_suffix(".report.json")
-    report_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_whole(report_path, report)
     print(
         f"{len(items)} trajectories in {given.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
     )
@@ -243,9 +255,11 @@ def _threshold(text: str) -> float | None:
     if text == "mean":
         return None
     try:
-        return float(text)
+        threshold = float(text)
     except ValueError:
         raise ValueError(f"--threshold {text}: expected a number from 0 to 1, or mean") from None
+    check_threshold(threshold)
+    return threshold
 
 
 def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
@@ -264,6 +278,7 @@ def _say(what: str, counts: Mapping[str, int]) -> None:
 
 def train(given: argparse.Namespace) -> None:
     """Rows -> a fine-tuned model folder."""
+    from torch import OutOfMemoryError
     from transformers.utils import logging
 
     from scheduler.text import Text
@@ -285,16 +300,20 @@ def train(given: argparse.Namespace) -> None:
         raise ValueError(
             f"{given.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held)} held out)"
         )
-    steps = given.steps or max(1, round(given.epochs * len(learnt) / given.batch))
+    steps = given.steps or math.ceil(given.epochs * len(learnt) / given.batch)
     recipe = Recipe(
         steps=steps, batch=given.batch, lr=given.lr, schedule=given.schedule, warmup=round(given.warmup_ratio * steps),
         shuffle=given.seed, lora_rank=given.lora_rank, lora_alpha=given.lora_alpha, packing=given.packing,
         forward_tokens=given.forward_tokens,
     )  # fmt: skip
     print(f"{len(learnt)} rows, {len(held)} held out, {steps} steps of {given.batch}", flush=True)
-    losses = fine_tune(model, learnt, given.out, recipe, given.threads, held)
+    try:
+        losses = fine_tune(model, learnt, given.out, recipe, given.threads, held)
+    except OutOfMemoryError as error:
+        reason = str(error).split("\n")[0]
+        raise MemoryError(f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)") from None
     told = {"rows": len(learnt), "held_out_rows": len(held), "too_long": long, "recipe": recipe, "losses": losses}
-    (given.out / "sft.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
+    write_whole(given.out / "sft.json", told)
     print(f"model in {given.out}")
 
 
@@ -312,12 +331,19 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
 
 
-def _split(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Rows to learn and rows held out; with a share above 0 at least one of several is held out."""
-    order = list(examples)
+def _split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list[Example], list[Example]]":
+    """Rows to learn and rows held out, those of a group on one side; with a share above 0 at least one of several groups is held out."""
+    groups: "dict[str | int, list[Example]]" = {}
+    for number, example in enumerate(examples):
+        groups.setdefault(example.group or number, []).append(example)
+    order = list(groups.values())
     random.Random(f"held-out/{seed}").shuffle(order)
-    count = max(1, round(share * len(order))) if share and len(order) > 1 else 0
-    return order[count:], order[:count]
+    wanted = max(1, round(share * len(examples))) if share else 0
+    count = held = 0
+    while held < wanted and count < len(order) - 1:
+        held += len(order[count])
+        count += 1
+    return [one for group in order[count:] for one in group], [one for group in order[:count] for one in group]
 
 
 def _end_token(model: Path) -> list[int]:

@@ -12,16 +12,25 @@ from tools.supervised.label import Review
 
 Correction = tuple[int, int] | None
 """S and M, or None to drop the step."""
+_SHOWN = [key for key in Review.__struct_fields__ if key != "correction"]
 
 
-def read_corrections(path: Path, known: set[str]) -> dict[str, Correction]:
-    """Corrections by step, without those left empty. Raises ValueError naming the line of an unknown id or an unusable correction."""
+def read_corrections(path: Path, written: Sequence[Review]) -> dict[str, Correction]:
+    """Corrections by step, without those left empty. written: the lines as they were before the review.
+
+    Raises ValueError naming the line of an unknown id, of a change beside the correction, or of an unusable correction.
+    """
+    known = {row.id: row for row in written}
     made: dict[str, Correction] = {}
     seen: set[str] = set()
     for number, row in lines(path, Review):
         if row.id not in known:
             raise ValueError(
                 f"{path}:{number}: no step {row.id!r} in the labelled file: expected ids as tools/sft label wrote them"
+            )
+        if changed := [key for key in _SHOWN if getattr(row, key) != getattr(known[row.id], key)]:
+            raise ValueError(
+                f"{path}:{number}: {changed[0]} of {row.id!r} was edited, which has no effect: edit the correction alone"
             )
         if row.id in seen:
             raise ValueError(f"{path}:{number}: the step {row.id!r} comes a second time")

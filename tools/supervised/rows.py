@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from judges.pprm import messages, read_templates
+from judges.pprm import messages, parse_final_score, read_templates
 from tools.process.record import THRESHOLD, Labelled, Trajectory, judged_turn, label
 
 
@@ -18,10 +18,11 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class JudgementRow(msgspec.Struct, frozen=True):
-    """A line that ``tools/sft train`` reads."""
+    """A line that ``tools/sft train`` reads. group: the question, whose rows are held out together."""
 
     messages: tuple[Message, ...]
     completion: str
+    group: str = ""
 
 
 def judgement_rows(
@@ -29,8 +30,8 @@ def judgement_rows(
 ) -> tuple[list[JudgementRow], Counter[str]]:
     """Rows of the steps that have a target, each once, and what was left out, by reason.
 
-    most: a random part of that size, 0 for all. balance: as many good steps as bad ones, since a model that sees one kind learns to
-    say one score.
+    most: a random part of that size, 0 for all. balance: as many targets that say good as say bad, since a model that sees one kind
+    learns to say one score.
     """
     texts = read_templates()
     good: dict[JudgementRow, bool] = {}
@@ -38,13 +39,14 @@ def judgement_rows(
     for record in records:
         for step in record.steps:
             chat = messages(judged_turn(record, step), texts)
-            row = JudgementRow(tuple(Message(**message) for message in chat), step.target)
+            row = JudgementRow(tuple(Message(**message) for message in chat), step.target, record.question)
             if not step.target:
                 left["without a judgement to learn"] += 1
             elif row in good:
                 left["the same as another"] += 1
             else:
-                good[row] = bool(label(step.score, THRESHOLD))
+                pair = parse_final_score(step.target)
+                good[row] = bool(label(pair[0] / pair[1] if pair else step.score, THRESHOLD))
     kinds = [[row for row, kind in good.items() if kind == wanted] for wanted in (True, False)]
     for rows in kinds:
         random.Random(seed).shuffle(rows)

@@ -22,6 +22,8 @@ from wire.messages import Passage
 
 PROMPTS = Path(__file__).parent.parent / "prompts"
 ANSWERED = ["</answer>"]
+_THOUGHT = re.compile(r"^(\s*<think>)?.*?</think>|^\s*<think>.*", re.DOTALL)
+"""What a model that thinks writes first; its template may have opened the block, its end may be missing."""
 
 
 class How(msgspec.Struct, frozen=True):
@@ -64,9 +66,10 @@ def documents(passages: Iterable[Passage]) -> str:
     return "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)) or "No results found."
 
 
-async def ask(tree: Tree, ctx: Context, prompt: str, stop: Sequence[str] = ANSWERED) -> Node:
-    """The reply to a prompt of its own, which stands below the tree's empty root."""
-    text = ctx.shop.text.prompt([{"role": "user", "content": prompt.replace(SPLIT, " ")}], ctx.settings.thinking)
+async def ask(tree: Tree, ctx: Context, prompt: str, stop: Sequence[str] = ANSWERED, thinking: bool = True) -> Node:
+    """The reply to a prompt of its own, which stands below the tree's empty root. thinking: False for a step, which is no answer."""
+    thinking = thinking and ctx.settings.thinking
+    text = ctx.shop.text.prompt([{"role": "user", "content": prompt.replace(SPLIT, " ")}], thinking)
     root = tree.nodes.get(0) or tree.add(None, "prompt", np.zeros(0, np.int32), "")
     shown = tree.add(root, "prompt", ctx.shop.text.encode(text), text, chosen=True)
     ctx.save([root, shown])
@@ -83,6 +86,11 @@ async def say(tree: Tree, ctx: Context, place: Node, stop: Sequence[str] = ANSWE
     )  # fmt: skip
     ctx.save([made])
     return made
+
+
+def spoken(text: str) -> str:
+    """A reply without the thinking before it and without blank lines around it."""
+    return _THOUGHT.sub("", text, count=1).strip()
 
 
 def show(tree: Tree, ctx: Context, node: Node, text: str) -> Node:

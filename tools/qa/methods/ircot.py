@@ -5,20 +5,22 @@ answer is". 3. Retrieve with the sentence, add the passages that are new, go on 
 passages and answer, in a chat of its own (the paper's separate reader).
 
 Simplified: an instruction instead of worked examples with distractors; a sentence ends at its first full stop before a space, or at the
-line's end, so an abbreviation may cut it; the model reads with reasoning, as it reasons.
+line's end, so an abbreviation may cut it; the model reads with reasoning, as it reasons. A model that thinks is asked for a sentence
+without; what it thinks all the same is no sentence.
 """
 
 import re
 
 from scheduler.context import Context
 from scheduler.tree import Tree
-from tools.qa.methods import How, ask, documents, filled
+from tools.qa.methods import How, ask, documents, filled, spoken
 from wire.messages import Passage
 
 RETRIEVES = True
 MOST_PASSAGES = 15
 """Kept in all, the first ones found (the paper's limit)."""
-_SENTENCE_ENDS = (". ", ".\n", "\n\n")
+_SENTENCE_ENDS = (". ", ".\n")
+"""An empty line is none: a reply may begin with one."""
 _SENTENCE = re.compile(r"\s*(.*?[.!?])(\s|$)", re.DOTALL)
 
 
@@ -29,7 +31,7 @@ async def answer(tree: Tree, ctx: Context, how: How) -> None:
     _keep(found, await ctx.retrieve(question, how.topk))
     while searches < how.budget:
         prompt = filled("ircot_reason", documents=documents(found.values()), question=question, reasoning=thoughts)
-        sentence = first_sentence((await ask(tree, ctx, prompt, stop=_SENTENCE_ENDS)).text)
+        sentence = first_sentence(spoken((await ask(tree, ctx, prompt, stop=_SENTENCE_ENDS, thinking=False)).text))
         thoughts = f"{thoughts} {sentence}".strip()
         if not sentence or "answer is" in sentence.lower():
             break
