@@ -20,11 +20,15 @@ from learner.trainer import Trainer
 
 
 class State(msgspec.Struct, frozen=True):
-    """The frontier: the version, every group whose gradient is part of it, and the steps the implicit reward model made."""
+    """The frontier: the version, every group whose gradient is part of it, and the steps the implicit reward model made.
+
+    first_turns: the lengths that the watch compares later ones with.
+    """
 
     version: int
     trained: list[int]
     prm_updates: int = 0
+    first_turns: list[float] = []
 
 
 class CheckpointError(OSError):
@@ -75,7 +79,9 @@ def _attempt(step: Callable[[], object], ranks: Ranks) -> Exception | None:
 
 def _finish(trainer: Trainer, draft: Path, folder: Path, trained: set[int], keep: int) -> None:
     prm = trainer.prm.updates if trainer.prm is not None else 0
-    (draft / "state.json").write_bytes(msgspec.json.encode(State(trainer.version, sorted(trained), prm)))
+    (draft / "state.json").write_bytes(
+        msgspec.json.encode(State(trainer.version, sorted(trained), prm, trainer.watch.first_turns))
+    )
     for path in draft.iterdir():  # a power cut after the rename must not leave a checkpoint with holes
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -127,4 +133,5 @@ def restore(trainer: Trainer, folder: Path) -> State:
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
     trainer.version = state.version
+    trainer.watch.first_turns = list(state.first_turns)
     return state

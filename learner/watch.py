@@ -86,7 +86,7 @@ class Watch:
     def __init__(self, config: WatchConfig):
         self.config = config
         self._norms: deque[float] = deque(maxlen=20)
-        self._first_turns: list[float] = []
+        self.first_turns: list[float] = []
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """One sentence for each threshold passed, naming value, threshold and remedy."""
@@ -128,10 +128,10 @@ class Watch:
         turns, pay = values.get("ppr/turns_correct"), values.get("ppr/turn_pay_correct", 0.0)
         if turns is None:
             return []
-        if len(self._first_turns) < 5:
-            self._first_turns.append(turns)
+        if len(self.first_turns) < 5:
+            self.first_turns.append(turns)
             return []
-        usual = float(np.median(self._first_turns))
+        usual = float(np.median(self.first_turns))
         if not self.config.turns or turns <= self.config.turns * usual or pay <= 0:
             return []
         return [
