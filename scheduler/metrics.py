@@ -22,7 +22,10 @@ _COLUMNS = [
     ("think", "score/think", "{:+.2f}"),
     ("query", "score/query", "{:+.2f}"),
     ("answer", "score/answer", "{:+.2f}"),
+    ("process", "score/process", "{:.2f}"),
+    ("judged", "score/judge_valid", "{:.2f}"),
     ("valid", "score/valid", "{:.2f}"),
+    ("search", "score/searches", "{:.2f}"),
     ("outcome", "rollout/outcome", "{:+.2f}"),
     ("turns", "learner/turns", "{:.0f}"),
     ("stale", "learner/staleness_mean", "{:.2f}"),
@@ -33,8 +36,9 @@ _COLUMNS = [
     ("saved", "cache/tokens_saved", "{:.0f}"),
     ("seconds", "time/run", "{:.0f}"),
 ]
-"""Heading, metric and format of the live table; a column is shown once a record has it. engine and learner are busy shares of wall time, per process; cache is the share of
-prompt tokens served from the prefix cache (docs/placement.md), saved their number."""
+"""Heading, metric and format of the live table; a column is shown once a record has it. judged is the share of judgements that could be
+read, search the searches of a trajectory. engine and learner are busy shares of wall time, per process; cache is the share of prompt
+tokens served from the prefix cache (docs/placement.md), saved their number."""
 
 
 class Metrics:
