@@ -284,17 +284,35 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
     ],
 )
 async def test_a_server_that_answers_otherwise_is_a_fault_that_names_it(body: bytes, status: int, message: str) -> None:
-    async with serving(answering(body, status)) as url, SearchR1Client(url) as client:
-        with pytest.raises(InfrastructureFault, match=f"{url}/retrieve: .*{message}"):
+    async with serving(answering(body, status)) as url, SearchR1Client(url, attempts=1) as client:
+        with pytest.raises(InfrastructureFault, match=f"{url}/retrieve.*{message}"):
             await client.search(["x"], 1)
 
 
 async def test_a_server_that_is_not_there_is_a_fault() -> None:
     async with serving(answering(b"")) as url:
         pass
-    async with SearchR1Client(url) as client:
+    async with SearchR1Client(url, attempts=1) as client:
         with pytest.raises(InfrastructureFault, match=f"{url}/retrieve: ClientConnector"):
             await client.search(["x"], 1)
+
+
+async def test_a_server_that_is_busy_or_silent_for_a_while_is_asked_again() -> None:
+    inner, statuses = application(Shelf()), [503, 0, 429]
+
+    @web.middleware
+    async def busy(request: web.Request, handler: Any) -> web.StreamResponse:
+        if not statuses:
+            return await handler(request)
+        if status := statuses.pop():
+            return web.Response(status=status)
+        await asyncio.Event().wait()
+        raise AssertionError("the client has left")
+
+    inner.middlewares.append(busy)
+    async with serving(inner) as url, SearchR1Client(url, timeout_s=0.2, backoff_s=0.001) as client:
+        assert await client.search(["x"], 1) == await Shelf().search(["x"], 1)
+    assert statuses == []
 
 
 # ---------------------------------------------------------------------------------------------- worker

@@ -1,6 +1,7 @@
 """tools/evaluate: real games against real opponents, by a model, an endpoint and players without a model."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from scheduler.tasks import HELD_OUT_SEEDS
 from tests import tiny
 from tools.dump_tree import main as dump
 from tools.evaluate_games import main
+from tools.evaluation_folder import Ledger, Spent, claim
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import GenerateRequest, Sampling
@@ -336,6 +338,60 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, capsys
     Journal(tmp_path / "journal.sqlite").close()
     assert main(["tictactoe", "--baseline", "first", "--out", str(tmp_path)]) == 2
     assert "holds something else" in capsys.readouterr().err
+
+
+class Few(msgspec.Struct):
+    """Settings."""
+
+    games: int
+
+
+def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        write(path, content[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "new"
+    command = ["tictactoe", "--baseline", "first", "--opponent", "random", "--games", "2", "--out", str(out)]
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", full)
+        assert main(command) == 2
+        assert [path.name for path in out.iterdir()] == ["lock"]
+    (out / "evaluation.json.draft").write_bytes(b"{")
+    claim(tmp_path / "old", Few(2)).close()
+    before = (tmp_path / "old" / "evaluation.json").stat().st_mtime_ns
+    assert main(command) == 0, "what a dead process left of its settings is no other evaluation"
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", full)
+        claim(tmp_path / "old", Few(2)).close()
+        capsys.readouterr()
+        assert main(command) == 1
+        assert "No space left on device\nwhat was played is kept; go on with: " in capsys.readouterr().err
+    assert (tmp_path / "old" / "evaluation.json").stat().st_mtime_ns == before, "settings are written once"
+    assert result(out)["overall"]["games"] == 2, "the result of before is whole"
+
+
+def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
+    (tmp_path / "sessions.jsonl").write_bytes(b'{"games":1,"seconds":2,"engine":{"x":3}}\n{"games":1,"sec')
+    assert Ledger(tmp_path, "games", 0.0).total() == Spent(2, {"x": 3})
+    with (tmp_path / "sessions.jsonl").open("ab") as file:
+        file.write(b"{}\n")
+    with pytest.raises(InfrastructureFault, match=r"sessions\.jsonl:2 is no session.*remove that line"):
+        Ledger(tmp_path, "games", 0.0).total()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "evaluation.json").write_bytes(b'{"games"')
+    with pytest.raises(ValueError, match=r"evaluation\.json holds no settings.*choose another --out"):
+        claim(tmp_path / "out", Few(2))
+
+
+def test_a_folder_in_use_is_not_taken(tmp_path: Path) -> None:
+    with claim(tmp_path / "out", Few(2)), pytest.raises(ValueError, match="in use by another process"):
+        claim(tmp_path / "out", Few(2))
+    claim(tmp_path / "out", Few(2)).close()
 
 
 @pytest.mark.parametrize(

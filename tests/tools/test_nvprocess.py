@@ -1,6 +1,8 @@
 """NVProcessBench: its records, its builder, and the measurement of judges."""
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +360,66 @@ def test_a_torn_answer_is_asked_again(tmp_path: Path) -> None:
     assert len(Answers(path).found) == 2
 
 
+def test_a_line_that_is_no_answer_is_named(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(bench, tmp_path / "out", "--judge", spec(Told)) == 0
+    with (tmp_path / "out" / "answers.jsonl").open("ab") as file:
+        file.write(b"nonsense\n")
+    assert run(bench, tmp_path / "out", "--judge", spec(Told)) == 1
+    said = capsys.readouterr().err
+    assert "answers.jsonl:6: " in said
+    assert "remove that line" in said
+
+
+class Hangs(Told):
+    """Never answers about a step that says "mute"."""
+
+    name = "hangs"
+    concurrency = 1
+    asked: list[str] = []
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        if "mute" in turns[0].response:
+            await asyncio.Event().wait()
+        return [self.one(turn) for turn in turns]
+
+
+def test_a_judge_that_hangs_fails_at_its_step_and_says_how_far_it_is(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(bench, tmp_path / "out", "--judge", spec(Hangs), "--deadline", "0.05") == 1
+    said = capsys.readouterr().err
+    assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in said
+    assert f"{spec(Hangs)}: 4 of 5 steps" in said
+    assert len(Answers(tmp_path / "out" / "answers.jsonl").found) == 4
+
+
+def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
+    bench: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plug_in = tmp_path / "a_judge_of_mine.py"
+    plug_in.write_text(f"from {Told.__module__} import Told\n\n\nclass Mine(Told):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 0
+    assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 0
+    plug_in.write_text(plug_in.read_text() + "    # says something else\n")
+    capsys.readouterr()
+    assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 2
+    assert "begun with judges =" in capsys.readouterr().err
+    template = tmp_path / "user.txt"
+    options = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}, "templates": {"user": str(template)}}
+    texts = []
+    for more in ("", "more"):
+        template.write_text("{query_str} {solution_str}" + more)
+        texts.append(evaluate.judging.lasting([evaluate.judging.Asked("j", "pprm", options)])[0].texts)
+    assert texts[0] != texts[1]
+
+
+def test_a_threshold_that_the_labels_were_not_made_with_is_told(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(bench, tmp_path / "out") == 0
+    assert "another threshold" not in capsys.readouterr().err
+    assert run(bench, tmp_path / "other", "--threshold", "0.05") == 0
+    assert "3 of 5 labels of bench.jsonl were made with another threshold than 0.05" in capsys.readouterr().err
+
+
 def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert run(bench, out, "--judge", spec(Told)) == 0
@@ -374,6 +436,10 @@ def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_
     [
         (["--judge", "slate_rules"], "columns"),
         (["--judge", "none"], "expected one of"),
+        (["--judge", "nope:X"], "judge nope:X: No module named 'nope'; expected module:Class"),
+        (["--judge", "judges.pprm:Nope"], "no attribute 'Nope'; expected module:Class"),
+        (["--threshold", "1.5"], "--threshold 1.5: expected a score"),
+        (["--deadline", "0"], "--deadline 0: expected more than 0"),
         (["--judge", "pprm_rules", "--option", "view=x"], "view"),
         (["--judge", "pprm_rules", "--judge", "pprm_rules"], "--name"),
         (["--judge", "tictactoe_minimax"], "expected a judge"),

@@ -4,9 +4,12 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -90,6 +93,15 @@ def test_a_forced_answer_is_scored_closed_or_not_and_is_not_answered() -> None:
         assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
 
 
+def test_an_answer_left_open_or_spoken_of_takes_nothing_from_the_answer_after_it() -> None:
+    cut = ("action", "<think>t</think><answer>Par"), ("observation", "That was invalid.\n<answer>"), ("action", " Rome </answer>")  # fmt: skip
+    found = score(grown(*cut, forced=True), ["rome"], 1)
+    assert (found["em"], found["f1"], found["answered"]) == (1.0, 1.0, 0.0)
+    spoken = ("action", "<think>in <answer> then</think><search>x</search>"), ("observation", "y"), ("action", "<answer>Rome</answer>")  # fmt: skip
+    found = score(grown(*spoken, prompt="as <answer> Paris </answer>"), ["rome"], 1)
+    assert (found["em"], found["answered"], found["em_two_blocks"]) == (1.0, 1.0, 0.0), "the published scorer as it is"
+
+
 def test_tokens_are_counted_by_who_wrote_them() -> None:
     found = score(grown(("action", "a"), ("observation", "b"), ("action", "c")), ["x"], 1)
     assert [found[name] for name in ("response_tokens", "tokens_with_observations", "prompt_tokens")] == [6, 9, 3]
@@ -117,6 +129,16 @@ def test_a_subset_is_fixed_by_its_seed_and_is_that_of_a_run(tmp_path: Path) -> N
     assert subset(tasks, 7, 1) == subset(tasks, 7, 1) != subset(tasks, 7, 0)
     assert subset(tasks, 7, 0) == subset(tasks, 20, 0)[:7]
     assert len(subset(tasks, 99, 0)) == 50
+
+
+def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Path) -> None:
+    bad = [{"evidence": [{"x": 1}]}, {"evidence": 7}, {"hops": "two"}]
+    path = write(tmp_path / "q.jsonl", {"good?": "a"}, reward_model="r", extra_info=["i"], hops=2)
+    rows = [json.dumps({"question": "q", "golden_answers": ["a"], **more}) + "\n" for more in bad]
+    rows.append('{"prompt": ["Question: who"], "golden_answers": ["a"]}\n')
+    path.write_text(path.read_text() + "".join(rows))
+    (found,) = read_sets([f"x={path}"], None, 0)
+    assert ([task.id for task in found.tasks], found.rejected) == (["good?"], 4)
 
 
 def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
@@ -151,6 +173,25 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
     assert train.tasks[0].id == "nq/train.jsonl?"
     with pytest.raises(FileNotFoundError, match=r"no nosuch/test or dev or train\.jsonl"):
         read_sets([f"x={HUB}/nosuch"], None, 0)
+
+
+@pytest.mark.parametrize(
+    ("there", "taken"), [(["train", "validation", "test"], "test"), (["train", "validation"], "validation"), (["train"], "train")]
+)  # fmt: skip
+def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
+    there: list[str], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str, split: str) -> list[dict[str, Any]]:
+        return [{"id": split, "question": f"{name}?", "golden_answers": ["a"]}]
+
+    hub = SimpleNamespace(get_dataset_split_names=lambda name: there, load_dataset=load)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    (found,) = read_sets(["x=owner/name"], None, 0)
+    assert ([task.id for task in found.tasks], found.source) == ([taken], f"owner/name:{taken}")
+    assert read_sets(["x=owner/name:train"], None, 0)[0].tasks[0].id == "train"
+    there[:] = ["all"]
+    with pytest.raises(ValueError, match=r"splits \['all'\].*owner/name:split"):
+        read_sets(["x=owner/name"], None, 0)
 
 
 # ---------------------------------------------------------------------------------------------- cached retrieval
@@ -383,14 +424,104 @@ def test_rows_are_added_to_a_table_and_other_settings_refused_by_name(
 def test_a_question_that_fits_no_context_scores_zero_and_is_listed(
     tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = web.Response(status=400, text="context length exceeded")
-    with served(Scholar(lambda number: refused if number == 3 else None)) as url:
+    def refused(number: int) -> web.Response | None:
+        return web.Response(status=400, text="context length exceeded") if number in (3, 9) else None
+
+    with served(Scholar(refused)) as url:
         assert main(at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct")) == 0
     row = result(tmp_path / "out")["rows"][0]
     assert row["sets"]["easy"]["em"]["mean"] == pytest.approx(5 / 6)
     assert row["sets"]["easy"]["em"]["n"] == 6
-    assert "context length exceeded" in row["failed"]["what is w2"]
-    assert "not finished, scored 0: what is w2" in capsys.readouterr().out
+    assert list(row["failed"]) == ["easy/what is w2", "hard/what is w2"], "an id of two sets is two questions"
+    assert "context length exceeded" in row["failed"]["easy/what is w2"]
+    assert "not finished, scored 0: easy/what is w2" in capsys.readouterr().out
+
+
+def test_a_row_of_which_nothing_could_be_answered_is_no_row(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = lambda number: web.Response(status=400, text="no such field") if number < 5 else None  # noqa: E731
+    with served(Scholar(refused)) as url:
+        command = at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct", "--questions", "2")
+        assert main(command) == 1
+        assert "direct.m: no question could be answered; the first reason: " in capsys.readouterr().err
+        assert not (tmp_path / "out" / "result.json").exists()
+        assert main(command) == 0, "it goes on once they can"
+
+
+def test_a_finished_row_stays_in_the_table_when_a_later_one_fails_or_the_table_is_torn(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with served(Scholar(lambda number: web.Response(status=500) if number == 13 else None)) as url:
+        command = at_endpoint(url, tmp_path, out, *BOOKS, "--method")
+        assert main([*command, "rag,direct"]) == 1
+        assert [row["name"] for row in result(out)["rows"]] == ["rag.m"]
+        assert "| rag | m |" in (out / "table.md").read_text()
+        (out / "result.json").write_bytes(b'{"settings"')
+        with (out / "rag.m" / "sessions.jsonl").open("ab") as file:
+            file.write(b'{"questions":1,"sec')
+        assert main([*command, "direct"]) == 0
+        assert [row["name"] for row in result(out)["rows"]] == ["direct.m", "rag.m"]
+        (out / "rag.m" / "result.json").write_bytes(b"")
+        assert main([*command, "direct"]) == 0
+        assert "rag.m/result.json is torn" in capsys.readouterr().err
+        assert main([*command, "rag"]) == 0
+    assert [row["generated_tokens"] for row in result(out)["rows"]] == [50, 50], "no session was lost"
+
+
+def test_a_set_may_have_a_budget_of_its_own(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def undecided(request: web.Request) -> web.Response:
+        return chat("<think>hm</think><search>more")
+
+    with served(undecided) as url:
+        command = at_endpoint(url, tmp_path, tmp_path / "out", *BOOKS, "--questions", "1", "--budget")
+        assert main([*command, "2", "--budget", "hard=3"]) == 0
+        row = result(tmp_path / "out")["rows"][0]
+        assert [row["sets"][name]["searches"]["mean"] for name in ("easy", "hard")] == [2, 3]
+        assert (row["settings"]["how"]["budget"], row["settings"]["budgets"]) == (2, {"hard": 3})
+        assert main([*command, "2"]) == 2
+        assert "begun with budgets = {'hard': 3}" in capsys.readouterr().err
+        assert main([*command, "nq=3"]) == 2
+        assert "expected a set of this table, easy, hard" in capsys.readouterr().err
+
+
+def test_other_weights_under_the_same_path_are_refused(
+    llama: Path, tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    command = [*questions(tmp_path), "--questions", "1", "--model", str(model), "--max-tokens", "3", "--method", "direct", "--out", str(tmp_path / "out")]  # fmt: skip
+    assert main(command) == 0
+    for file in model.glob("*.safetensors"):
+        os.utime(file)
+    assert main(command) == 0, "the same contents at another time"
+    for file in model.glob("*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "direct.model was begun with weights =" in capsys.readouterr().err
+
+
+def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before_any_question(
+    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scholar, notes = Scholar(), tmp_path / "notes.txt"
+    notes.write_text("no database " * 100)
+
+    async def no_encoder() -> Any:
+        raise OSError("no/encoder is not a local folder")
+
+    with served(scholar) as url:
+        command = at_endpoint(url, tmp_path, tmp_path / "out", *BOOKS, "--method", "direct,rag")
+        assert main([*command, "--cache", str(notes)]) == 2
+        assert "notes.txt is no file of found passages" in capsys.readouterr().err
+        monkeypatch.setattr("tools.qa.main.opening_of", lambda retriever, threads: no_encoder)
+        assert main(command) == 2
+        assert "--retriever: no/encoder is not a local folder" in capsys.readouterr().err
+    assert scholar.requests == 0
 
 
 def run_folder(folder: Path, model: Path, strategy: str) -> Path:
@@ -442,6 +573,7 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
         (["--set", "x=gone.jsonl", "P"], "--set x=gone.jsonl: task file 'gone.jsonl' does not exist"),
         (["--set", "paper", "P"], "the hub"),
         (["--set", "easy=x.jsonl", "P"], "easy is given twice"),
+        (["--set", "x=tests/tools", "P"], "tests/tools is a folder"),
         (["--questions", "0", "P"], "--questions 0"),
         (["--top-p", "0.5", "P"], "no effect with --temperature 0"),
         (["--model", "smollm2-135m", "--version", "1"], "--version has no effect without --run"),

@@ -17,9 +17,9 @@ from scheduler.context import Context, Shop
 from scheduler.journal import Journal
 from scheduler.tree import Tree
 from tools.qa import methods
-from tools.qa.methods import How, filled
+from tools.qa.methods import How, filled, spoken
 from tools.qa.methods.ircot import MOST_PASSAGES, first_sentence
-from tools.qa.methods.search_o1 import REPEATED, USED_UP, wanted
+from tools.qa.methods.search_o1 import MORE_QUERIES, REPEATED, USED_UP, wanted
 from tools.qa.scoring import score
 from wire.messages import GenerateRequest, GenerateResult, Passage, RetrieveRequest, RetrieveResult, Sample
 
@@ -168,12 +168,50 @@ async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: C
 
 
 async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(answered: Callable[..., Any]) -> None:
-    a, b = "<search>a</search>", "<search>b</search>"
-    services, _, found = await answered("search_o1", How(budget=2), a, "found a", a, b, b)
-    assert services.searches == ["a"]
+    a, b, c = (f"<search>{query}</search>" for query in "abc")
+    services, _, found = await answered("search_o1", How(budget=2), a, "found a", a, b, "found b", c, c)
+    assert services.searches == ["a", "b"], "a query that is repeated costs no search"
     assert REPEATED in services.prompts[3]
-    assert USED_UP in services.prompts[4]
-    assert (found["answered"], found["searches"]) == (0.0, 1.0)
+    assert USED_UP in services.prompts[6]
+    assert (found["answered"], found["searches"]) == (0.0, 2.0)
+
+
+async def test_search_o1_ends_when_queries_are_only_repeated(answered: Callable[..., Any]) -> None:
+    a = "<search>a</search>"
+    services, _, _ = await answered("search_o1", How(budget=2), a, "found a", *[a] * (2 + MORE_QUERIES))
+    assert services.searches == ["a"]
+
+
+async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
+    answered: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    plain = EndpointText.prompt
+    monkeypatch.setattr(
+        EndpointText, "prompt", lambda self, messages, thinking=True: asked.append(thinking) or plain(self, messages)
+    )
+    lines = ("\n\n<think>\n\n</think>\n\nRome fell. ", "<think>I wonder. ", "<think>so</think><answer>Livy</answer>")
+    services, _, found = await answered("ircot", How(topk=1), *lines)
+    assert services.searches == [QUESTION, "Rome fell."]
+    assert (asked, found["em"]) == ([False, False, True], 1.0)
+    asked.clear()
+    services, _, _ = await answered("search_o1", How(topk=1), "<search>a</search>", "<think>b</think>\n\nLivy.", "end")
+    assert services.prompts[-1].endswith("<result> Livy. </result>\n")
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n Livy.\n", "Livy."),
+        ("<think>a</think>\n\nLivy.", "Livy."),
+        ("opened by the template</think>Livy.", "Livy."),
+        ("<think>cut off", ""),
+        ("Livy, not <think>.", "Livy, not <think>."),
+    ],
+)
+def test_thinking_before_a_reply_is_no_part_of_it(text: str, said: str) -> None:
+    assert spoken(text) == said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from scheduler.journal import Journal
 from scheduler.text import Text
 from scheduler.tree import Tree
 from tests import tiny
+from tools.evaluation_folder import locked
 from tools.fine_tune import Example, Recipe, Student, batch_of, fine_tune, parts, rate, read_pairs, within
 from tools.process import evaluate, record
 from tools.process.judging import Answer, Answers
 from tools.process.record import Labelled, Step, Trajectory
 from tools.supervised import label, rows
 from tools.supervised.judgement import two_lines
-from tools.supervised.main import main, parse
+from tools.supervised.main import _split, main, parse
 from tools.supervised.review import corrected, read_corrections
 from wire.faults import InfrastructureFault
 from wire.messages import JudgedTurn, Judgement
@@ -125,6 +127,10 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
     twin.mkdir(parents=True)
     assert main(["collect", str(run), str(twin), *out]) == 2
     assert "rename one" in capsys.readouterr().err
+    for content in (b"", b"no database " * 100):
+        (run / "journal.sqlite").write_bytes(content)
+        assert main(["collect", str(run), *out]) == 2
+        assert "journal.sqlite is no journal of a run" in capsys.readouterr().err
     path = run / "processes" / "scheduler.json"
     path.write_text(path.read_text().replace('"search_qa", "options": {"prompt": "short", "topk": 2}', '"tictactoe"'))
     assert main(["collect", str(run), *out]) == 2
@@ -211,6 +217,18 @@ def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: An
     assert "begun with judges" in capsys.readouterr().err
 
 
+def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, capsys: Any) -> None:
+    record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
+    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", "pprm_rules", "--judge-b", "pprm_rules", "--out", str(tmp_path / "l.jsonl"), "--review"]  # fmt: skip
+    with locked(tmp_path / "l.answers.lock", "the other"):
+        assert main([*command, str(tmp_path / "r.jsonl")]) == 2
+    assert "l.jsonl is in use by another process" in capsys.readouterr().err
+    assert not (tmp_path / "l.answers.jsonl").exists()
+    assert main([*command, str(tmp_path / "l.jsonl")]) == 2
+    assert "name two files" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "r.jsonl")]) == 0
+
+
 # ---------------------------------------------------------------------------------------------- reviewing
 
 
@@ -243,27 +261,33 @@ def test_corrections_replace_scores_in_the_label_and_in_the_target(tmp_path: Pat
 
 def test_a_review_without_corrections_changes_nothing(tmp_path: Path) -> None:
     before, review = labelled_file(tmp_path)
-    known = {f"{one.id}#{n}" for one in before for n in range(1, len(one.steps) + 1)}
-    assert corrected(before, read_corrections(review, known)) == (before, {"kept": 4})
+    assert corrected(before, read_corrections(review, label.to_review(before))) == (before, {"kept": 4})
 
 
 @pytest.mark.parametrize(
     "wrong", ["7,6", "3", "3,0", "-1,6", "half", "3.5,6", "Drop it", "1,2</final_score><final_score>2,2"]
 )
 def test_an_unusable_correction_is_refused_with_its_line(wrong: str, tmp_path: Path) -> None:
-    _, review = labelled_file(tmp_path)
+    before, review = labelled_file(tmp_path)
     edit(review, {"x#2": wrong})
     with pytest.raises(ValueError, match=r"r\.jsonl:2: correction .*expected"):
-        read_corrections(review, {"x#1", "x#2", "x#3", "y#1"})
+        read_corrections(review, label.to_review(before))
+
+
+def test_an_edit_beside_the_correction_is_refused_with_its_line(tmp_path: Path) -> None:
+    before, review = labelled_file(tmp_path)
+    review.write_text(review.read_text().replace("3,4", "1,4", 1))
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: target of 'x#1' was edited.*the correction alone"):
+        read_corrections(review, label.to_review(before))
 
 
 def test_an_unknown_or_repeated_step_is_refused_with_its_line(tmp_path: Path) -> None:
-    _, review = labelled_file(tmp_path)
+    before, review = labelled_file(tmp_path)
     with pytest.raises(ValueError, match=r"r\.jsonl:4: no step 'y#1'"):
-        read_corrections(review, {"x#1", "x#2", "x#3"})
+        read_corrections(review, label.to_review(before[:1]))
     review.write_text(review.read_text() + review.read_text())
     with pytest.raises(ValueError, match=r"r\.jsonl:5: .*second time"):
-        read_corrections(review, {"x#1", "x#2", "x#3", "y#1"})
+        read_corrections(review, label.to_review(before))
 
 
 def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path: Path) -> None:
@@ -279,7 +303,8 @@ def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path
 
 def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Path) -> None:
     made, _ = labelled_file(tmp_path)
-    low = [msgspec.structs.replace(step, score=0.1) for step in made[0].steps[:1]]
+    target = JUDGEMENT.replace("3,4", "1,4")  # the score is the mean of two judges, what is learnt is one's
+    low = [msgspec.structs.replace(step, target=target) for step in made[0].steps[:1]]
     records = [msgspec.structs.replace(made[0], steps=[*low, *made[0].steps[1:]])]
     found, left = rows.judgement_rows(records, balance=True)
     assert (len(found), left) == (2, {"more than the other kind": 1})
@@ -421,11 +446,11 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(llama: Path, 
     assert main([*command, "--max-tokens", "100", "--epochs", "2", "--batch", "3", "--held-out", "0.2"]) == 0
     said = capsys.readouterr().out
     assert "1 of 11 rows are longer than 100 tokens and left out" in said
-    assert "8 rows, 2 held out, 5 steps of 3" in said
+    assert "8 rows, 2 held out, 6 steps of 3" in said
     assert said.count("held-out loss") == 2
     told = json.loads((tmp_path / "out" / "sft.json").read_text())
     assert (told["rows"], told["held_out_rows"], told["too_long"]) == (8, 2, 1)
-    assert told["recipe"]["warmup"] == 0
+    assert told["recipe"]["warmup"] == 1
     assert main(command) == 2
     assert "exists" in capsys.readouterr().err
 
@@ -448,6 +473,42 @@ def test_what_cannot_be_trained_is_refused(arguments: list[str], message: str, l
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) -> None:
+    examples = [Example([i], 1, group) for i, group in enumerate(["a", "b", "c", "d"] * 3 + ["", ""])]
+    learnt, held = _split(examples, 0.4, 0)
+    assert len(held) in (6, 7, 8)
+    assert sorted(e.tokens[0] for e in [*learnt, *held]) == list(range(14))
+    assert not {e.group for e in learnt if e.group} & {e.group for e in held if e.group}
+    assert _split(examples[:9:4], 0.1, 0)[1] == [], "one question alone is learnt"
+    made, _ = labelled_file(tmp_path)
+    assert {row.group for row in rows.judgement_rows(made)[0]} == {QUESTION}
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "group": "q"}\n')
+    assert read_pairs(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))[0].group == "q"
+
+
+def test_a_model_that_scales_its_logits_is_refused(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
+    command = ["train", "--model", str(model), "--rows", str(rows_file(tmp_path / "r.jsonl", 3)), "--out", str(tmp_path / "o")]  # fmt: skip
+    assert main([*command, "--steps", "1"]) == 2
+    assert "logits_scaling = 8.0" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_said_with_what_to_change(
+    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nand more")
+
+    monkeypatch.setattr("tools.fine_tune.fine_tune", full)
+    command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 3)), "--out", str(tmp_path / "o")]  # fmt: skip
+    assert main([*command, "--steps", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "tools/sft train: CUDA out of memory.: train adapters (--lora-rank 16), or less at once (--forward-tokens)\n"
+    )
 
 
 def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: Path) -> None:

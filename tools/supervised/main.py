@@ -333,7 +333,7 @@ def _check(given: argparse.Namespace) -> None:
 
 def _split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list[Example], list[Example]]":
     """Rows to learn and rows held out, those of a group on one side; with a share above 0 at least one of several groups is held out."""
-    groups: "dict[str | int, list[Example]]" = {}
+    groups: dict[str | int, list[Example]] = {}
     for number, example in enumerate(examples):
         groups.setdefault(example.group or number, []).append(example)
     order = list(groups.values())
