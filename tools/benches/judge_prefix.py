@@ -26,7 +26,8 @@ from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
 from actors.openai_server import Server, runner
 from judges.llm import ChatEndpoint
-from judges.slate import PROMPTS, Slate
+from judges.slate import Slate
+from judges.templates import PROMPTS
 from tools.assets import cache_folder
 from tools.model import DEFAULT, ensure_model
 from wire.messages import JudgedTurn
