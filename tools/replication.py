@@ -47,7 +47,7 @@ class Study(msgspec.Struct, frozen=True):
 
 
 _PPR, _SLATE = "ppr-cpu", "slate-tiny"
-_AT_ONE = ["scheduler.temperature=1.0", "scheduler.updates=16"]
+_AT_ONE = ["scheduler.temperature=1.0"]
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = ["scheduler.judge=slate_em", "scheduler.bonus=0.0", "judges.use={exact_match={}, slate_em={}}"]
 _OR = ["learner.scheme=outcome"]
