@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from wire.faults import DataFault, InfrastructureFault
-from wire.http import JsonClient
+from wire.http import JsonClient, NoAnswer
 
 _PATH = "/chat/completions"
 _MODELS = "/models"
@@ -81,7 +81,7 @@ class ChatClient:
             try:
                 await self.http.get(_MODELS, timeout_s=_LOOK_S, attempts=1)
                 return
-            except InfrastructureFault as fault:
+            except NoAnswer as fault:  # what a server says that is there (a wrong key) ends the wait
                 if time.monotonic() + _LOOK_S > end:
                     raise InfrastructureFault(f"no server after {seconds:g} s (wait_s): {fault}") from None
             await asyncio.sleep(_LOOK_S)

@@ -137,7 +137,7 @@ class Watch:
         return [
             f"correct trajectories have {turns:.1f} turns, {turns / usual:.1f} times as many as at first (watch.turns ="
             f" {self.config.turns:g}), and a judged turn pays {pay:+.2f} in them: length itself may be what is learnt; try"
-            " scheme_options.normalisation = 'rescale' or 'sample', or a smaller scheduler.budget"
+            " scheme_options.normalisation = 'sample', or a smaller scheduler.budget"
         ]
 
     def _norm(self, norm: float | None) -> list[str]:

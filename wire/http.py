@@ -37,6 +37,10 @@ class _Busy(Exception):
         self.after_s = after_s
 
 
+class NoAnswer(InfrastructureFault):
+    """All attempts met silence, a broken connection or a server that is busy: it may answer later."""
+
+
 class JsonClient:
     """Calls one server. url: what every path is put behind. api_key_env: the environment variable that holds the key ("" for none);
     key: the key itself, where this process made it.
@@ -121,7 +125,7 @@ class JsonClient:
                         return await self._once(method, url, content, limit)
                 except _Busy as busy:
                     if attempt == last:
-                        raise InfrastructureFault(
+                        raise NoAnswer(
                             f"{url}: {busy}, {attempt} attempts; go on when it answers again, or allow more attempts"
                         ) from None
                     self.counts["retries"] += 1

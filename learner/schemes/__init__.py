@@ -2,7 +2,8 @@
 
 ``advantages(table, **options)`` returns float64 [tokens], or an ``Estimate`` when it also has targets for a critic. The optional
 ``needs(**options)`` names the token columns it reads ("value", "prm", "kl", "log_ratio"): that is what makes the learner hold a
-critic, an implicit reward model or a reference. The optional ``metrics(table, **options)`` measures each batch. A new scheme is a new file here and ``learner.scheme = "its name"``.
+critic, an implicit reward model or a reference. The optional ``metrics(table, **options)`` measures each batch.
+A new scheme is a new file here and ``learner.scheme = "its name"``.
 """
 
 import importlib

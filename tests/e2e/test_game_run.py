@@ -1,18 +1,15 @@
 """Whole runs of the real processes on a game: chains against two opponents, and Monte Carlo values through kill -9 of everything."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from scheduler.journal import Journal
 from tests import tiny
-from tests.e2e.test_run import ROOT, finish, launch, left_over, wait_for_update
+from tests.e2e.test_run import ROOT, finish, kill_everything, launch, left_over, wait_for_update
 from wire.messages import Turn
 
 UPDATES, TREES = 3, 4
@@ -137,12 +134,7 @@ def test_monte_carlo_values_survive_kill_9_of_the_whole_group(config: Path, tmp_
     settings += ["scheduler.evaluation.questions=0"]
     process = launch(config, run, *(part for setting in settings for part in ("--set", setting)))
     wait_for_update(run, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    end = time.monotonic() + 30
-    while left_over(run) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not left_over(run)
+    kill_everything(run, process)
     assert not (run / "summary.json").exists()
     process = launch(config, run, "--resume", str(run))
     out = finish(process)

@@ -1,15 +1,12 @@
 """PPR whole: rounds of search judged by a language model that the run serves itself, held to its form; PPO with a critic; kill -9."""
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from scheduler.journal import Journal
-from tests.e2e.test_run import finish, launch, left_over, prepare, wait_for_update
+from tests.e2e.test_run import finish, kill_everything, launch, left_over, prepare, wait_for_update
 from wire.messages import Turn
 
 UPDATES, QUESTIONS = 3, 4
@@ -22,6 +19,7 @@ name = "{folder}/model"
 train = "{folder}/tasks.jsonl"
 heldout = "{folder}/tasks.jsonl"
 corpus = "{folder}/corpus.jsonl"
+environment = "tests.search:AnySearch"
 [data.options]
 prompt = "question"
 topk = 1
@@ -30,7 +28,7 @@ steps = 0
 [scheduler]
 strategy = "ppr"
 judge = "pprm"
-budget = 3
+budget = 4
 max_action_tokens = 8
 updates = {updates}
 questions_per_update = {questions}
@@ -95,21 +93,22 @@ def test_every_turn_but_the_last_has_a_valid_process_reward_and_the_critic_learn
     run = tmp_path / "run"
     process = launch(config, run)
     wait_for_update(run, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    end = time.monotonic() + 30
-    while left_over(run) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not left_over(run)
+    kill_everything(run, process)
     process = launch(config, run, "--resume", str(run))
     out = finish(process)
     assert process.returncode == 0, out
+    journal = Journal(run / "journal.sqlite", readonly=True)
+    for tree in journal.trees("split='train'"):
+        nodes = journal.tree(tree).nodes.values()
+        found = [node.text for node in nodes if node.kind == "observation"]
+        assert len(found) == 2
+        assert all(text.startswith("\n<information>Doc 1(Title: ") for text in found)
     for turns in groups(run):
-        assert len(turns) == 3, "a random policy never answers, so that the budget ends its rounds"
+        assert len(turns) == 3, "two rounds of search, then an answer"
         assert all(turn.scores["judge_valid"] == 1 and 0 <= turn.scores["process"] <= 1 for turn in turns[:-1])
         assert "process" not in turns[-1].scores
         assert turns[-1].scores["outcome"] == 0
-        assert turns[-1].scores["turns"] == 3
+        assert (turns[-1].scores["turns"], turns[-1].scores["searches"]) == (3, 2)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "learner/grad_norm" in record]
     assert {record["version"] for record in trained} == set(range(1, UPDATES + 1))

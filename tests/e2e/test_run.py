@@ -168,6 +168,18 @@ def kill(run: Path, process: subprocess.Popen[str]) -> None:
     wait_for_update(run, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    gone(run)
+
+
+def kill_everything(run: Path, process: subprocess.Popen[str]) -> None:
+    """Kill -9 the whole process group; nothing is left."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    gone(run)
+
+
+def gone(run: Path) -> None:
+    """Until no process of the run is left."""
     end = time.monotonic() + 30
     while left_over(run) and time.monotonic() < end:
         time.sleep(0.02)

@@ -273,6 +273,24 @@ async def test_a_start_waits_for_a_server_that_comes_later_and_not_for_ever() ->
     await gone.close()
 
 
+async def test_a_wait_for_a_server_ends_at_once_when_it_is_there_and_refuses_the_key() -> None:
+    app = web.Application()
+
+    async def models(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    app.router.add_get("/v1/models", models)
+    serving = web.AppRunner(app)
+    await serving.setup()
+    await web.TCPSite(serving, "127.0.0.1", 0).start()
+    judge = Pprm(PprmEndpoint(f"http://127.0.0.1:{serving.addresses[0][1]}/v1", "m", wait_s=3600.0))
+    async with asyncio.timeout(30):
+        with pytest.raises(InfrastructureFault, match="wants an API key"):
+            await judge.start()
+    await judge.close()
+    await serving.cleanup()
+
+
 # ---------------------------------------------------------------------------------------------- constrained replies
 
 

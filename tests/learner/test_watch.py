@@ -161,6 +161,6 @@ def test_correct_trajectories_that_grow_while_turns_pay_are_told_and_others_not(
     assert after(3.0, 0.5) == []
     (sentence,) = after(3.1, 0.5)
     assert "watch.turns = 1.5" in sentence
-    assert "normalisation = 'rescale'" in sentence
+    assert "normalisation = 'sample'" in sentence
     assert after(3.1, -0.1) == []
     assert after(9.0, 0.5, limit=0.0) == []

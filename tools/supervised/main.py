@@ -238,7 +238,7 @@ def bench(given: argparse.Namespace) -> None:
     kept_out = [one for path in given.exclude for one in record.read(path, Trajectory[Labelled])]
     items, report = build.build(pool, given.size, _threshold(given.threshold), given.seed, kept_out)
     record.write(given.out, items)
-    report_path = given.out.with_suffix(".report.json")
+    report_path = given.out.with_name(given.out.name.removesuffix(".jsonl") + ".report.json")
     write_whole(report_path, report)
     print(
         f"{len(items)} trajectories in {given.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
