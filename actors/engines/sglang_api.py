@@ -18,6 +18,9 @@ from wire.http import JsonClient
 _EACH = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path")
 """Fields of /generate that are lists when several sequences are asked for."""
 
+NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+"""Variables unless the user sets them: SGLang would spend 65 s on dumps, answering nobody, before it ends after a child of it has."""
+
 
 class Facts(msgspec.Struct, frozen=True):
     """What SGLang says of itself. capacity, context: tokens. vocabulary: rows of the embedding, 0 when unknown.

@@ -6,11 +6,12 @@ The engine's tokenizer manager lives in the event loop of whoever calls it first
 
 import asyncio
 import multiprocessing
+import os
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from actors.config import ActorsConfig
-from actors.engines.sglang_api import Facts, arguments, read_facts
+from actors.engines.sglang_api import NO_DUMPS, Facts, arguments, read_facts
 from wire.faults import DataFault, InfrastructureFault
 
 _CALLS = {
@@ -51,6 +52,8 @@ class Inside:
 
         Raises InfrastructureFault when it does not come up, or ends this process where a child of SGLang fails.
         """
+        for name, value in NO_DUMPS.items():
+            os.environ.setdefault(name, value)
         try:
             from sglang import Engine  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ActorsConfig
-from actors.engines.sglang_api import Facts, Http, arguments
+from actors.engines.sglang_api import NO_DUMPS, Facts, Http, arguments
 from wire.faults import InfrastructureFault
 
 log = logging.getLogger("actors.sglang.server")
@@ -52,7 +52,7 @@ class Launched:
     async def start(self) -> None:
         """Start and wait until it answers. Raises InfrastructureFault with the end of its log when it does not."""
         own = {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
-        environment = os.environ | own | self.config.environment
+        environment = NO_DUMPS | os.environ | own | self.config.environment
         if "PYTHONPATH" in self.config.environment:
             environment["PYTHONPATH"] = f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_ROOT}"
         python = self.config.python or sys.executable

@@ -46,15 +46,19 @@ class Drive:
         script = Path(server.__file__).with_name("inside.py")
         variables = server.variables()
         variables["PYTHONPATH"] += f":{environment.ROOT}"
+        printed = folder / "printed"  # a file: a pipe would end with the last of its descendants
         try:
-            ended = subprocess.run(
-                [environment.python(), script, folder / "plan.json", answers],
-                env=variables, cwd=folder, capture_output=True, text=True, timeout=400,
-            )  # fmt: skip
+            with printed.open("w") as out:
+                self.status = subprocess.run(
+                    [environment.python(), script, folder / "plan.json", answers],
+                    env=variables, cwd=folder, stdout=out, stderr=out, timeout=400,
+                ).returncode  # fmt: skip
+            ended = time.time()
         finally:
             giver.close()
-        assert answers.exists(), ended.stderr[-4000:]
-        self.status, self.ended_after_s = ended.returncode, time.time() - answers.stat().st_mtime
+        self.printed = printed.read_text()[-4000:]
+        assert answers.exists(), self.printed
+        self.ended_after_s = ended - answers.stat().st_mtime
         self.answers: dict[str, Any] = json.loads(answers.read_text())
 
 
@@ -105,9 +109,9 @@ def test_what_cannot_be_is_refused_and_the_engine_goes_on(drive: Drive) -> None:
 
 
 def test_a_killed_child_ends_the_actor(drive: Drive) -> None:
-    """SGLang kills its own process, or the worker ends because ``died`` returned; the launcher starts either again."""
-    assert drive.status in (1, -9)
-    assert drive.ended_after_s < 15
+    """By SGLang itself, with no minute of crash dumps before; the launcher starts another."""
+    assert drive.status == -9, drive.printed
+    assert drive.ended_after_s < 30, drive.printed
 
 
 async def test_a_child_that_ends_by_itself_is_noticed(llama: Path) -> None:

@@ -37,7 +37,7 @@ def told(result: GenerateResult) -> dict[str, Any]:
 
 
 async def drive(plan: dict[str, Any], path: Path) -> None:
-    """Write the answers to ``path``; then a child of the engine is killed, and this process must end."""
+    """Write the answers to ``path``; then a child of the engine is killed, and SGLang must end this process."""
     sglang = SGLangConfig(way="inside", arguments=plan["arguments"], update_timeout_s=60.0)
     engine = SGLangEngine(plan["model"], ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang))
     answers: dict[str, Any] = {}
@@ -82,13 +82,8 @@ async def drive(plan: dict[str, Any], path: Path) -> None:
     answers["stats"] = engine.stats()
     path.write_text(json.dumps(answers))
 
-    gone = asyncio.create_task(engine.died())
-    await asyncio.sleep(0)
     os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
-    try:
-        sys.exit(await gone)  # as the worker ends, unless SGLang has killed this process before
-    finally:
-        await engine.close()
+    await asyncio.sleep(60)  # SGLang ends this process long before, where the worker does not because ``died`` returned
 
 
 if __name__ == "__main__":
