@@ -10,7 +10,6 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,7 @@ from scheduler.fleet import Fleet
 from scheduler.journal import Journal, TreeRow
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
+from scheduler.spread import Spread, Weights
 from scheduler.stream import Stream
 from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
@@ -32,7 +32,7 @@ from scheduler.together import together
 from scheduler.tree import Node, Tree
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.messages import LoadRequest, LoadResult, Trained
+from wire.messages import Trained
 from wire.sockets import RunKeys
 
 log = logging.getLogger("scheduler.main")
@@ -41,18 +41,8 @@ INTERRUPTED = 130
 EVALUATIONS_AT_ONCE = 96
 WORK = ("environment_steps", "continuation_steps", "generated_tokens")
 """Counts of work that a run's curves are drawn against; they go on after a resume (work that a crash undid counts too)."""
-LOAD_S = 1200.0
-"""Above what an engine gives to the steps of an update (actors.sglang.update_timeout_s each), so that it fails with its own reason."""
 CHECK_S = 2.0
 """How soon a background task that died ends the run."""
-
-
-class Resumed(msgspec.Struct, frozen=True):
-    """The learner's newest weights, from RUN/learner.json."""
-
-    version: int = 0
-    path: str = ""
-    digest: str = ""
 
 
 class Frontier(msgspec.Struct, frozen=True):
@@ -60,11 +50,6 @@ class Frontier(msgspec.Struct, frozen=True):
 
     version: int = 0
     trained: list[int] = []
-
-
-def most_common(proofs: Sequence[str]) -> str:
-    """The proof that most actors give, of those that give one; "" when none does. Of equally many, the first's."""
-    return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
 
 
 def frontier(run: Path) -> Frontier:
@@ -100,7 +85,6 @@ class Run:
             self.tasks = Tasks(process.train, process.seed)
             self.heldout = held_out(process.heldout, count)
         self.journal.reject(self.tasks.rejected)
-        self.weights = Resumed()
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing
         self.growing: dict[int, asyncio.Task[None]] = {}
@@ -119,6 +103,7 @@ class Run:
             process.most,
             fleet=Fleet(self.settings.budget, self.settings.placement.batch),
         )
+        self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
         self.grow = strategies.load(self.settings.strategy)
 
     # ------------------------------------------------------------------------------------------ the run
@@ -160,27 +145,26 @@ class Run:
             await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
         # The learner wrote its newest weights before it registered; a resumed run goes on from them.
         path = self.folder / "learner.json"
-        self.weights = msgspec.json.decode(path.read_bytes(), type=Resumed) if path.exists() else Resumed()
-        self.stream.version = self.weights.version
-        if self.weights.version and not self.journal.next_tree():
+        weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
+        self.stream.version = weights.version
+        if weights.version and not self.journal.next_tree():
             raise DataFault(
-                f"{self.folder} holds weights of version {self.weights.version} and an empty journal: they belong to another run;"
+                f"{self.folder} holds weights of version {weights.version} and an empty journal: they belong to another run;"
                 " choose another folder, or remove this one while nothing runs in it"
             )
-        if self.weights.version:
-            await self._spread()
+        await self.spread.everywhere(weights)
         print(
-            f"all workers are here after {time.monotonic() - start:.0f} s; policy version {self.weights.version}",
+            f"all workers are here after {time.monotonic() - start:.0f} s; policy version {weights.version}",
             flush=True,
         )
 
     async def _train(self) -> None:
-        self.journal.forget_training_after(self.weights.version)
+        self.journal.forget_training_after(self.spread.weights.version)
         held = frontier(self.folder)
         self.journal.adopt_frontier(held.trained, held.version)
         left = self.journal.untrained_trees()
         s = self.settings
-        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, self.weights.version, len(left))
+        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, self.spread.weights.version, len(left))
         self.metrics.counters(self.dispatcher.workers())
         self.training_since = time.monotonic()
         for row in left:
@@ -299,9 +283,8 @@ class Run:
 
     async def _trained(self, trained: Trained) -> None:
         """A new version: spread it, then let pacing move on."""
-        self.weights = Resumed(trained.version, trained.path, trained.digest)
         start = time.monotonic()
-        await self._spread()
+        await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         values["time/spread"] = time.monotonic() - start
         values["time/training"] = time.monotonic() - self.training_since
@@ -319,49 +302,11 @@ class Run:
         await self._evaluate_if_due()
         self.moved.set()
 
-    async def _spread(self) -> None:
-        """The newest weights to every actor; one that cannot prove them is sent away."""
-        actors = self.dispatcher.workers("load")
-        proofs = await asyncio.gather(*(self._load(actor) for actor in actors))
-        common = most_common(proofs)
-        for actor, proof in zip(actors, proofs, strict=True):
-            if proof and proof != common:
-                self._drop(actor, f"its weights have checksum {proof[:16]}, most have {common[:16]}")
-        if not self.dispatcher.workers("generate"):
-            raise InfrastructureFault(
-                f"no actor could load policy version {self.weights.version}: see the actors' logs"
-            )
-
-    async def _load(self, actor: Worker) -> str:
-        """Give an actor the newest weights; the engine's own proof of them, "" when it has none or did not take them."""
-        w = self.weights
-        try:
-            loaded: LoadResult = await self.dispatcher.call(
-                "load", LoadRequest(w.version, w.path, w.digest), deadline=LOAD_S, worker=actor.name
-            )
-            if (loaded.version, loaded.digest) != (w.version, w.digest):
-                raise InfrastructureFault(f"answered version {loaded.version}, digest {loaded.digest[:16]}")
-        except Fault as fault:
-            self._drop(actor, str(fault))
-            return ""
-        self.shop.fleet.residency.emptied(actor.name, w.version)
-        return loaded.proof
-
-    def _drop(self, actor: Worker, reason: str) -> None:
-        version = self.weights.version
-        print(f"actor {actor.name} did not take policy version {version} and is dropped: {reason}", flush=True)
-        self.counts["failed_loads"] += 1
-        self.dispatcher.remove(actor, f"weights of version {version} were not proven")
-
     async def _joined(self, worker: Worker) -> None:
         log.info("%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity)
         self.stream.learner_joined(worker)
-        if "load" in worker.hello.services and self.weights.version:
-            w = self.weights
-            await self.dispatcher.call(
-                "load", LoadRequest(w.version, w.path, w.digest), deadline=LOAD_S, worker=worker.name
-            )
-            self.shop.fleet.residency.emptied(worker.name, w.version)
+        if "load" in worker.hello.services:
+            await self.spread.to(worker)
 
     def _left(self, worker: Worker, reason: str) -> None:
         log.info("%s left: %s", worker.name, reason)
@@ -397,7 +342,7 @@ class Run:
 
     async def _evaluate(self, name: str) -> None:
         start = time.monotonic()
-        version = self.weights.version
+        version = self.spread.weights.version
         e = self.settings.evaluation
         settings = msgspec.structs.replace(self.settings, k=1, temperature=e.temperature)
         room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
@@ -418,7 +363,7 @@ class Run:
             shop = msgspec.structs.replace(self.shop, emit=_keep, counts=Counter(), environment=self.examination)
             rng = random.Random(f"heldout/{position}")
             context = Context(shop, settings, task, tree, rng)
-            self.journal.start_tree(tree, position, self.weights.version)
+            self.journal.start_tree(tree, position, self.spread.weights.version)
             try:
                 await self._attempts(tree, context, strategies.evaluation(self.settings.strategy))
             except DataFault as fault:

@@ -1,8 +1,50 @@
-"""Actors whose engines hold other weights than the rest are noticed."""
+"""The newest weights reach every actor: those here, those that join meanwhile; one that cannot prove them is sent away and may come again."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from scheduler.main import most_common
+from scheduler.residency import Residency
+from scheduler.spread import Spread, Weights, most_common
+from tests.services import Bench, bench
+from wire.faults import InfrastructureFault
+from wire.messages import LoadRequest, LoadResult
+from wire.service import Call, Handler
+
+ONE, TWO = Weights(1, "one", "a" * 64), Weights(2, "two", "b" * 64)
+
+
+class Actor:
+    """Takes weights. wrong: versions that it answers with a fault; proof: its engine's checksum; gate: what a load waits for."""
+
+    def __init__(self, proof: str = "p", wrong: tuple[int, ...] = ()):
+        self.proof, self.wrong = proof, wrong
+        self.loads: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.begun = asyncio.Event()
+
+    def handlers(self) -> dict[str, Handler]:
+        """Its services."""
+        return {"load": self.load, "generate": self.load}
+
+    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+        """Note the version."""
+        self.loads.append(request.version)
+        self.begun.set()
+        await self.gate.wait()
+        if request.version in self.wrong:
+            raise InfrastructureFault("the file is cut short")
+        return LoadResult(request.version, request.digest, 0.0, self.proof)
+
+
+def made(table: Bench) -> Spread:
+    """A spread whose joining actors take the newest weights, as in the scheduler."""
+    spread = Spread(table.dispatcher, Residency(), Counter())
+    table.dispatcher.on_join = spread.to
+    return spread
 
 
 @pytest.mark.parametrize(
@@ -17,3 +59,53 @@ from scheduler.main import most_common
 )
 def test_the_proof_of_most_actors_counts(proofs: list[str], expected: str) -> None:
     assert most_common(proofs) == expected
+
+
+async def test_whoever_fails_or_proves_others_is_sent_away_and_the_rest_goes_on(tmp_path: Path) -> None:
+    async with bench(tmp_path) as table:
+        spread = made(table)
+        actors = {"a": Actor(), "b": Actor("other"), "c": Actor(wrong=(1,)), "d": Actor()}
+        for name, actor in actors.items():
+            await table.work(name, actor.handlers())
+        await spread.everywhere(ONE)
+        assert {worker.name for worker in table.dispatcher.workers("generate")} == {"a", "d"}
+        assert spread.counts["failed_loads"] == 2
+        assert [actor.loads for actor in actors.values()] == [[1]] * 4
+
+
+async def test_a_lone_actor_that_fails_comes_again_and_the_run_is_not_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with bench(tmp_path) as table:
+        spread = made(table)
+        await table.work("a", Actor(wrong=(1,)).handlers())
+        await spread.everywhere(ONE)
+        assert "no actor holds policy version 1: waiting for one to join" in capsys.readouterr().out
+        again = Actor()
+        await table.work("a", again.handlers())  # as the launcher starts it anew
+        assert again.loads == [1]
+
+
+async def test_who_joins_during_an_update_gets_the_newer_version_before_any_work(tmp_path: Path) -> None:
+    async with bench(tmp_path) as table:
+        spread, late = made(table), Actor()
+        await spread.everywhere(ONE)
+        late.gate.clear()
+        joining = asyncio.create_task(table.work("late", late.handlers()))
+        await late.begun.wait()
+        await spread.everywhere(TWO)
+        assert not table.dispatcher.workers("generate")
+        late.gate.set()
+        await joining
+        assert late.loads == [1, 2]
+
+
+async def test_who_joins_with_other_weights_than_the_rest_gets_no_work(tmp_path: Path) -> None:
+    async with bench(tmp_path) as table:
+        spread = made(table)
+        await table.work("a", Actor().handlers())
+        await spread.everywhere(ONE)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await table.work("b", Actor("other").handlers())
+        assert [worker.name for worker in table.dispatcher.workers()] == ["a"]

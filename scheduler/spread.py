@@ -1,0 +1,93 @@
+"""The newest weights on every actor: given to all after an update and to each that joins, and proven to be the same everywhere."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from scheduler.dispatch import Dispatcher, Worker
+from scheduler.residency import Residency
+from wire.faults import Fault, InfrastructureFault
+from wire.messages import LoadRequest, LoadResult
+
+LOAD_S = 1200.0
+"""Above what an engine gives to the steps of an update (actors.sglang.update_timeout_s each), so that it fails with its own reason."""
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """One version as the learner published it; RUN/learner.json holds the newest. Version 0 is the model that actors start with."""
+
+    version: int = 0
+    path: str = ""
+    digest: str = ""
+
+
+def most_common(proofs: Sequence[str]) -> str:
+    """The proof that most actors give, of those that give one; "" when none does. Of equally many, the first's."""
+    return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
+
+
+class Spread:
+    """Who holds what. An actor that cannot prove the newest weights is sent away: its process is started anew and joins again.
+
+    counts: "failed_loads" is counted in it.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, residency: Residency, counts: Counter[str]):
+        self.dispatcher, self.residency, self.counts = dispatcher, residency, counts
+        self.weights = Weights()
+        self._proof = ""
+
+    async def everywhere(self, weights: Weights) -> None:
+        """Give ``weights`` to all that are ready. Where none is left that has them, the next to join will."""
+        self.weights, self._proof = weights, ""
+        if not weights.version:
+            return
+        actors = self.dispatcher.workers("load")
+        proofs = await asyncio.gather(*(self._proven(actor) for actor in actors))
+        self._proof = common = most_common(proofs)
+        for actor, proof in zip(actors, proofs, strict=True):
+            if proof and proof != common:
+                self._drop(actor, _differs(proof, common))
+        if not self.dispatcher.workers("generate"):
+            print(f"no actor holds policy version {weights.version}: waiting for one to join", flush=True)
+
+    async def to(self, actor: Worker) -> None:
+        """Give the newest weights to one that joins. Raises Fault when it does not take them, or proves others than the rest hold."""
+        held = 0
+        while held != self.weights.version:  # another may come while one is loaded
+            weights = self.weights
+            proof, common = await self._give(actor, weights), self._proof
+            held = weights.version
+            if held == self.weights.version and proof and common and proof != common:
+                raise InfrastructureFault(_differs(proof, common))
+
+    async def _proven(self, actor: Worker) -> str:
+        """The engine's own proof of the newest weights, "" when it has none or did not take them."""
+        try:
+            return await self._give(actor, self.weights)
+        except Fault as fault:
+            self._drop(actor, str(fault))
+            return ""
+
+    async def _give(self, actor: Worker, weights: Weights) -> str:
+        request = LoadRequest(weights.version, weights.path, weights.digest)
+        loaded: LoadResult = await self.dispatcher.call("load", request, deadline=LOAD_S, worker=actor.name)
+        if (loaded.version, loaded.digest) != (weights.version, weights.digest):
+            raise InfrastructureFault(
+                f"answered version {loaded.version}, digest {loaded.digest[:16]}, expected version {weights.version},"
+                f" digest {weights.digest[:16]}"
+            )
+        self.residency.emptied(actor.name, weights.version)
+        return loaded.proof
+
+    def _drop(self, actor: Worker, reason: str) -> None:
+        version = self.weights.version
+        print(f"actor {actor.name} did not take policy version {version} and is dropped: {reason}", flush=True)
+        self.counts["failed_loads"] += 1
+        self.dispatcher.remove(actor, f"weights of version {version} were not proven")
+
+
+def _differs(proof: str, common: str) -> str:
+    return f"its weights have checksum {proof[:16]}, most have {common[:16]}"
