@@ -37,16 +37,24 @@ class Spread:
     def __init__(self, dispatcher: Dispatcher, residency: Residency, counts: Counter[str]):
         self.dispatcher, self.residency, self.counts = dispatcher, residency, counts
         self.weights = Weights()
-        self._proof = ""
+        self._common = ""
+        """The proof of most, of the newest weights."""
+        self._settled = asyncio.Event()
+        """Whether it is known."""
+        self._settled.set()
 
     async def everywhere(self, weights: Weights) -> None:
         """Give ``weights`` to all that are ready. Where none is left that has them, the next to join will."""
-        self.weights, self._proof = weights, ""
+        self.weights = weights
         if not weights.version:
             return
-        actors = self.dispatcher.workers("load")
-        proofs = await asyncio.gather(*(self._proven(actor) for actor in actors))
-        self._proof = common = most_common(proofs)
+        self._settled.clear()
+        try:
+            actors = self.dispatcher.workers("load")
+            proofs = await asyncio.gather(*(self._proven(actor) for actor in actors))
+            self._common = common = most_common(proofs)
+        finally:
+            self._settled.set()
         for actor, proof in zip(actors, proofs, strict=True):
             if proof and proof != common:
                 self._drop(actor, _differs(proof, common))
@@ -55,13 +63,14 @@ class Spread:
 
     async def to(self, actor: Worker) -> None:
         """Give the newest weights to one that joins. Raises Fault when it does not take them, or proves others than the rest hold."""
-        held = 0
+        held, proof = 0, ""
         while held != self.weights.version:  # another may come while one is loaded
             weights = self.weights
-            proof, common = await self._give(actor, weights), self._proof
-            held = weights.version
-            if held == self.weights.version and proof and common and proof != common:
-                raise InfrastructureFault(_differs(proof, common))
+            proof, held = await self._give(actor, weights), weights.version
+            await self._settled.wait()
+        if proof and self._common and proof != self._common:
+            raise InfrastructureFault(_differs(proof, self._common))
+        self._common = self._common or proof
 
     async def _proven(self, actor: Worker) -> str:
         """The engine's own proof of the newest weights, "" when it has none or did not take them."""

@@ -47,7 +47,6 @@ class Study(msgspec.Struct, frozen=True):
 
 
 _PPR, _SLATE = "ppr-cpu", "slate-tiny"
-_AT_ONE = ["scheduler.temperature=1.0"]
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = ["scheduler.judge=slate_em", "scheduler.bonus=0.0", "judges.use={exact_match={}, slate_em={}}"]
 _OR = ["learner.scheme=outcome"]
@@ -59,12 +58,12 @@ STUDIES = {
     "ppr": Study(
         "em",
         {
-            "ReNorm": Arm(_PPR, _AT_ONE),
-            "ReNorm, batch means": Arm(_PPR, [*_AT_ONE, f"{_NORM}sample"]),
-            "Rescale": Arm(_PPR, [*_AT_ONE, f"{_NORM}rescale"]),
-            "Reduced": Arm(_PPR, [*_AT_ONE, f"{_NORM}reduced"]),
-            "w/o Norm": Arm(_PPR, [*_AT_ONE, f"{_NORM}none"]),
-            "outcome only": Arm(_PPR, [*_AT_ONE, "learner.scheme=gae"]),
+            "ReNorm": Arm(_PPR),
+            "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
+            "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
+            "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
+            "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
+            "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
         },
     ),
     "slate": Study(

@@ -11,7 +11,7 @@ from scheduler.spread import Spread, Weights, most_common
 from tests.services import Bench, bench
 from wire.faults import InfrastructureFault
 from wire.messages import LoadRequest, LoadResult
-from wire.service import Call, Handler
+from wire.service import Call, Handler, Rejected, Service
 
 ONE, TWO = Weights(1, "one", "a" * 64), Weights(2, "two", "b" * 64)
 
@@ -105,7 +105,41 @@ async def test_who_joins_with_other_weights_than_the_rest_gets_no_work(tmp_path:
         spread = made(table)
         await table.work("a", Actor().handlers())
         await spread.everywhere(ONE)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await table.work("b", Actor("other").handlers())
+        await _refused(table, "b", asyncio.create_task(table.work("b", Actor("other").handlers())))
         assert [worker.name for worker in table.dispatcher.workers()] == ["a"]
+
+
+async def test_who_joins_while_the_others_still_load_is_compared_with_them(tmp_path: Path) -> None:
+    async with bench(tmp_path) as table:
+        spread, slow = made(table), Actor()
+        for name, actor in (("a", slow), ("b", Actor())):
+            await table.work(name, actor.handlers())
+        slow.gate.clear()
+        spreading = asyncio.create_task(spread.everywhere(ONE))
+        await slow.begun.wait()
+        late = Actor("other")
+        joining = asyncio.create_task(table.work("late", late.handlers()))
+        await late.begun.wait()
+        slow.gate.set()
+        await spreading
+        await _refused(table, "late", joining)
+        assert {worker.name for worker in table.dispatcher.workers()} == {"a", "b"}
+
+
+async def test_of_two_that_join_after_all_had_failed_the_second_must_prove_what_the_first_did(tmp_path: Path) -> None:
+    async with bench(tmp_path) as table:
+        spread = made(table)
+        await spread.everywhere(ONE)
+        await table.work("a", Actor().handlers())
+        await _refused(table, "b", asyncio.create_task(table.work("b", Actor("other").handlers())))
+        assert [worker.name for worker in table.dispatcher.workers()] == ["a"]
+
+
+async def _refused(table: Bench, name: str, joining: "asyncio.Task[Service]") -> None:
+    """Until the worker has been sent away."""
+    while name not in table.tasks:
+        await asyncio.sleep(0.001)
+    with pytest.raises(Rejected):
+        await asyncio.wait_for(asyncio.shield(table.tasks[name]), 10)
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
