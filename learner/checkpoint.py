@@ -22,13 +22,13 @@ from learner.trainer import Trainer
 class State(msgspec.Struct, frozen=True):
     """The frontier: the version, every group whose gradient is part of it, and the steps the implicit reward model made.
 
-    first_turns: the lengths that the watch compares later ones with.
+    lengths: those that the watch compares later ones with.
     """
 
     version: int
     trained: list[int]
     prm_updates: int = 0
-    first_turns: list[float] = []
+    lengths: dict[str, list[float]] = {}
 
 
 class CheckpointError(OSError):
@@ -80,7 +80,7 @@ def _attempt(step: Callable[[], object], ranks: Ranks) -> Exception | None:
 def _finish(trainer: Trainer, draft: Path, folder: Path, trained: set[int], keep: int) -> None:
     prm = trainer.prm.updates if trainer.prm is not None else 0
     (draft / "state.json").write_bytes(
-        msgspec.json.encode(State(trainer.version, sorted(trained), prm, trainer.watch.first_turns))
+        msgspec.json.encode(State(trainer.version, sorted(trained), prm, trainer.watch.lengths.first))
     )
     for path in draft.iterdir():  # a power cut after the rename must not leave a checkpoint with holes
         with path.open("rb") as file:
@@ -133,5 +133,5 @@ def restore(trainer: Trainer, folder: Path) -> State:
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
     trainer.version = state.version
-    trainer.watch.first_turns = list(state.first_turns)
+    trainer.watch.lengths.first |= state.lengths
     return state

@@ -64,7 +64,8 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     engine_gap: 99th percentile of |learner - engine log-probability| on turns that the version being trained sampled whole. sample_share: the
     effective sample size over the number of tokens. clip_share, mask_share: of the tokens. entropy: nats. kl: to the initial policy.
-    grad_norm: times the running median. turns: of correct trajectories, times their median in the first updates (scheme ppr).
+    grad_norm: times the running median. turns: of correct or wrong trajectories,
+    times as many or as few as in the first updates (scheme ppr).
     """
 
     engine_gap: float = 0.05
@@ -74,7 +75,7 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entropy: float = 0.01
     kl: float = 1.0
     grad_norm: float = 10.0
-    turns: float = 1.5
+    turns: float = 1.3
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from learner.config import WatchConfig
+from learner.lengths import Lengths
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -86,7 +87,7 @@ class Watch:
     def __init__(self, config: WatchConfig):
         self.config = config
         self._norms: deque[float] = deque(maxlen=20)
-        self.first_turns: list[float] = []
+        self.lengths = Lengths()
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """One sentence for each threshold passed, naming value, threshold and remedy."""
@@ -121,24 +122,7 @@ class Watch:
                 f"entropy is {values['learner/entropy']:.3g} nats (watch.entropy = {c.entropy:g}): the policy has nearly stopped"
                 " exploring: raise learner.entropy_coef or learner.kl_coef, or lower learner.lr"
             )
-        return made + self._norm(grad_norm) + self._length(values)
-
-    def _length(self, values: dict[str, float]) -> list[str]:
-        """PPR's length side effect (methods.md 5): correct trajectories that grow while their turns are paid for."""
-        turns, pay = values.get("ppr/turns_correct"), values.get("ppr/turn_pay_correct", 0.0)
-        if turns is None:
-            return []
-        if len(self.first_turns) < 5:
-            self.first_turns.append(turns)
-            return []
-        usual = float(np.median(self.first_turns))
-        if not self.config.turns or turns <= self.config.turns * usual or pay <= 0:
-            return []
-        return [
-            f"correct trajectories have {turns:.1f} turns, {turns / usual:.1f} times as many as at first (watch.turns ="
-            f" {self.config.turns:g}), and a judged turn pays {pay:+.2f} in them: length itself may be what is learnt; try"
-            " scheme_options.normalisation = 'sample', or a smaller scheduler.budget"
-        ]
+        return made + self._norm(grad_norm) + self.lengths.warnings(values, c.turns)
 
     def _norm(self, norm: float | None) -> list[str]:
         if norm is None:

@@ -16,7 +16,7 @@ import msgspec
 
 from actors.environments import registry
 from actors.environments.base import Task
-from scheduler import baselines, evaluation, report, strategies
+from scheduler import baselines, best, evaluation, report, strategies
 from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
 from scheduler.context import Context, Shop
 from scheduler.dispatch import Dispatcher, Worker
@@ -349,6 +349,8 @@ class Run:
         pairs = await together(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout))
         found = evaluation.summarise(version, self.examination, [pair for pair in pairs if pair is not None])
         self.journal.save_evaluation(version, name, msgspec.to_builtins(found))
+        if found.headline in found.measures:
+            best.keep(self.folder, self.spread.weights, found.headline, found.measures[found.headline].mean)
         values = {f"heldout/{key}": measured.mean for key, measured in found.measures.items()}
         values |= {f"heldout/{key}_half": measured.half for key, measured in found.measures.items()}
         values |= {f"count/{key}": float(self.counts[key]) for key in WORK}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from scheduler import best
 from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
 
@@ -26,6 +27,9 @@ def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Coun
         "calls": dict(calls),
         "quarantined": journal.quarantined(),
     }
+    kept = best.read(run)
+    if kept is not None:
+        summary["best"] = msgspec.to_builtins(kept[0])
     (run / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
     print("\nsummary")
     if "start" in found and "end" in found:
@@ -40,8 +44,21 @@ def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Coun
         for name, value in baselines.items():
             print(f"  baseline {name:<22} {value:.3f} {end.headline}")
         print(f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}")
+    if kept is not None:
+        print(
+            f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (tools/export --version best)"
+        )
     if summary["quarantined"]:
         print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
-    for name in ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "logs"):
+    for name in (
+        "config.json",
+        "journal.sqlite",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "weights",
+        "best",
+        "logs",
+    ):
         print(f"  {name:<15} {run / name}")
     print(f"look at a tree: tools/dump {run}", flush=True)

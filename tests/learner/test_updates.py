@@ -29,13 +29,13 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(tmp_path: Path, ll
     first = trainer(llama, tmp_path, rank)
     for version in range(2):
         first.update(batch(version, version))
-    first.watch.first_turns = [2.0, 3.0]  # what lengths are compared with is part of the run
+    first.watch.lengths.first["wrong"] = [2.0, 3.0]  # what lengths are compared with is part of the run
     checkpoint.save(first, tmp_path, {1, 2}, 3)
     resumed = trainer(llama, tmp_path, rank)
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert checkpoint.restore(resumed, found).trained == [1, 2]
-    assert resumed.watch.first_turns == [2.0, 3.0]
+    assert resumed.watch.lengths.first == {"correct": [], "wrong": [2.0, 3.0]}
     for version in range(2, 4):
         resumed.update(batch(version, version))
     for name, value in state(straight).items():

@@ -148,19 +148,3 @@ def test_a_threshold_of_zero_switches_the_gradient_norm_warning_off_and_a_skippe
         on.warnings({}, None)
     assert off.warnings({}, 1e6) == []
     assert on.warnings({}, 1e6) == []
-
-
-def test_correct_trajectories_that_grow_while_turns_pay_are_told_and_others_not() -> None:
-    def after(turns: float, pay: float, limit: float = 1.5) -> list[str]:
-        watch = Watch(WatchConfig(turns=limit))
-        for first in (2.0, 2.0, 9.0, 2.0, 2.0):
-            assert watch.warnings({"ppr/turns_correct": first, "ppr/turn_pay_correct": 0.5}, None) == []
-        assert watch.warnings({"ppr/turns_wrong": 9.0}, None) == []  # no correct one in this batch
-        return watch.warnings({"ppr/turns_correct": turns, "ppr/turn_pay_correct": pay}, None)
-
-    assert after(3.0, 0.5) == []
-    (sentence,) = after(3.1, 0.5)
-    assert "watch.turns = 1.5" in sentence
-    assert "normalisation = 'sample'" in sentence
-    assert after(3.1, -0.1) == []
-    assert after(9.0, 0.5, limit=0.0) == []

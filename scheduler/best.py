@@ -1,0 +1,74 @@
+"""The weights that did best on the held-out tasks, kept when the learner lets go of their version (methods.md 2.4: best on validation).
+
+RUN/best/vNNNNNN holds them (hard links where the file system has them, so no space twice) and best.json; there is one such folder. Version
+0 is the model that the run started from and has no weights of its own.
+"""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from scheduler.spread import Weights
+
+log = logging.getLogger("scheduler.best")
+
+
+class Best(msgspec.Struct, frozen=True):
+    """What a version reached. measure: the environment's headline; value: its mean over the held-out tasks."""
+
+    version: int
+    measure: str
+    value: float
+
+
+def read(run: Path) -> tuple[Best, Path] | None:
+    """The best version so far and its folder, if anything was evaluated."""
+    found = [(msgspec.json.decode(path.read_bytes(), type=Best), path.parent) for path in _told(run)]
+    return max(found, key=lambda pair: pair[0].value, default=None)
+
+
+def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
+    """Keep ``weights`` if they are better than the best before; whether they are. A full disk costs the copy, not the run."""
+    before = read(run)
+    if before is not None and (before[0].value >= value or before[0].version == weights.version):
+        return False
+    folder = run / "best" / f"v{weights.version:06d}"
+    draft = folder.with_suffix(".draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for path in _files(weights):
+            _link(path, draft / path.name)
+        (draft / "best.json").write_bytes(msgspec.json.encode(Best(weights.version, measure, value)))
+        draft.rename(folder)
+    except OSError as error:
+        log.warning("version %d did best so far and could not be kept: %s", weights.version, error)
+        shutil.rmtree(draft, ignore_errors=True)
+        return False
+    if before is not None:
+        shutil.rmtree(before[1], ignore_errors=True)
+    return True
+
+
+def _files(weights: Weights) -> list[Path]:
+    """Of a version; raises FileNotFoundError where it was given out of the learner's memory only."""
+    if not weights.version:
+        return []
+    files = sorted(Path(weights.path).iterdir())
+    if not any(path.suffix == ".safetensors" for path in files):
+        raise FileNotFoundError(f"{weights.path} has no file of weights: they were given out of memory")
+    return files
+
+
+def _told(run: Path) -> list[Path]:
+    return sorted((run / "best").glob("v??????/best.json"))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

@@ -1,0 +1,105 @@
+"""The best version's weights outlive the learner's clearing up, and the tools find them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scheduler import best
+from scheduler.spread import Weights
+from tools import versions
+
+
+def published(run: Path, version: int) -> Weights:
+    """A version as the learner writes it, the three newest kept."""
+    folder = run / "weights" / f"v{version:06d}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights %d" % version)
+    (folder / "manifest.json").write_text("{}")
+    for old in sorted(folder.parent.glob("v??????"))[:-3]:
+        shutil.rmtree(old)
+    return Weights(version, str(folder), "d" * 64)
+
+
+def after(run: Path, values: list[float]) -> None:
+    """A run whose versions 0, 1, .. reach ``values``."""
+    for version, value in enumerate(values):
+        best.keep(run, published(run, version) if version else Weights(), "em", value)
+
+
+def test_the_best_of_all_evaluated_versions_is_there_at_the_end(tmp_path: Path) -> None:
+    after(tmp_path, [0.1, 0.3, 0.5, 0.4, 0.2, 0.45, 0.5])
+    found = best.read(tmp_path)
+    assert found is not None
+    assert found[0] == best.Best(2, "em", 0.5)
+    assert (found[1] / "model.safetensors").read_bytes() == b"weights 2"
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["v000002"]
+    assert versions.chosen(tmp_path, "best") == (2, found[1])
+    assert versions.chosen(tmp_path, 2) == (2, found[1])
+    assert versions.chosen(tmp_path, None)[0] == 6
+    with pytest.raises(
+        ValueError, match=r"--version 3: .* holds \[2, 4, 5, 6\] \(the newest learner.keep, best 2\), and 0"
+    ):
+        versions.chosen(tmp_path, 3)
+
+
+def test_a_run_that_only_got_worse_has_its_start_as_best(tmp_path: Path) -> None:
+    after(tmp_path, [0.4, 0.3, 0.2])
+    assert versions.chosen(tmp_path, "best") == (0, None)
+
+
+def test_without_an_evaluation_there_is_no_best(tmp_path: Path) -> None:
+    published(tmp_path, 1)
+    with pytest.raises(ValueError, match="no held-out evaluation"):
+        versions.chosen(tmp_path, "best")
+    assert versions.chosen(tmp_path, None)[0] == 1
+
+
+def test_what_is_cut_off_while_it_is_written_is_not_taken_for_the_best(tmp_path: Path) -> None:
+    after(tmp_path, [0.1, 0.3])
+    draft = tmp_path / "best" / "v000002.draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"half")
+    assert best.keep(tmp_path, published(tmp_path, 2), "em", 0.4)
+    found = best.read(tmp_path)
+    assert found is not None
+    assert (found[1] / "model.safetensors").read_bytes() == b"weights 2"
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["v000002"]
+
+
+def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    after(tmp_path, [0.1, 0.3])
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copy2", full)
+    assert not best.keep(tmp_path, published(tmp_path, 2), "em", 0.4)
+    assert "could not be kept" in caplog.text
+    found = best.read(tmp_path)
+    assert found is not None
+    assert found[0].version == 1
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["v000001"]
+
+
+def test_without_hard_links_the_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(os, "link", none)
+    assert best.keep(tmp_path, published(tmp_path, 1), "em", 0.4)
+    assert (tmp_path / "best" / "v000001" / "model.safetensors").read_bytes() == b"weights 1"
+
+
+def test_weights_that_were_never_a_file_cannot_be_kept_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = published(tmp_path, 1)
+    (Path(weights.path) / "model.safetensors").unlink()
+    assert not best.keep(tmp_path, weights, "em", 0.4)
+    assert "given out of memory" in caplog.text
+    assert best.read(tmp_path) is None
