@@ -12,6 +12,7 @@ import pytest
 
 from scheduler.journal import Journal
 from tests import tiny
+from tools.versions import chosen
 
 ROOT = Path(__file__).parent.parent.parent
 UPDATES, QUESTIONS = 3, 3
@@ -135,6 +136,8 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(config: Path, tmp_p
     assert "1 tasks quarantined" in out
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary["heldout"]) == {"start", "end"}
+    best = max(summary["heldout"].values(), key=lambda found: found["measures"]["em"]["mean"])
+    assert chosen(run, "best")[0] == summary["best"]["version"] == best["version"]
     assert set(summary["baselines"]) == {"random_answer", "best_constant_answer"}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     updates = [r for r in records if "learner/groups" in r]
