@@ -66,7 +66,9 @@ class Server:
     # ------------------------------------------------------------------------------------------ routes
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answers while the server does."""
+        """Raises Refused with 503 and the reason when the engine serves no more."""
+        if self.engine.ended:
+            raise Refused(self.engine.ended, 503)
         return web.json_response({"status": "ok"})
 
     async def models(self, request: web.Request) -> web.Response:

@@ -9,6 +9,7 @@ import msgspec
 from judges.config import JudgeModelConfig
 from tools.serve_model import serve
 from wire import loop
+from wire.faults import InfrastructureFault
 
 HOST = "127.0.0.1"
 
@@ -29,10 +30,13 @@ class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
+    """Serve until SIGTERM; ends with status 1 when the engine has died, and the launcher starts it again."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
     given = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
-    loop.run(serve(given, Path(process.folder), ""))
+    try:
+        loop.run(serve(given, Path(process.folder), ""))
+    except InfrastructureFault as fault:
+        sys.exit(f"{process.name}: {fault}")
 
 
 if __name__ == "__main__":

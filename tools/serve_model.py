@@ -16,6 +16,7 @@ from actors.openai_server import Server, runner
 from tools.assets import cache_folder
 from tools.model import DEFAULT, ensure_model
 from wire import loop
+from wire.faults import InfrastructureFault
 
 _DEFAULTS = ActorsConfig()
 _CONTEXT = 4096
@@ -26,7 +27,10 @@ _PATIENCE_S = 2.0
 
 
 async def serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
-    """Serve until SIGINT or SIGTERM. Raises OSError for an address that cannot be taken, and what the engine's start raises."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises OSError for an address that cannot be taken, InfrastructureFault when the engine has died, and what the engine's start raises.
+    """
     work = asyncio.create_task(_serve(given, folder, api_key))
     if await loop.or_signal(work):
         work.result()
@@ -48,7 +52,7 @@ async def _serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
         await web.TCPSite(served, given.host, given.port, shutdown_timeout=_PATIENCE_S).start()
         host = f"[{given.host}]" if ":" in given.host else given.host
         print(f"serving {server.name} at http://{host}:{served.addresses[0][1]}/v1", flush=True)
-        await asyncio.Event().wait()
+        raise InfrastructureFault(await engine.died())
     finally:
         await served.cleanup()
         await engine.close()
@@ -70,6 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         loop.run(serve(given, ensure_model(given.model, cache_folder()), api_key))
     except (ValueError, OSError, MemoryError) as error:
         parser.exit(1, f"tools/serve-model: {error}\n")
+    except InfrastructureFault as fault:
+        parser.exit(1, f"tools/serve-model: {fault}; its traceback is above. Start the server again\n")
     return 0
 
 

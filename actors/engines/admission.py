@@ -7,7 +7,6 @@ that it is computed once. A step computes at most ``prefill_tokens`` prompt toke
 """
 
 import collections
-from collections.abc import Collection
 
 from actors.engines.attend import Chunk, grouped
 from actors.engines.memory import Memory
@@ -22,7 +21,8 @@ class Admission:
     """Waiting and prefilling requests. places: samples that may run together; all of a request's are taken at once."""
 
     def __init__(self, memory: Memory, places: int, prefill_tokens: int, counts: collections.Counter[str]):
-        self.memory, self.places, self.prefill_tokens, self.counts = memory, places, prefill_tokens, counts
+        self.memory, self.prefill_tokens, self.counts = memory, prefill_tokens, counts
+        self.places = self._all_places = places
         self.waiting: collections.deque[Waiting] = collections.deque()
         self.prefilling: list[Waiting] = []
         self.ideal = RadixCache(_IDEAL_BYTES)
@@ -74,12 +74,11 @@ class Admission:
             waiting.prefix.shelf.drop(waiting.prefix)
             self.places += waiting.request.n
 
-    def clear(self) -> Collection[Waiting]:
-        """Forget all; returns them."""
-        gone = {*self.waiting, *self.prefilling}
+    def clear(self) -> None:
+        """Forget all, as when every request has failed."""
         self.waiting.clear()
         self.prefilling.clear()
-        return gone
+        self.places = self._all_places
 
     def _computed_by_another(self, waiting: Waiting) -> bool:
         if not self.prefilling:

@@ -6,16 +6,23 @@ they have, their later tokens carry the new version, and the prefix cache starts
 
 All compute runs on one thread; the coroutines only pass messages to it. What is where: ``admission`` what starts, ``memory`` where keys
 and values stand, ``attend`` and ``decoder`` the forward of a step, ``samples`` the requests themselves.
+
+Invariant: whatever is asked is answered or failed. A RuntimeError or ValueError in a step (memory, a model that fails) fails the requests
+that have arrived and frees all they held; any other error ends the thread, which fails everything and is told by ``died``.
+
+    serving --failed step--> serving          serving --close--> ended          serving --other error--> ended, died
 """
 
 import asyncio
 import collections
+import contextlib
 import functools
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +53,10 @@ from wire.messages import (
     ScoreResult,
 )
 
+log = logging.getLogger("actors.engines.local")
+
+_CLOSED = "the engine's thread has ended: it was closed"
+
 
 class LocalEngine:
     """Implements ``actors.engines.base.Engine`` for Llama, Qwen2, Qwen3 and models built like them."""
@@ -60,7 +71,14 @@ class LocalEngine:
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._running = 0
         self._thread: threading.Thread | None = None
-        self._ended, self._gate = False, threading.Lock()
+        self.ended = ""
+        """Why nothing is served any more; "" until then."""
+        self._death: Future[str] = Future()
+        self._gate = threading.Lock()
+        self._unanswered: set[Future[Any]] = set()
+        """Of all that was asked, under the gate."""
+        self._open: set[Waiting] = set()
+        """Requests that have arrived at the thread and have not left it; the thread's own."""
         self._loading = asyncio.Lock()
         self._requests = 0
 
@@ -120,8 +138,8 @@ class LocalEngine:
             )
 
     async def died(self) -> str:
-        """Never returns: it ends with its process."""
-        return await asyncio.get_running_loop().create_future()
+        """Returns, with the reason, when an error has ended the thread; never after ``close``."""
+        return await asyncio.shield(asyncio.wrap_future(self._death))  # who stops listening must not cancel it
 
     async def close(self) -> None:
         """Stop the thread; open requests are aborted."""
@@ -140,7 +158,7 @@ class LocalEngine:
         self._requests += 1
         stream = (asyncio.get_running_loop(), on_tokens) if on_tokens is not None else None
         waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream)
-        self._send(lambda: self._admission.waiting.append(waiting))
+        self._send(waiting.future, lambda: self._arrive(waiting))
         try:
             return await asyncio.wrap_future(waiting.future)
         except asyncio.CancelledError:
@@ -194,11 +212,18 @@ class LocalEngine:
     def _grammar(self) -> Grammar:
         return Grammar(self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self.end_tokens)
 
-    def _send(self, work: Callable[[], None]) -> None:
+    def _send(self, future: Future[Any], work: Callable[[], None]) -> None:
+        """Have the thread do ``work``, which answers ``future``; should the thread end before, that fails it."""
         with self._gate:
-            if self._ended:
-                raise InfrastructureFault("the engine's thread has ended: it was closed, or it failed")
+            if self.ended:
+                raise InfrastructureFault(self.ended)
+            self._unanswered.add(future)
             self._commands.put(work)
+        future.add_done_callback(self._answered)
+
+    def _answered(self, future: Future[Any]) -> None:
+        with self._gate:
+            self._unanswered.discard(future)
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
@@ -211,48 +236,68 @@ class LocalEngine:
             except (RuntimeError, KeyError, ValueError, OSError) as error:
                 future.set_exception(InfrastructureFault(f"{type(error).__name__}: {error}"))
 
-        self._send(run)
+        self._send(future, run)
         return await asyncio.wrap_future(future)
 
     # ------------------------------------------------------------------------------------------ the engine thread
 
     def _work(self) -> None:
-        torch.set_grad_enabled(False)
-        torch.set_num_threads(self.config.threads)
+        """The thread; whatever ends it, nobody waits for ever."""
         try:
-            while True:
-                idle = not self._admission and not self._running
-                try:
-                    command = self._commands.get(block=idle)
-                except queue.Empty:
-                    command = self._timed_step
-                if command is None:
-                    return
+            torch.set_grad_enabled(False)
+            torch.set_num_threads(self.config.threads)
+            self._serve()
+            self._fail_open(_CLOSED)
+        except BaseException as error:
+            self._end(f"the engine's thread has ended: {error!r}")
+            self._death.set_result(self.ended)
+            raise  # its traceback goes to standard error
+        self._end(_CLOSED)
+
+    def _end(self, reason: str) -> None:
+        """Take nothing more, and fail all that is not answered."""
+        with self._gate:
+            self.ended = reason
+            left = list(self._unanswered)
+        for future in left:
+            with contextlib.suppress(InvalidStateError):  # its caller left just now
+                future.set_exception(InfrastructureFault(reason))
+
+    def _serve(self) -> None:
+        """Commands as they come, else a step; until closed."""
+        while True:
+            idle = not self._admission and not self._running
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                command = self._timed_step
+            if command is None:
+                return
+            try:
                 command()
-        finally:  # whatever ended it, nobody waits for ever
-            with self._gate:
-                self._ended = True
-            while not self._commands.empty():
-                if (command := self._commands.get()) is not None:
-                    command()
-            self._fail_open("engine closed")
+            except (RuntimeError, ValueError) as error:  # out of memory, or a model that fails
+                log.exception("a step failed, and with it %d requests", len(self._open))
+                self._fail_open(f"engine step failed: {error}")
 
     def _timed_step(self) -> None:
         start = time.monotonic()
         try:
             self._step()
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # out of memory, or a model that fails: every open request learns of it
-            self._fail_open(f"engine step failed: {error}")
-        self.busy_s += time.monotonic() - start
+        finally:
+            self.busy_s += time.monotonic() - start
+
+    def _arrive(self, waiting: Waiting) -> None:
+        self._open.add(waiting)
+        self._admission.waiting.append(waiting)
 
     def _fail_open(self, reason: str) -> None:
-        for waiting in {running.owner for running in self._decoding()} | set(self._admission.clear()):
-            waiting.fail(InfrastructureFault(reason))
+        """Free all memory, also what a failure left half changed; then every request that had arrived learns of it."""
+        failed, self._open = self._open, set()
+        self._admission.clear()
         self.memory.clear()
-        self._admission.places, self._running = self.config.max_batch, 0
+        self._stream, self._running = Stream(), 0
+        for waiting in failed:
+            waiting.fail(InfrastructureFault(reason))
 
     def _decoding(self) -> list[Running]:
         """The running samples in the order of their rows."""
@@ -361,6 +406,7 @@ class LocalEngine:
         if waiting.left:
             return
         waiting.prefix.shelf.drop(waiting.prefix)
+        self._open.discard(waiting)
         samples = [sample for sample in waiting.samples if sample is not None]
         if len(samples) == len(waiting.samples):
             waiting.answer(GenerateResult(samples, len(waiting.prompt), waiting.cached))
@@ -370,6 +416,7 @@ class LocalEngine:
         for running in self._decoding():
             if running.owner is waiting:
                 self._leave(running, "abort")
+        self._open.discard(waiting)
 
     def _score(self, request: ScoreRequest) -> ScoreResult:
         tokens = torch.tensor(request.tokens, dtype=torch.long, device=self.device)

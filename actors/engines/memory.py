@@ -139,9 +139,10 @@ class Memory:
         self.cache.insert(tokens, read, ending)
 
     def clear(self) -> None:
-        """Free all rows, as when every request has failed."""
+        """Free all rows and the cache, as when every request has failed: what a failure interrupted may be half changed."""
         self.prefixes.clear()
         self.tails.clear()
+        self.cache.clear()
         self.cache.limit(self.budget)
 
     def _grow(self, asked: dict[Shelf, int]) -> bool:

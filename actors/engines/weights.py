@@ -36,17 +36,29 @@ def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
 
 
 @torch.inference_mode()
+class Mixed(Exception):
+    """A model holds the new weights in part only: it must not be used again."""
+
+
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
-    """Copy the weights of ``path`` into ``model`` in place. Raises ValueError, before any change, for weights of another model."""
+    """Copy the weights of ``path`` into ``model`` in place.
+
+    Raises ValueError, before any change, for weights of another model; Mixed when the copying fails midway.
+    """
     parameters = dict(model.named_parameters())
     check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
-    if kind == "full":
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                parameters[name].copy_(file.get_tensor(name))
-        return
-    for name, tensor in merged(base, path):
-        parameters[name].copy_(tensor)
+    try:
+        for name, tensor in whole(path) if kind == "full" else merged(base, path):
+            parameters[name].copy_(tensor)
+    except Exception as error:
+        raise Mixed(f"{path} was taken in part: {type(error).__name__}: {error}") from error
+
+
+def whole(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a file."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            yield name, file.get_tensor(name)
 
 
 def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:

@@ -1,0 +1,344 @@
+"""Faults inside the embedded engine's thread: every request is answered or failed, a failed step leaves nothing held, a death is told."""
+
+import asyncio
+import itertools
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from actors import worker
+from actors.config import ActorProcess, ActorsConfig
+from actors.engines import local, radix
+from actors.engines.admission import Admission
+from actors.engines.local import LocalEngine
+from actors.engines.memory import Memory, Shelf, Stretch
+from actors.engines.radix import RadixCache
+from actors.openai_server import Server, runner
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, reference, started, version_folder, worst
+from tests.services import bench
+from wire.faults import InfrastructureFault
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling, ScoreRequest
+
+ENOUGH_S = 20
+"""What no tiny request takes; a request that is lost would wait for ever."""
+DIES = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+"""The traceback of a thread that ends goes to standard error, as it should."""
+
+
+@pytest.fixture
+async def engine(llama: Path) -> AsyncIterator[LocalEngine]:
+    """A started engine."""
+    made = await started(llama)
+    yield made
+    await made.close()
+
+
+def failing_once(real: Callable[..., Any], error: Exception, call: int = 1) -> Callable[..., Any]:
+    """``real``, whose call number ``call`` raises."""
+    calls = 0
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return real(*arguments, **named)
+
+    return failing
+
+
+@contextmanager
+def held(engine: LocalEngine) -> Iterator[None]:
+    """The thread waits while what is inside is sent, so that one step sees it all."""
+    go = threading.Event()
+
+    def wait() -> None:
+        go.wait(ENOUGH_S)
+
+    engine._commands.put(wait)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+async def together(engine: LocalEngine, requests: list[GenerateRequest]) -> list[GenerateResult | BaseException]:
+    """Results and errors of requests that arrive at once."""
+    with held(engine):
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await asyncio.sleep(0)  # each has reached the engine
+    async with asyncio.timeout(ENOUGH_S):
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def check_all_is_free_and_right(engine: LocalEngine, folder: Path) -> None:
+    """Nothing is held, and requests that need every place are answered as by a full forward."""
+    assert (engine.memory.running_bytes, engine.cache.bytes, engine.stats()["running"]) == (0, 0, 0)
+    assert (engine._admission.places, bool(engine._admission)) == (engine.config.max_batch, False)
+    prompts = [np.concatenate([ids(70, 20), ids(71 + i, 4)]) for i in range(3)]
+    done = await together(engine, [GenerateRequest(p, engine.config.max_batch, Sampling(4)) for p in prompts])
+    assert worst(reference(folder), list(zip(prompts, done, strict=True))) < GREATEST_DIFFERENCE  # pyright: ignore
+    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    assert sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
+
+
+HEAD = ids(60, 20)
+SIBLINGS = [GenerateRequest(np.concatenate([HEAD, ids(61, 3)]), 2, Sampling(6)) for _ in range(2)]
+"""The second waits for the prefix of the first."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (Shelf, "resize", 1),  # the first starts
+        (Memory, "reserve", 2),  # the third starts, while the second waits for the first's prefix
+        (Admission, "chunks", 1),
+        (LocalEngine, "_forward", 1),
+        (LocalEngine, "_forward", 3),  # samples decode
+        (Memory, "keep", 1),  # a prompt is whole
+        (Memory, "keep", 2),
+        (local, "pick", 1),
+        (local, "pick", 3),
+        (LocalEngine, "_leave", 2),  # a sample is done
+    ],
+)
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+async def test_a_step_that_fails_anywhere_fails_every_open_request_and_the_engine_goes_on(
+    llama: Path,
+    engine: LocalEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    call: int,
+    error: type[Exception],
+) -> None:
+    monkeypatch.setattr(owner, name, failing_once(getattr(owner, name), error("no memory"), call))
+    results = await together(engine, [*SIBLINGS, GenerateRequest(ids(63, 30), 3, Sampling(6))])
+    assert [(type(result), str(result)) for result in results] == [
+        (InfrastructureFault, "engine step failed: no memory")
+    ] * 3
+    await check_all_is_free_and_right(engine, llama)
+
+
+async def test_a_cache_that_a_failure_left_half_changed_is_not_used(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await started(llama, kv_cache_gib=60_000 / 2**30)
+    child, other = np.concatenate([HEAD, ids(64, 9)]), np.concatenate([HEAD, ids(64, 4), ids(65, 5)])
+    for prompt in (HEAD, child):
+        await together(engine, [GenerateRequest(prompt, 1, Sampling(1))])
+    # The cache has cut the child's edge in two for the other prompt, and fails to copy the rest of that.
+    monkeypatch.setattr(Stretch, "view", failing_once(Stretch.view, RuntimeError("no memory")))
+    (result,) = await together(engine, [GenerateRequest(other, 1, Sampling(1))])
+    assert isinstance(result, InfrastructureFault)
+    for seed in range(6):  # the cache fills: what is least recently used is evicted
+        (done,) = await together(engine, [GenerateRequest(ids(80 + seed, 60), 1, Sampling(4))])
+        assert worst(reference(llama), [(ids(80 + seed, 60), done)]) < GREATEST_DIFFERENCE  # pyright: ignore
+    await engine.close()
+    assert engine.cache.evicted_tokens > 0
+
+
+async def test_an_abort_that_fails_fails_the_others_and_the_engine_goes_on(
+    llama: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [asyncio.create_task(engine.generate(GenerateRequest(ids(i, 10), 2, Sampling(200)))) for i in range(2)]
+    while not engine.counts["decoded_tokens"]:
+        await asyncio.sleep(0)
+    monkeypatch.setattr(Shelf, "drop", failing_once(Shelf.drop, RuntimeError("no memory")))
+    tasks[0].cancel()
+    async with asyncio.timeout(ENOUGH_S):
+        with pytest.raises(InfrastructureFault, match="no memory"):
+            await tasks[1]
+    await check_all_is_free_and_right(engine, llama)
+
+
+async def test_tokens_of_a_step_that_failed_are_not_told_after_the_failure(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(engine, "_finish", failing_once(engine._finish, RuntimeError("no memory")))
+    with pytest.raises(InfrastructureFault):
+        await engine.generate(GenerateRequest(ids(1, 5), 2, Sampling(3)), lambda index, tokens, _: told.append(index))
+    await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(3)), lambda *_: None)
+    assert told == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_failed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    engine = await started(llama, prefill_tokens=32, kv_cache_gib=300_000 / 2**30)
+    odds, sizes = random.Random(seed), np.random.default_rng(seed)
+
+    def sometimes(real: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*arguments: Any, **named: Any) -> Any:
+            if odds.random() < 0.01:
+                raise RuntimeError("no memory")
+            return real(*arguments, **named)
+
+        return failing
+
+    places = [
+        (Shelf, "resize"),
+        (Shelf, "put"),
+        (Shelf, "drop"),
+        (Memory, "reserve"),
+        (Memory, "keep"),
+        (radix, "_part"),
+    ]
+    with monkeypatch.context() as patched:
+        for owner, name in [*places, (RadixCache, "match"), (LocalEngine, "_forward"), (local, "pick")]:
+            patched.setattr(owner, name, sometimes(getattr(owner, name)))
+        prompts = [np.concatenate([HEAD[: sizes.integers(20)], ids(i, int(sizes.integers(1, 60)))]) for i in range(60)]
+        asks = [GenerateRequest(p, int(sizes.integers(1, 6)), Sampling(int(sizes.integers(1, 12)))) for p in prompts]
+        results = [r for i in range(0, 60, 6) for r in await together(engine, asks[i : i + 6])]
+    right = [(p, r) for p, r in zip(prompts, results, strict=True) if isinstance(r, GenerateResult)]
+    assert {type(result) for result in results} == {GenerateResult, InfrastructureFault}
+    assert worst(reference(llama), right) < GREATEST_DIFFERENCE
+    assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
+    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    assert sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
+    assert engine._admission.places == engine.config.max_batch
+    await engine.close()
+
+
+# ---------------------------------------------------------------------------------------------- death
+
+
+def boom(*_: Any) -> Any:
+    """A mistake that no step is expected to make."""
+    raise KeyError("boom")
+
+
+@DIES
+@pytest.mark.parametrize("error", [KeyError("boom"), MemoryError("boom"), AssertionError("boom")])
+async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_more(
+    tmp_path: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    reached, go = asyncio.Event(), threading.Event()
+    told = asyncio.get_running_loop()
+
+    def dying(*_: Any) -> Any:
+        told.call_soon_threadsafe(reached.set)
+        go.wait(ENOUGH_S)
+        raise error
+
+    monkeypatch.setattr(engine, "_forward", dying)
+    deaths = [asyncio.create_task(engine.died()) for _ in range(2)]
+    async with asyncio.timeout(ENOUGH_S):
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(engine.generate(r)) for r in SIBLINGS]
+        await reached.wait()  # what comes now stays before the thread's door
+        tasks.append(asyncio.create_task(engine.generate(SIBLINGS[0])))
+        tasks.append(asyncio.create_task(engine.score(ScoreRequest(HEAD))))
+        await asyncio.sleep(0)
+        deaths[0].cancel()  # one who no longer listens leaves the others be
+        go.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        reason = await deaths[1]
+        assert reason == engine.ended == f"the engine's thread has ended: {error!r}"
+        assert [(type(result), str(result)) for result in results] == [(InfrastructureFault, reason)] * 4
+        assert await engine.died() == reason  # also to who asks late
+        for late in (engine.generate(SIBLINGS[0]), engine.score(ScoreRequest(HEAD))):
+            with pytest.raises(InfrastructureFault, match="boom"):
+                await late
+
+
+@DIES
+async def test_a_score_or_a_load_that_ends_the_thread_is_failed_too(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalEngine, "_score", failing_once(boom, AssertionError("boom")))
+    monkeypatch.setattr(LocalEngine, "_swap", failing_once(boom, AssertionError("boom")))
+    monkeypatch.setattr(local.weights, "verified_file", lambda *_: ("full", tmp_path))
+    for ask in (lambda e: e.score(ScoreRequest(HEAD)), lambda e: e.load(LoadRequest(1, str(tmp_path), ""))):
+        engine = await started(llama)
+        async with asyncio.timeout(ENOUGH_S):
+            with pytest.raises(InfrastructureFault, match="boom"):
+                await ask(engine)
+            assert "boom" in await engine.died()
+        await engine.close()
+
+
+@DIES
+async def test_weights_taken_in_part_are_never_sampled_from(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that fails midway leaves a mixture: the actor ends, and is started anew with the newest weights."""
+    folder, digest, _ = version_folder(tmp_path, llama, 1)
+
+    def cut(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from itertools.islice(whole(path), 3)
+        raise OSError("the file system is gone")
+
+    whole = local.weights.whole
+    monkeypatch.setattr(local.weights, "whole", cut)
+    engine = await started(llama)
+    async with asyncio.timeout(ENOUGH_S):
+        with pytest.raises(InfrastructureFault, match="taken in part"):
+            await engine.load(LoadRequest(1, str(folder), digest))
+        assert "the file system is gone" in await engine.died()
+        with pytest.raises(InfrastructureFault, match="taken in part"):
+            await engine.generate(SIBLINGS[0])
+    await engine.close()
+
+
+async def test_a_close_is_no_death(engine: LocalEngine) -> None:
+    gone = asyncio.create_task(engine.died())
+    task = asyncio.create_task(engine.generate(GenerateRequest(ids(1, 10), 2, Sampling(200))))
+    while not engine.counts["decoded_tokens"]:
+        await asyncio.sleep(0)
+    await engine.close()
+    with pytest.raises(InfrastructureFault, match="closed"):
+        await task
+    await asyncio.sleep(0)
+    assert not (engine._death.done() or gone.done())
+    assert "closed" in engine.ended
+    gone.cancel()
+
+
+@DIES
+async def test_an_actor_whose_engine_died_fails_its_calls_and_ends(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalEngine, "_forward", boom)
+    settings = ActorsConfig(dtype="float32", max_context=256)
+    async with bench(tmp_path) as b, asyncio.timeout(ENOUGH_S):
+        (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
+        actor = asyncio.create_task(worker.run(ActorProcess("actor-0", str(tmp_path), 0, str(llama), settings)))
+        await b.dispatcher.wait_for("generate", 1, ENOUGH_S)
+        call = asyncio.create_task(b.dispatcher.call("generate", SIBLINGS[0], deadline=ENOUGH_S))
+        with pytest.raises(InfrastructureFault, match=r"actor-0: the engine's thread has ended: KeyError\('boom'\)"):
+            await actor
+        call.cancel()
+        await asyncio.wait([call])
+
+
+@DIES
+async def test_a_server_says_that_its_engine_is_dead_and_why(
+    llama: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_forward", boom)
+    served = runner(Server(engine, llama))
+    await served.setup()
+    await web.TCPSite(served, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{served.addresses[0][1]}"
+    async with asyncio.timeout(ENOUGH_S), aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/health") as answer:
+            assert answer.status == 200
+        for _ in range(2):
+            async with session.post(f"{url}/v1/completions", json={"prompt": "a tree"}) as answer:
+                assert (answer.status, "boom" in await answer.text()) == (503, True)
+        async with session.get(f"{url}/health") as answer:
+            body = await answer.json()
+    await served.cleanup()
+    assert answer.status == 503
+    assert body["error"]["message"] == "the engine's thread has ended: KeyError('boom')"

@@ -1,0 +1,69 @@
+"""A model server whose engine dies says why and ends with status 1, as tools/serve-model and inside a run."""
+
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from judges.config import JudgeModelConfig
+from tools.judge_model import JudgeModelProcess
+
+DYING = """
+import sys
+from actors.engines.local import LocalEngine
+from tools import judge_model, serve_model
+
+def boom(*_):
+    raise KeyError("boom")
+
+LocalEngine._step = boom
+"""
+REASON = "the engine's thread has ended: KeyError('boom')"
+ENOUGH_S = 60
+
+
+@contextmanager
+def server(last: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A server whose engine dies of its first request."""
+    command = [sys.executable, "-c", DYING + last, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+def last_words(server: subprocess.Popen[str]) -> str:
+    """Ask for a completion, which must be refused with the reason; then the server must end by itself with status 1."""
+    assert server.stdout is not None
+    url = server.stdout.readline().split(" at ")[1].strip()
+    request = urllib.request.Request(f"{url}/completions", b'{"prompt": "a tree"}')
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=ENOUGH_S)
+    assert (refused.value.code, b"boom" in refused.value.read()) == (503, True)
+    _, errors = server.communicate(timeout=ENOUGH_S)
+    assert server.returncode == 1
+    assert errors.count("Traceback") == 1  # that of the engine's thread
+    return errors.splitlines()[-1]
+
+
+def test_serve_model_ends_with_status_1_and_the_reason_when_its_engine_dies(llama: Path) -> None:
+    options = ["--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
+    with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options) as made:
+        assert last_words(made) == f"tools/serve-model: {REASON}; its traceback is above. Start the server again"
+
+
+def test_the_judge_model_of_a_run_ends_with_status_1_so_that_the_launcher_starts_it_again(
+    tmp_path: Path, llama: Path
+) -> None:
+    model = JudgeModelConfig(max_context=256, kv_cache_gib=0.01)
+    file = tmp_path / "judge-model.json"
+    file.write_bytes(msgspec.json.encode(JudgeModelProcess("judge-model", str(tmp_path), str(llama), 0, model)))
+    with server("judge_model.main()", str(file)) as made:
+        assert last_words(made) == f"judge-model: {REASON}"
