@@ -63,7 +63,7 @@ class SGLangEngine:
             self.facts = facts = await self.way.facts()
             self.longest = min(self.config.max_context, facts.context or self.config.max_context)
             await self.weights.start(facts)
-            if facts.version not in ("", "default", "0"):  # of a run before, or of this actor's life before
+            if facts.updated:  # by a run before, or in this actor's life before
                 self._broken = f"it holds weight version {facts.version} from before and waits for this run's weights; start it anew for a new run"
         except BaseException:
             await self.way.close()
@@ -82,7 +82,7 @@ class SGLangEngine:
     # ------------------------------------------------------------------------------------------ requests
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """``request.n`` continuations of one prefix; cancelling the coroutine aborts them."""
+        """``request.n`` continuations of one prefix; when the coroutine is cancelled, or one fails, none goes on."""
         checks.request(request, self.config.max_batch, self.longest)
         checks.tokens(request.tokens, self.facts.vocabulary, self.folder)
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
@@ -90,7 +90,7 @@ class SGLangEngine:
         try:
             prefix = None if request.n == 1 else await self._prefill(request.tokens, names[0] + _PREFIX)
             answers = await self._ask(self._body(request, names))
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError):
             await asyncio.shield(self.way.abort(names if request.n == 1 else [*names, names[0] + _PREFIX]))
             raise
         finally:
@@ -127,26 +127,39 @@ class SGLangEngine:
         return ScoreResult(values, self._number(answer["meta_info"].get("weight_version")))
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Pause, update every server, prove it, go on. After a failure this engine serves nothing until a load succeeds."""
+        """Verify, update every server, prove it, go on. After a failure this engine serves nothing until a load succeeds.
+
+        Requests are held back only while whole weights are on their way; an adapter comes into force between two requests.
+        """
         async with self._updating:
             start = time.monotonic()
-            self._open.clear()
             try:
-                update = await self.weights.update(request)
-                self.version, self._broken = request.version, ""
+                ready = await self.weights.prepare(request)
             except sglang_weights.Refused as refused:  # nothing has changed anywhere
                 raise InfrastructureFault(str(refused)) from None
-            except BaseException as error:
-                self._failures += 1
-                self._broken = f"the update to version {request.version} failed ({error!r}); weights are unknown until one succeeds"
-                if isinstance(error, Exception) and not isinstance(error, InfrastructureFault):
-                    raise InfrastructureFault(f"{self.way.name}: {type(error).__name__}: {error}") from error
-                raise
-            finally:
-                self._open.set()
+            update = await self._update(ready)
             self.counts["loaded_bytes"] += update.bytes
             self.counts["updates"] += 1
+            await self.weights.tidy()
             return LoadResult(request.version, request.digest, time.monotonic() - start, update.proof)
+
+    async def _update(self, ready: sglang_weights.Ready) -> sglang_weights.Update:
+        """The step that changes something; the version is named in the step in which its weights come into force."""
+        version = ready.request.version
+        if ready.chosen != "adapter":
+            self._open.clear()
+        try:
+            update = await self.weights.update(ready)
+            self.version, self._broken = version, ""
+            return update
+        except BaseException as error:
+            self._failures += 1
+            self._broken = f"the update to version {version} failed ({error!r}); weights are unknown until one succeeds"
+            if isinstance(error, Exception) and not isinstance(error, InfrastructureFault):
+                raise InfrastructureFault(f"{self.way.name}: {type(error).__name__}: {error}") from error
+            raise
+        finally:
+            self._open.set()
 
     def stats(self) -> dict[str, float]:
         """Counters; see ``actors.engines.base``. busy_s: time with at least one request in flight."""

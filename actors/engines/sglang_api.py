@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 import msgspec
 
 from actors.config import ActorsConfig
+from actors.engines.weights import BaseWeights
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 
@@ -20,6 +21,9 @@ _EACH = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path")
 
 NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 """Variables unless the user sets them: SGLang would spend 65 s on dumps, answering nobody, before it ends after a child of it has."""
+
+FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+"""Variables whatever the user's shell holds: with this one set, log-probabilities would be those before temperature."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -37,6 +41,11 @@ class Facts(msgspec.Struct, frozen=True):
     tp: int = 1
     version: str = ""
     mask: int = 4096
+
+    @property
+    def updated(self) -> bool:
+        """Whether somebody has changed its weights since it started."""
+        return self.version not in ("", "default", "0")
 
 
 class Api(Protocol):
@@ -231,6 +240,9 @@ class Remote:
 
 def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
     """Of sglang's ServerArgs: what the settings of an actor mean there, and the user's own."""
+    given = config.sglang.arguments
+    derived = given.get("enable_lora") and "lora_target_modules" not in given
+    adapters = {"lora_target_modules": linear_layers(Path(model))} if derived else {}
     return {
         "model_path": model,
         "weight_version": "0",
@@ -238,7 +250,17 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
         "max_running_requests": config.max_batch,
         "chunked_prefill_size": config.prefill_tokens,
         "enable_cache_report": True,
-    } | config.sglang.arguments
+        **adapters,
+    } | given
+
+
+def linear_layers(model: Path) -> list[str]:
+    """Names of the layers that the learner's adapters change: all linear ones but the head, as PEFT's "all-linear" has them."""
+    with BaseWeights(model) as base:
+        names = [
+            name.split(".") for name, shape in base.shapes().items() if len(shape) == 2 and name.endswith(".weight")
+        ]
+    return sorted({parts[-2] for parts in names} - {"embed_tokens", "lm_head"})
 
 
 def read_facts(model: str, info: dict[str, Any]) -> Facts:

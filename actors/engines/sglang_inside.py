@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from actors.config import ActorsConfig
-from actors.engines.sglang_api import NO_DUMPS, Facts, arguments, read_facts
+from actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, arguments, read_facts
 from wire.faults import DataFault, InfrastructureFault
 
 _CALLS = {
@@ -54,6 +54,7 @@ class Inside:
         """
         for name, value in NO_DUMPS.items():
             os.environ.setdefault(name, value)
+        os.environ.update(FIXED)
         try:
             from sglang import Engine  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError as error:

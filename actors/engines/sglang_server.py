@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ActorsConfig
-from actors.engines.sglang_api import NO_DUMPS, Facts, Http, arguments
+from actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Http, arguments
 from wire.faults import InfrastructureFault
 
 log = logging.getLogger("actors.sglang.server")
@@ -55,6 +55,7 @@ class Launched:
         environment = NO_DUMPS | os.environ | own | self.config.environment
         if "PYTHONPATH" in self.config.environment:
             environment["PYTHONPATH"] = f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_ROOT}"
+        environment |= FIXED
         python = self.config.python or sys.executable
         try:
             self._process = await asyncio.create_subprocess_exec(

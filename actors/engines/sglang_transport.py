@@ -15,7 +15,6 @@ from actors.engines.sglang_api import Facts, Way
 from actors.engines.sglang_pull import Pull
 from wire import hardware
 from wire.faults import InfrastructureFault
-from wire.messages import LoadRequest
 from wire.published import Manifest
 
 Transport = Literal["disk", "merged", "adapter", "tensor", "distributed"]
@@ -66,17 +65,13 @@ async def prepare(chosen: Transport, way: Way, manifest: Manifest, config: SGLan
     return asked
 
 
-async def move(
-    chosen: Transport, way: Way, base: Path, request: LoadRequest, config: SGLangConfig, pulls: list[Pull]
-) -> int:
-    """Bytes that reached each server. Raises InfrastructureFault when any server does not confirm."""
-    folder = Path(request.path)
-    if chosen == "disk":
-        return await _from_disk(way, folder, request.version, config)
-    if chosen == "merged":
-        with tempfile.TemporaryDirectory(prefix="coppice-merged-") as scratch:
-            await asyncio.to_thread(_merge, base, folder, Path(scratch))
-            return await _from_disk(way, Path(scratch), request.version, config)
+async def move(chosen: Transport, way: Way, folder: Path, version: int, config: SGLangConfig, pulls: list[Pull]) -> int:
+    """Bytes that reached each server, from the file in ``folder`` or out of the learner's memory.
+
+    Raises InfrastructureFault when any server does not confirm.
+    """
+    if chosen in ("disk", "merged"):
+        return await _from_disk(way, folder, version, config)
     return max(await gathered(pull.take() for pull in pulls))
 
 
@@ -98,8 +93,8 @@ async def _from_disk(way: Way, folder: Path, version: int, config: SGLangConfig)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _merge(base: Path, adapter: Path, folder: Path) -> None:
-    """The weights that an adapter changes as a file of their own, in the base model's number type."""
+def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder with the weights that an adapter changes as a file of their own, in the base model's number type."""
     from safetensors.torch import save_file
 
     from actors.engines.weights import BaseWeights, merged
@@ -110,7 +105,9 @@ def _merge(base: Path, adapter: Path, folder: Path) -> None:
             name: tensor.to(stored.get(name).dtype).contiguous()
             for name, tensor in merged(base, adapter / FILES["lora"])
         }
-    save_file(tensors, folder / FILES["full"], metadata={"format": "pt"})
+    folder = tempfile.TemporaryDirectory(prefix="coppice-merged-")
+    save_file(tensors, Path(folder.name) / FILES["full"], metadata={"format": "pt"})
+    return folder
 
 
 def here(config: SGLangConfig, way: Way) -> tuple[str, frozenset[str]]:

@@ -7,6 +7,7 @@ others do not have. Transports are in ``sglang_transport``; adapters travel alon
 import asyncio
 import hashlib
 import logging
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -32,6 +33,17 @@ _ADAPTERS_KEPT = 2
 
 class Refused(Exception):
     """The update was refused before anything changed."""
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """A version that was verified and has what its transport needs. folder: of its file; scratch: that folder, where it was made here."""
+
+    request: LoadRequest
+    chosen: transport.Transport
+    folder: Path
+    pulls: list[transport.Pull]
+    scratch: tempfile.TemporaryDirectory[str] | None
+    begun: float
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -67,29 +79,52 @@ class Weights:
         while self._adapters:
             await self._unload(self._adapters.pop())
 
-    async def update(self, request: LoadRequest) -> Update:
-        """Bring ``request.version`` into force. Raises Refused when nothing was changed, InfrastructureFault when something may be."""
-        start = time.monotonic()
-        folder, pulls = Path(request.path), []
+    async def prepare(self, request: LoadRequest) -> Ready:
+        """All that can be done while requests go on. Raises Refused; nothing was changed then."""
+        begun, folder, scratch = time.monotonic(), Path(request.path), None
         try:
             manifest = published.read(folder, request.digest)
             chosen = transport.choose(manifest, self.facts, self.config, *transport.here(self.config, self.way))
+            if chosen == "adapter" and self.facts.updated and not self._digest:
+                raise InfrastructureFault(
+                    f"{self.way.name} holds weight version {self.facts.version} from before, and an adapter is one of the base model's weights:"
+                    " start it anew"
+                )
             if chosen in ("adapter", "disk", "merged"):
                 await asyncio.to_thread(self._verify, folder, request.digest)
+            if chosen == "merged":
+                scratch = await asyncio.to_thread(transport.merge, self.base, folder)
+                folder = Path(scratch.name)
             pulls = await transport.prepare(chosen, self.way, manifest, self.config)
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise Refused(str(fault)) from None
-        if chosen == "adapter":
-            size, pause = await self._adapter(request, folder), 0.0
-        else:
-            size, pause = await self._paused(request, chosen, pulls)
-        seconds = time.monotonic() - start
+        return Ready(request, chosen, folder, pulls, scratch, begun)
+
+    async def update(self, ready: Ready) -> Update:
+        """Bring the version into force. Raises InfrastructureFault when something may have changed.
+
+        An adapter needs no pause: requests may go on meanwhile. Whole weights pause generation, and no request may be sent until this is over.
+        """
+        request, chosen = ready.request, ready.chosen
+        try:
+            size, pause = (
+                await self._adapter(request, ready.folder) if chosen == "adapter" else await self._paused(ready)
+            )
+        finally:
+            if ready.scratch is not None:
+                ready.scratch.cleanup()
+        seconds = time.monotonic() - ready.begun
         proof = hashlib.sha256(f"{self._held}{request.digest if self.adapter else ''}".encode()).hexdigest()
         log.info(
             "version %d by %s: %.1f MB in %.2f s (%.0f MB/s), generation paused for %.2f s, checksum %s",
             request.version, chosen, size / 1e6, seconds, size / 1e6 / seconds, pause, proof[:16],
         )  # fmt: skip
         return Update(chosen, size, seconds, pause, proof)
+
+    async def tidy(self) -> None:
+        """Take adapters that no new request names from the servers. SGLang waits for requests that still use one."""
+        while len(self._adapters) > _ADAPTERS_KEPT:
+            await self._unload(self._adapters.pop(0))
 
     def _verify(self, folder: Path, expected: str) -> None:
         """The file is whole, and of this model: SGLang dies of a wrong shape, and says nothing of a missing or unknown name."""
@@ -99,23 +134,23 @@ class Weights:
 
     # ------------------------------------------------------------------------------------------ whole weights
 
-    async def _paused(
-        self, request: LoadRequest, chosen: transport.Transport, pulls: list[transport.Pull]
-    ) -> tuple[int, float]:
+    async def _paused(self, ready: Ready) -> tuple[int, float]:
         """Bytes moved and seconds paused. Generation goes on whatever happens; after a failure running requests are aborted first."""
         begun, moved = time.monotonic(), False
         try:
             await self._all("/pause_generation", {"mode": self.config.pause})
             # What is sampled before the whole version is there bears a name that no version has.
-            between = {"new_version": f"{MOVING}{request.version}", "abort_all_requests": False}
+            between = {"new_version": f"{MOVING}{ready.request.version}", "abort_all_requests": False}
             await self._all("/update_weight_version", between)
-            size = await transport.move(chosen, self.way, self.base, request, self.config, pulls)
-            await self._prove(request, chosen)
+            size = await transport.move(
+                ready.chosen, self.way, ready.folder, ready.request.version, self.config, ready.pulls
+            )
+            await self._prove(ready)
             moved = True
         finally:
             await asyncio.shield(asyncio.ensure_future(self._go_on(abort=not moved)))
             if not moved:
-                for pull in pulls:
+                for pull in ready.pulls:
                     await pull.release()
         self.adapter = ""
         return size, time.monotonic() - begun
@@ -131,11 +166,12 @@ class Weights:
                     raise
                 log.warning("%s", fault)
 
-    async def _prove(self, request: LoadRequest, chosen: transport.Transport) -> None:
+    async def _prove(self, ready: Ready) -> None:
         """Raises InfrastructureFault unless all servers hold the same weights, others than before, and where it can be seen, those of the file.
 
         On a GPU SGLang's checksum cannot be computed from a file; there the learner's watch sees weights that differ from its own.
         """
+        request = ready.request
         answers = await self._all("/weights_checker", {"action": "checksum"})
         held = self._agreed(answers)
         if held == self._held and request.digest != self._digest:
@@ -144,8 +180,8 @@ class Weights:
                     f"{self.way.name} reports success, but its weights are those from before version {request.version}"
                 )
             log.warning("version %d left the weights as they were at the start", request.version)
-        if chosen == "disk" and self.facts.device == "cpu" and self.facts.tp == 1:
-            path = Path(request.path) / published.FILES["full"]
+        if ready.chosen in ("disk", "merged") and self.facts.device == "cpu" and self.facts.tp == 1:
+            path = ready.folder / published.FILES["full"]
             for answer in answers:
                 found = answer["ranks"][0]["checksums"]
                 await asyncio.to_thread(_compare, path, found, _STORED.get(self.facts.dtype, ""))
@@ -161,19 +197,23 @@ class Weights:
 
     # ------------------------------------------------------------------------------------------ adapters
 
-    async def _adapter(self, request: LoadRequest, folder: Path) -> int:
-        """Load an adapter; requests from now on use it, running ones keep theirs.
+    async def _adapter(self, request: LoadRequest, folder: Path) -> tuple[int, float]:
+        """Load an adapter onto the weights that it was made for; requests from now on use it, running ones keep theirs.
 
-        Its name is of this engine's life only: servers outlive actors, and refuse a name that they know.
+        Its name is of this engine's life only: servers outlive actors, and refuse a name that they know. Returns bytes, and no pause.
         """
         size = (folder / published.FILES["lora"]).stat().st_size
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
         self._adapters.append(name)
-        while len(self._adapters) > _ADAPTERS_KEPT:
-            await self._unload(self._adapters.pop(0))
         await self._all("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        held = self._agreed(await self._all("/weights_checker", {"action": "checksum"}))
+        if held != self._held:
+            raise InfrastructureFault(
+                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this actor last saw them ({self._held[:16]}): was"
+                " it started anew with another model, or updated by somebody else? Start it with the run's model, then this actor"
+            )
         self.adapter = name
-        return size
+        return size, 0.0
 
     async def _unload(self, name: str) -> None:
         """SGLang waits for the requests that still use it; an adapter that stays costs its memory and nothing else."""
@@ -196,8 +236,8 @@ _PADDED = ("embed_tokens", "lm_head")
 def _compare(path: Path, held: dict[str, str], dtype: str) -> None:
     """Tensors that a CPU server holds as the file does must have the file's checksum. Raises InfrastructureFault.
 
-    There SGLang's checksum of a tensor is the first eight bytes of its SHA-256. Fused tensors have names of their own and are passed over,
-    as are those whose rows it pads.
+    There SGLang's checksum of a tensor is the first eight bytes of its SHA-256. Tensors that it fuses, or wraps for adapters, have names of
+    their own there and are passed over, as are those whose rows it pads.
     """
     wrong = [
         name

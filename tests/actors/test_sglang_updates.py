@@ -4,6 +4,7 @@ The server is scripted: a real one cannot be made to fail at a chosen step. What
 """
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from actors.config import ActorsConfig, SGLangConfig
-from actors.engines import sglang
+from actors.engines import sglang, sglang_api
 from actors.engines.sglang_api import Facts
 from wire import digest
 from wire.faults import InfrastructureFault
@@ -35,6 +36,8 @@ class Scripted:
         self.fails: dict[str, BaseException] = {}
         self.calls: list[str] = []
         self.finish = "length"
+        self.aborted: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
 
     async def start(self) -> None: ...
 
@@ -42,14 +45,18 @@ class Scripted:
         return Facts(1000, 1000, 260, "cuda", "float32", 1, self.version)
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.bodies.append(body)
         await asyncio.sleep(0.05)  # on its way
+        if "/generate" in self.fails:
+            raise self.fails.pop("/generate")
         while self.paused:
             await asyncio.sleep(0.01)
         meta = {"weight_version": self.version, "prompt_tokens": 3, "cached_tokens": 0}
         meta |= {"finish_reason": {"type": self.finish}, "output_token_logprobs": [[-1.0, 1, None]]}
         return {"output_ids": [1], "meta_info": meta}
 
-    async def abort(self, names: list[str]) -> None: ...
+    async def abort(self, names: list[str]) -> None:
+        self.aborted += names
 
     async def died(self) -> str:
         return ""
@@ -83,6 +90,43 @@ def version(folder: Path, number: int) -> LoadRequest:
     return LoadRequest(number, str(place), proof)
 
 
+def adapter(folder: Path, number: int) -> LoadRequest:
+    """A published adapter, which only a real SGLang could read."""
+    place = folder / f"a{number}"
+    place.mkdir()
+    save_file({"a": torch.full((4,), float(number))}, place / "adapter_model.safetensors")
+    proof = digest.safetensors_file(place / "adapter_model.safetensors")
+    Manifest(number, "lora", proof).write(place)
+    return LoadRequest(number, str(place), proof)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Scripted]:
+    """By URL, those that an engine reaches: a router and what is behind it. The router samples what its first worker holds."""
+    made: dict[str, Scripted] = {}
+
+    class Behind(Scripted):
+        def __init__(self, url: str, *_: Any) -> None:
+            super().__init__()
+            self.url = url
+            made[url] = self
+
+        async def healthy(self) -> bool:
+            return True
+
+        async def facts(self, model: str = "") -> Facts:
+            return await super().facts()
+
+        async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
+            if path == "/generate":
+                self.version = made["http://one"].version
+                return await self.generate(body)
+            return await super().call(path, body, timeout_s)
+
+    monkeypatch.setattr(sglang_api, "Http", Behind)
+    return made
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     made = Scripted()
@@ -90,12 +134,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     return made
 
 
-async def started(tmp_path: Path) -> sglang.SGLangEngine:
+async def started(tmp_path: Path, settings: SGLangConfig = SGLangConfig(update_timeout_s=5)) -> sglang.SGLangEngine:
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")
     save_file({"a": torch.zeros(4)}, base / "model.safetensors")
-    config = ActorsConfig(max_batch=8, max_context=512, sglang=SGLangConfig(update_timeout_s=5))
+    config = ActorsConfig(max_batch=8, max_context=512, sglang=settings)
     made = sglang.SGLangEngine(str(base), config)
     await made.start()
     await made.load(version(tmp_path, 1))
@@ -174,3 +218,134 @@ async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(server
     await engine.start()
     with pytest.raises(InfrastructureFault, match="moving-1"):
         await engine.generate(REQUEST)
+
+
+@pytest.mark.parametrize(
+    "error", [InfrastructureFault("no answer within 1800 s"), TimeoutError(), asyncio.CancelledError()]
+)
+async def test_a_request_that_nobody_waits_for_any_more_is_aborted(
+    server: Scripted, tmp_path: Path, error: BaseException
+) -> None:
+    engine = await started(tmp_path)
+    server.fails = {"/generate": error}
+    with pytest.raises(type(error)):
+        await engine.generate(REQUEST)
+    assert server.aborted == [server.bodies[-1]["rid"]]
+
+
+async def test_requests_go_on_while_a_version_is_verified(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await started(tmp_path)
+    verifying, verified = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(folder: Path, expected: str) -> None:
+        loop.call_soon_threadsafe(verifying.set)
+        verified.wait(30)
+
+    monkeypatch.setattr(engine.weights, "_verify", slow)
+    update = asyncio.create_task(engine.load(version(tmp_path, 2)))
+    await verifying.wait()
+    try:
+        assert (await asyncio.wait_for(engine.generate(REQUEST), 10)).samples[0].versions.tolist() == [1]
+    finally:
+        verified.set()
+    await update
+    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [2]
+
+
+class Held:
+    """Calls of ``path`` stand still from where the server has taken them until ``release``."""
+
+    def __init__(self, server: Scripted, path: str):
+        self.path, self.answer = path, server.call
+        self.reached, self.release = asyncio.Event(), asyncio.Event()
+        server.call = self.call  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
+        answer = await self.answer(path, body, timeout_s)
+        if path == self.path:
+            self.reached.set()
+            await self.release.wait()
+        return answer
+
+
+async def test_an_adapter_comes_into_force_without_a_pause_and_the_oldest_goes_after_it(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await started(tmp_path)
+    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    for number in (2, 3):
+        await engine.load(adapter(tmp_path, number))
+    server.calls.clear()
+    loading, unloading = Held(server, "/load_lora_adapter"), Held(server, "/unload_lora_adapter")
+    update = asyncio.create_task(engine.load(adapter(tmp_path, 4)))
+    await loading.reached.wait()
+    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [3]
+    loading.release.set()
+    await unloading.reached.wait()
+    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [4]
+    unloading.release.set()
+    await update
+    assert server.calls == ["/load_lora_adapter", "/weights_checker", "/unload_lora_adapter"]
+
+
+async def test_an_adapter_on_other_base_weights_is_noticed(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await started(tmp_path)
+    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    was, server.weights = server.weights, "of another model"
+    with pytest.raises(InfrastructureFault, match="other base weights"):
+        await engine.load(adapter(tmp_path, 2))
+    with pytest.raises(InfrastructureFault, match="weights are unknown"):
+        await engine.generate(REQUEST)
+    server.weights = was
+    await engine.load(adapter(tmp_path, 3))
+    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [3]
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_an_update_behind_a_router_reaches_all_servers_or_none_is_sampled_from(
+    servers: dict[str, Scripted], tmp_path: Path, step: str
+) -> None:
+    settings = SGLangConfig(way="url", urls=["http://front"], workers=["http://one", "http://two"], update_timeout_s=5)
+    engine = await started(tmp_path, settings)
+    front, one, two = servers.values()
+    assert one.weights == two.weights != "base"
+    assert set(front.calls).isdisjoint(STEPS)
+    two.fails = {step: InfrastructureFault("injected")}
+    with pytest.raises(InfrastructureFault, match="injected"):
+        await engine.load(version(tmp_path, 2))
+    assert not (one.paused or two.paused)
+    assert all("/abort_request" in worker.calls for worker in (one, two))
+    with pytest.raises(InfrastructureFault, match="weights are unknown"):
+        await engine.generate(REQUEST)
+    await engine.load(version(tmp_path, 2))
+    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [2]
+
+
+async def test_a_request_behind_a_router_is_aborted_on_every_server(
+    servers: dict[str, Scripted], tmp_path: Path
+) -> None:
+    settings = SGLangConfig(way="url", urls=["http://front"], workers=["http://one", "http://two"])
+    engine = await started(tmp_path, settings)
+    front, one, two = servers.values()
+    front.fails = {"/generate": asyncio.CancelledError()}
+    with pytest.raises(asyncio.CancelledError):
+        await engine.generate(REQUEST)
+    assert one.aborted == two.aborted == [front.bodies[-1]["rid"]]
+
+
+async def test_no_adapter_goes_onto_whole_weights_of_a_run_before(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.version = "7"
+    (tmp_path / "base").mkdir()
+    engine = sglang.SGLangEngine(str(tmp_path / "base"), ActorsConfig(max_batch=8, max_context=512))
+    await engine.start()
+    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    with pytest.raises(InfrastructureFault, match="weight version 7 from before"):
+        await engine.load(adapter(tmp_path, 1))
+    assert "/load_lora_adapter" not in server.calls

@@ -13,10 +13,10 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from actors.config import SGLangConfig
+from actors.config import ActorsConfig, SGLangConfig
 from actors.engines import sglang_transport as transport
 from actors.engines.sglang import SGLangEngine
-from actors.engines.sglang_api import Facts
+from actors.engines.sglang_api import Facts, arguments, linear_layers
 from learner.giver import Giver, Snapshot
 from learner.publish import fingerprint
 from tests.actors.test_engine_contract import restore
@@ -63,7 +63,8 @@ async def test_weights_out_of_the_learners_memory(
     if wanted == "distributed" and torch.cuda.device_count() == 1:
         pytest.skip("a broadcast between GPUs needs two")
     _, _, model = version_folder(tmp_path, llama, 7)
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where a learner beside GPU servers holds them
+    tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
     giver = Giver(timeout_s=60.0)
     try:
         # The rendezvous is on a CPU, where "auto" would take the tensors: the test names its transport.
@@ -77,6 +78,23 @@ async def test_weights_out_of_the_learners_memory(
     assert sample.versions.tolist() == [7] * len(sample.tokens)
     assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
     assert engine.counts["loaded_bytes"] >= sum(t.nbytes for t in tensors.values())
+
+
+async def test_an_update_in_place_keeps_no_cache_for_the_next_version(
+    engine: SGLangEngine, llama: Path, tmp_path: Path
+) -> None:
+    """Its entries stay on the server, under the salt of the version that computed them."""
+    engine.weights.config = msgspec.structs.replace(engine.weights.config, pause="in_place")
+    request = GenerateRequest(ids(5, 40), 2, Sampling(6))
+    await engine.generate(request)
+    assert (await engine.generate(request)).cached_tokens == 39
+    folder, proof, model = version_folder(tmp_path, llama, 7)
+    await engine.load(LoadRequest(7, str(folder), proof))
+    result = await engine.generate(request)
+    assert result.cached_tokens == 0
+    for sample in result.samples:
+        assert sample.versions.tolist() == [7] * len(sample.tokens)
+        assert np.abs(full_logprobs(model, request.tokens, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
 
 
 async def test_two_servers_of_one_engine_with_different_weights_are_noticed(engine: SGLangEngine) -> None:
@@ -149,6 +167,17 @@ async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(engine: SGL
     engine.weights.config = msgspec.structs.replace(engine.weights.config, weights="tensor", update_timeout_s=2.0)
     with pytest.raises(InfrastructureFault, match="rendezvous"):
         await asyncio.wait_for(engine.load(LoadRequest(7, str(folder), "d" * 64)), 60)
+
+
+def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapted: Any = get_peft_model(reference(llama), LoraConfig(target_modules="all-linear"))  # as learner/model.py
+    trained = {name.split(".lora_A")[0].split(".")[-1] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert set(linear_layers(llama)) == trained
+    given = {"enable_lora": True, "lora_target_modules": ["q_proj"]}
+    assert arguments(str(llama), ActorsConfig(sglang=SGLangConfig(arguments=given))).items() >= given.items()
+    assert "lora_target_modules" not in arguments(str(llama), ActorsConfig())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    "grammar_backend": "none",
+    "grammar_backend": "llguidance",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "disable_overlap_schedule": True,
@@ -32,6 +32,7 @@ FLAGS: dict[str, Any] = {
 VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_models",  # without it, every model sglang knows is imported at start
+    "TORCHDYNAMO_DISABLE": "1",  # llguidance compiles the masking of logits, and does not end here for minutes
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",

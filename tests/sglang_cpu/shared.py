@@ -31,9 +31,8 @@ LORA: dict[str, Any] = {
     "lora_backend": "torch_native",
     "max_lora_rank": 8,
     "max_loras_per_batch": 3,
-    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
-"""Arguments of a server that takes adapters."""
+"""Arguments of a server that takes adapters; which layers they change is filled in as for a run."""
 
 
 def config(**settings: Any) -> SGLangConfig:

@@ -43,11 +43,13 @@ SHAPES = {
 }  # fmt: skip
 """Qwen2.5's, with 151,936 words."""
 
+_CONTINUATIONS = 100
+"""Of a step in MC-PR, where the engine takes as many at once."""
 TRANSPORTS = ("disk", "tensor", "distributed")
 
 
 class Work(msgspec.Struct, frozen=True):
-    """SLATE trees: tokens of each part."""
+    """SLATE trees: tokens of each part. continuations: of each step of MC-PR's chains, from the step's prefix."""
 
     questions: int = 64
     steps: int = 4
@@ -56,6 +58,7 @@ class Work(msgspec.Struct, frozen=True):
     question: int = 64
     observation: int = 512
     action: int = 128
+    continuations: int = 0
 
 
 def random_model(folder: Path, shape: dict[str, Any], tokenizer: Path) -> Path:
@@ -100,7 +103,7 @@ async def throughput(engine: SGLangEngine, vocabulary: int, work: Work) -> dict[
         "bare_tokens_s": bare,
         "prefilled_tokens": prefilled,
         "ideal_prefill_tokens": best,
-        "ideal_with_last_tokens": best + len(recorded) * work.candidates,
+        "ideal_with_last_tokens": best + sum(request.n for request in recorded),
     }
 
 
@@ -112,14 +115,18 @@ async def _trees(dispatcher: Dispatcher, vocabulary: int, work: Work, recorded: 
 
     instruction = words(work.instruction)
 
+    async def sample(prefix: np.ndarray, n: int) -> GenerateResult:
+        request = GenerateRequest(prefix, n, Sampling(work.action, 1.0))
+        recorded.append(request)
+        return await dispatcher.call("generate", request, deadline=600.0)
+
     async def grow(prefix: np.ndarray) -> int:
         sampled = 0
         for _ in range(work.steps):
-            request = GenerateRequest(prefix, work.candidates, Sampling(work.action, 1.0))
-            recorded.append(request)
-            result: GenerateResult = await dispatcher.call("generate", request, deadline=600.0)
-            sampled += sum(len(sample.tokens) for sample in result.samples)
-            prefix = np.concatenate([prefix, result.samples[0].tokens, words(work.observation)])
+            samples = (await sample(prefix, work.candidates)).samples
+            rest = (await sample(prefix, work.continuations)).samples if work.continuations else []
+            sampled += sum(len(one.tokens) for one in [*samples, *rest])
+            prefix = np.concatenate([prefix, samples[0].tokens, words(work.observation)])
         return sampled
 
     prefixes = [np.concatenate([instruction, words(work.question)]) for _ in range(work.questions)]
@@ -172,6 +179,10 @@ async def measure(engine: SGLangEngine, folder: Path, work: Work, device: str) -
     )  # kernels are compiled here
     await _flush(engine)
     found = await throughput(engine, vocabulary, work)
+    await _flush(engine)
+    most = min(_CONTINUATIONS, engine.config.max_batch)
+    chains = msgspec.structs.replace(work, questions=max(1, work.questions // 8), candidates=1, continuations=most)
+    found["mc_pr"] = await throughput(engine, vocabulary, chains)
     print(json.dumps(found), flush=True)  # whatever the updates do
     return found | {"update_s": await updates(engine, folder, device)}
 
