@@ -48,7 +48,7 @@ def extract_answer(text: str, least_blocks: int = 1) -> str | None:
 
 
 class ExactMatch(Judge):
-    """Scores the answer of a turn. Columns: outcome (exact match) and f1; a turn without an answer scores 0."""
+    """Scores the answer of a turn. Columns: outcome (exact match) and f1; a turn without an answer scores 0 (methods.md 1.7)."""
 
     name = "exact_match"
     columns = ("outcome", "f1")
@@ -56,7 +56,10 @@ class ExactMatch(Judge):
     batch = 256
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [
-            Judgement({"outcome": exact_match(t.answer or "", t.golds), "f1": f1(t.answer or "", t.golds)})
-            for t in turns
-        ]
+        return [self._one(turn) for turn in turns]
+
+    def _one(self, turn: JudgedTurn) -> Judgement:
+        # None is no answer block, "" one that says nothing: only the latter can equal a gold of articles and punctuation.
+        if turn.answer is None:
+            return Judgement(dict.fromkeys(self.columns, 0.0))
+        return Judgement({"outcome": exact_match(turn.answer, turn.golds), "f1": f1(turn.answer, turn.golds)})

@@ -34,14 +34,20 @@ class RewardModel(Judge):
         self._tokenizer: Any = None
 
     async def start(self) -> None:
-        """Load the model. Raises ValueError for one that gives no single logit, OSError for one that is not there."""
+        """Load the model. Raises ValueError for one that is not there or gives no single logit, OSError for one without safetensors."""
         await asyncio.to_thread(self._load)
 
     def _load(self) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise self._wrong(
+                f"cannot be loaded: expected a folder with a sequence classifier, or the name of one on the hub, owner/name"
+                f" ({str(error).splitlines()[0]})"
+            ) from None
         if config.num_labels != 1:
             raise self._wrong(f"gives {config.num_labels} logits, expected 1: is it a reward model?")
         longest = getattr(config, "max_position_embeddings", self.max_length)

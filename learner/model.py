@@ -86,7 +86,7 @@ class TreeModel:
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
-        _check_head(folder, model)
+        check_head(folder, model)
         self.lora = lora.rank > 0
         if self.lora:
             adapters = PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", lora_dropout=0.0)  # pyright: ignore
@@ -181,7 +181,7 @@ class Policy(TreeModel):
             return model.read(model.row(paths), initial=self.lora)[0]
 
 
-def _check_head(folder: str, model: Any) -> None:
+def check_head(folder: str, model: Any) -> None:
     """Raises ValueError for a model that changes its logits after the head, or its scores inside attention: ours would not."""
     text = model.config.get_text_config()
     plain = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}

@@ -74,8 +74,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat template.
 
-    environment, options: see actors/environments/registry.py. train, heldout: task files ("" for an environment that makes its
-    tasks). services: those of judges and opponents to wait for. most: samples of one generate call.
+    environment, options: see actors/environments/registry.py. train, heldout: task files, one or several ("" for an environment
+    that makes its tasks). services: those of judges and opponents to wait for. most: samples of one generate call.
     """
 
     name: str
@@ -84,8 +84,8 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     environment: str
     options: dict[str, Any]
-    train: str
-    heldout: str
+    train: str | list[str]
+    heldout: str | list[str]
     actors: int
     services: list[str]
     most: int

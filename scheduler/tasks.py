@@ -11,9 +11,9 @@ HELD_OUT_SEEDS = 2**30
 
 
 class Tasks:
-    """The training tasks. ``rejected`` rows are quarantined with their reasons."""
+    """The training tasks of one source or several. ``rejected`` rows are quarantined with their reasons."""
 
-    def __init__(self, source: str, seed: int):
+    def __init__(self, source: str | list[str], seed: int):
         self.tasks: list[Task]
         self.rejected: list[Rejected]
         self.tasks, self.rejected = load_tasks(source)
@@ -31,7 +31,7 @@ class Tasks:
         return self.tasks[self._order[place]]
 
 
-def held_out(source: str, count: int) -> list[Task]:
+def held_out(source: str | list[str], count: int) -> list[Task]:
     """The fixed held-out subset: the same ``count`` tasks for every seed (all when there are fewer)."""
     tasks, _ = load_tasks(source)
     random.Random(0).shuffle(tasks)

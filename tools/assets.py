@@ -8,6 +8,7 @@ import msgspec
 from actors.environments import registry
 from actors.environments.game import Game
 from actors.environments.search_qa import SearchQA
+from actors.environments.task_files import listed
 from tools.bootstrap import ROOT
 from tools.config import Config
 from tools.facts import ensure_facts
@@ -24,8 +25,8 @@ class Assets(msgspec.Struct, frozen=True):
     judge_model: the folder of [judges.model], "" for none."""
 
     model: str
-    train: str
-    heldout: str
+    train: str | list[str]
+    heldout: str | list[str]
     retriever: str
     judge_model: str = ""
 
@@ -63,11 +64,9 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
 
 
 def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path) -> Assets:
-    facts = ensure_facts(cache) if "default" in (config.data.train, config.data.heldout, config.data.corpus) else None
-    train, heldout = (
-        str(facts / f"{split}.jsonl") if facts is not None and name == "default" else name
-        for name, split in ((config.data.train, "train"), (config.data.heldout, "heldout"))
-    )
+    data = config.data
+    facts = ensure_facts(cache) if "default" in (*listed(data.train), *listed(data.heldout), data.corpus) else None
+    train, heldout = _files(data.train, facts, "train"), _files(data.heldout, facts, "heldout")
     retriever = config.retriever.backend
     if not retriever:
         corpus = (
@@ -88,3 +87,13 @@ def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path)
             model, facts, index, config.retriever.encoder, environment, config.warm_start, cache, config.threads
         )
     return Assets(str(model), train, heldout, retriever)
+
+
+def _files(given: str | list[str], facts: Path | None, split: str) -> str | list[str]:
+    """The sources of a setting; "default" is the file that the built-in questions were made into."""
+    own = str(facts / f"{split}.jsonl") if facts else "default"
+    return (
+        (own if given == "default" else given)
+        if isinstance(given, str)
+        else [own if s == "default" else s for s in given]
+    )

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, SGLangConfig
 from actors.environments import registry
+from actors.environments.task_files import check_form, listed
 from judges.config import SERVED, JudgesConfig, RetrieverConfig, uses_served_model, with_served_model
 from judges.llm import PATIENCE_S
 from judges.serve import check_options, columns_of
@@ -35,12 +36,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [data]. "default" is the built-in corpus and its questions; else paths (JSONL, Parquet) or hub datasets.
 
-    environment: a name of actors/environments/registry.py, or module:Class. options: of its constructor. An environment that makes
-    its own tasks (a game) reads no files.
+    train, heldout: one source or a list of them, see actors/environments/task_files.py. environment: a name of
+    actors/environments/registry.py, or module:Class. options: of its constructor. An environment that makes its own tasks (a game)
+    reads no files.
     """
 
-    train: str = "default"
-    heldout: str = "default"
+    train: str | list[str] = "default"
+    heldout: str | list[str] = "default"
     corpus: str = "default"
     environment: str = "search_qa"
     options: dict[str, Any] = {}
@@ -90,7 +92,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"config: {str(error).replace('`$.', '`')}") from None
     check(config)
-    return config
+    return _with_adapters(config)
 
 
 def _set(tree: dict[str, Any], override: str) -> None:
@@ -206,11 +208,54 @@ def _check_engine(config: Config) -> None:
             raise ConfigError(
                 f"config: actors.sglang.{key} has no effect with actors.sglang.way = {g.way!r}: remove it"
             )
+    if g.workers and a.count > 1:
+        raise ConfigError(
+            f"config: actors.count = {a.count} with actors.sglang.workers = {g.workers}: expected 1, since each actor would pause and"
+            " update the same servers; the router spreads what one actor sends"
+        )
+    if "SGLANG_RETURN_ORIGINAL_LOGPROB" in g.environment:
+        raise ConfigError(
+            "config: actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB has no effect: log-probabilities are always those after"
+            " temperature; remove it"
+        )
     if g.weights in ("tensor", "distributed") and (publish == "file" or config.learner.lora.rank):
         raise ConfigError(
             f"config: actors.sglang.weights = {g.weights!r} needs learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
             " (adapters travel as files)"
         )
+    _check_adapters(g, config.learner.lora.rank)
+
+
+_ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
+"""Running requests keep the adapter they began with beside the newest one's; the third is on its way."""
+
+
+def _check_adapters(g: SGLangConfig, rank: int) -> None:
+    """Arguments under which SGLang would refuse the learner's adapters, at the first update."""
+    if not rank or g.lora != "adapter":
+        return
+    if g.arguments.get("enable_lora") is False:
+        raise ConfigError(
+            f"config: actors.sglang.arguments.enable_lora = False with learner.lora.rank = {rank}: remove it, or set actors.sglang.lora ="
+            " 'merged'"
+        )
+    for key, value in {"max_lora_rank": rank, **_ADAPTERS_AT_ONCE}.items():
+        given = g.arguments.get(key)
+        if isinstance(given, int) and given < value:
+            raise ConfigError(
+                f"config: actors.sglang.arguments.{key} = {given}: expected {value} or more for the adapters of learner.lora.rank = {rank}:"
+                " raise or remove it"
+            )
+
+
+def _with_adapters(config: Config) -> Config:
+    """Arguments that a server needs to take adapters, where actors start it; which layers they change follows from the model's files."""
+    g, rank = config.actors.sglang, config.learner.lora.rank
+    if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
+        return config
+    arguments = {"enable_lora": True, "max_lora_rank": rank} | g.arguments
+    sglang = msgspec.structs.replace(g, arguments=arguments)
+    return msgspec.structs.replace(config, actors=msgspec.structs.replace(config.actors, sglang=sglang))
 
 
 def _check_environment(config: Config) -> None:
@@ -230,6 +275,8 @@ def _check_environment(config: Config) -> None:
         raise ConfigError(
             f"config: data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
         )
+    _check_sources("data.train", data.train)
+    _check_sources("data.heldout", data.heldout)
     if s.strategy == "ppr" and not environment.outcome_judge:
         raise ConfigError(
             f"config: scheduler.strategy = 'ppr' is for search: data.environment = {data.environment!r} needs 'chain'"
@@ -241,6 +288,16 @@ def _check_environment(config: Config) -> None:
             raise ConfigError(
                 f"config: the environment's opponents name {name!r}: expected 'random' or one of [judges.use] {sorted(config.judges.use)}"
             )
+
+
+def _check_sources(key: str, given: str | list[str]) -> None:
+    """The form of a set's sources; nothing is read."""
+    try:
+        for source in listed(given):
+            if source != "default":
+                check_form(source)
+    except ValueError as error:
+        raise ConfigError(f"config: {key}: {error}") from None
 
 
 def _check_judges(config: Config) -> None:

@@ -50,10 +50,19 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def claim(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]] = ()) -> Any:
-    """The folder for this evaluation alone, its lock held by the file returned. Raises ValueError when it holds another.
+    """The folder for this evaluation alone, its lock held by the file returned.
 
-    parts: folders inside, each with settings of its own.
+    parts: folders inside, each with settings of its own. Raises ValueError when it holds another, or cannot be written.
     """
+    try:
+        return _claimed(out, settings, parts)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror or error}): choose another folder") from None
+
+
+def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]]) -> Any:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: expected a folder, of this evaluation or not there yet")
     saved = out / SETTINGS
     ours = {"lock", f"{SETTINGS}{_DRAFT}"}
     if out.exists() and not saved.is_file() and any(path.name not in ours for path in out.iterdir()):

@@ -4,13 +4,14 @@ Packing reads a batch as one forest (learner/trees.py): equal prefixes, such as 
 row attends to another. The loss is the mean over the batch's completion tokens however the batch is cut into forwards.
 """
 
+import contextlib
 import functools
 import math
 import os
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +19,16 @@ import msgspec
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from learner.attention import FOREST, NAME, Layout
 from learner.head import token_logprobs
-from learner.model import _check_head
+from learner.model import check_head
 from learner.trees import Path as TokenPath
 from learner.trees import cuts, micro_batches, pack
 from scheduler.text import Text
+from tools.process.record import content
 from wire.hardware import compute_dtype
 
 _LINES = 10
@@ -111,7 +114,45 @@ def context_of(model: Path) -> int:
 def fine_tune(
     model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int, held_out: Sequence[Example] = ()
 ) -> Losses:
-    """Train ``model`` for ``recipe.steps`` batches; the result is a Hugging Face folder at ``out``, adapters merged.
+    """``train`` into a folder ``out`` that appears whole or not at all, in the place of what is there."""
+    with drafted(out) as draft:
+        losses = train(model, examples, draft, recipe, threads, held_out)
+        shutil.rmtree(out, ignore_errors=True)
+    return losses
+
+
+@contextlib.contextmanager
+def drafted(out: Path, flag: str = "") -> Iterator[Path]:
+    """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written is known then; at the end it is ``out``.
+
+    What ends the work early removes it. Raises OSError; flag: the option that named ``out``.
+    """
+    draft = out.with_name(f"{out.name}.draft{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)  # of a dead process with our number
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()) from None
+    try:
+        yield draft
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    try:
+        draft.rename(out)
+    except OSError as error:
+        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; all is in {draft}".lstrip()) from None
+
+
+def train(
+    model: Path,
+    examples: Sequence[Example],
+    folder: Path,
+    recipe: Recipe,
+    threads: int,
+    held_out: Sequence[Example] = (),
+) -> Losses:
+    """Train ``model`` for ``recipe.steps`` batches; the result is a Hugging Face model in ``folder``, adapters merged.
 
     Raises ValueError for a model whose head is not the plain one, torch.OutOfMemoryError.
     """
@@ -139,7 +180,7 @@ def fine_tune(
     after = student.measure(held_out) if before is not None else None
     if after is not None:
         print(f"  held-out loss {after:.4f}, before {before:.4f}", flush=True)
-    student.save(out)
+    student.save(folder)
     return Losses(loss, None if before is None or after is None else (before, after), spent)
 
 
@@ -152,7 +193,7 @@ class Student:
         self.compute = getattr(torch, compute_dtype("auto"))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
-        _check_head(str(folder), model)
+        check_head(str(folder), model)
         if recipe.lora_rank:
             adapters = LoraConfig(r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, target_modules="all-linear", lora_dropout=0.0)  # pyright: ignore[reportArgumentType]  # fmt: skip
             model = get_peft_model(model, adapters)
@@ -224,14 +265,14 @@ class Student:
         read = torch.as_tensor(forest.read, device=self.device)
         return hidden[0][read], torch.as_tensor(forest.target, device=self.device)
 
-    def save(self, out: Path) -> None:
-        """Weights in bfloat16, adapters merged, and the tokenizer; ``out`` appears whole or not at all."""
+    def save(self, folder: Path) -> None:
+        """Weights in bfloat16, adapters merged, and the tokenizer. Raises OSError for a disk that does not take them."""
         whole = self.model.merge_and_unload() if self.recipe.lora_rank else self.model
-        draft = out.with_name(f"{out.name}.draft{os.getpid()}")
-        whole.to(torch.bfloat16).save_pretrained(draft)
-        AutoTokenizer.from_pretrained(self.folder).save_pretrained(draft)
-        shutil.rmtree(out, ignore_errors=True)
-        draft.rename(out)
+        try:
+            whole.to(torch.bfloat16).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self.folder).save_pretrained(folder)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"the trained model could not be written to {folder}: {error}") from None
 
 
 def parts(batch: Sequence[Example], recipe: Recipe) -> list[list[Example]]:
@@ -266,26 +307,29 @@ class _Pair(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_pairs(path: Path, text: Text, end: Sequence[int] = ()) -> list[Example]:
-    """Examples of a JSONL file of {prompt or messages, completion}, in the chat format. end: tokens after each completion.
+    """Examples of a JSONL file (--rows) of {prompt or messages, completion}, in the chat format. end: tokens after each completion.
 
-    Raises ValueError with the line.
+    Raises ValueError for no file, or with the line.
     """
     made = []
     expected = "expected {prompt, completion} or {messages, completion}"
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    rows = content(path, "lines of {prompt, completion} or {messages, completion} (docs/sft.md)", "--rows")
+    for number, line in enumerate(rows.splitlines(), 1):
         if not line.strip():
             continue
         try:
             pair = msgspec.json.decode(line, type=_Pair)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}:{number}: {error} ({expected})") from None
         if bool(pair.prompt) == bool(pair.messages):
             raise ValueError(
                 f"{path}:{number}: {'both' if pair.prompt else 'neither'} of prompt and messages ({expected})"
             )
         messages = msgspec.to_builtins(pair.messages) or [{"role": "user", "content": pair.prompt}]
-        prompt = text.encode(text.prompt(messages)).tolist()
-        made.append(Example(prompt + text.encode(pair.completion).tolist() + list(end), len(prompt), pair.group))
+        prompt, completion = (text.encode(part).tolist() for part in (text.prompt(messages), pair.completion))
+        if not completion:
+            raise ValueError(f"{path}:{number}: the completion is empty: expected a text to learn; remove that line")
+        made.append(Example(prompt + completion + list(end), len(prompt), pair.group))
     if not made:
         raise ValueError(f"{path} holds no example: {expected}")
     return made

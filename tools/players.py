@@ -5,7 +5,7 @@ import hashlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,6 +14,7 @@ from actors.config import ActorProcess, ActorsConfig
 from actors.engines.base import Engine
 from actors.engines.endpoint import Endpoint
 from scheduler.config import SchedulerProcess
+from tools import versions
 from wire.messages import LoadRequest
 
 MAX_CONTEXT = 4096
@@ -37,7 +38,11 @@ def add_endpoint(parser: Any) -> None:
 def add_local(parser: Any) -> None:
     """How a model of this process computes."""
     local = parser.add_argument_group("with --model or --run")
-    local.add_argument("--version", type=int, help="of --run: this version instead of the newest, 0 for the first")
+    local.add_argument(
+        "--version",
+        type=versions.argument,
+        help="of --run: this version, or best (on its held-out tasks), instead of the newest; 0 is the start",
+    )
     local.add_argument("--no-thinking", action="store_true", help="ask a chat template that knows the switch for none")
     local.add_argument("--threads", type=int, help="compute threads (1)")
     local.add_argument(
@@ -133,22 +138,38 @@ class Trained(msgspec.Struct, frozen=True):
         return self.load.digest if self.load else weights_digest(self.actor.model)
 
 
-def read_run(run: Path, version: int | None) -> Trained:
-    """The run and its version (None: the newest). Raises ValueError or FileNotFoundError."""
+def read_run(run: Path, version: int | str | None) -> Trained:
+    """The run and its version (None: the newest, "best": on its held-out tasks). Raises ValueError or FileNotFoundError."""
     folder = run / "processes"
     if not (folder / "scheduler.json").is_file():
         raise FileNotFoundError(f"--run {run}: no processes/scheduler.json there; expected the folder of a run")
-    scheduler = msgspec.json.decode((folder / "scheduler.json").read_bytes(), type=SchedulerProcess)
-    actor = msgspec.json.decode((folder / "actor-0.json").read_bytes(), type=ActorProcess)
-    kept = {int(path.name[1:]): path for path in (run / "weights").glob("v??????")}
-    version = max(kept, default=0) if version is None else version
-    if version and version not in kept:
-        raise ValueError(f"--version {version}: {run} keeps {sorted(kept)} (learner.keep), and 0")
+    scheduler = saved(folder / "scheduler.json", SchedulerProcess)
+    actor = saved(folder / "actor-0.json", ActorProcess)
+    number, found = versions.chosen(run, version)
     load = None
-    if version:
-        digest = msgspec.json.decode((kept[version] / "manifest.json").read_bytes())["digest"]
-        load = LoadRequest(version, str(kept[version].resolve()), digest)
+    if found is not None:
+        load = LoadRequest(number, str(found.resolve()), saved(found / "manifest.json", _Manifest).digest)
     return Trained(scheduler, actor, load)
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """What is needed of a version's manifest."""
+
+    digest: str
+
+
+_Read = TypeVar("_Read")
+
+
+def saved(path: Path, kind: type[_Read]) -> _Read:
+    """A file that a run wrote. Raises ValueError with the remedy where it is missing, torn or of another form."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"--run: {path}: {reason}; expected what a run wrote there: copy the run folder again, or measure another run or version"
+        ) from None
 
 
 def model_folder(name: str) -> str:

@@ -21,8 +21,10 @@ INVALID_NOTICE = (
     " to finish, after a <think> block. Try once more.\n"
 )
 
-_ACTION = re.compile(r"\s*<think>(.*?)</think>\s*<(search|answer)>(.*?)</\2>", re.DOTALL)
-_BLOCK = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_OPENS = re.compile(r"\s*<think>")
+_TURN = re.compile(r"</think>\s*<(search|answer)>")
+"""Where a thought ends and a block begins."""
+_BLOCK = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 _THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _RETRIEVED_CHARACTERS = 300
 """How much of an observation the judge's context shows (methods.md 1.3)."""
@@ -113,8 +115,8 @@ class SearchQA:
         return Action("answer", text, think=think, answer=content)
 
     def parse_forced(self, text: str) -> Action:
-        """The answer generated after ``forced_prefix``: the text up to the closing tag."""
-        return Action("answer", text, answer=text.split("</answer>")[0].strip())
+        """The answer generated after ``forced_prefix``: the text up to the closing tag, from the last opening tag on."""
+        return Action("answer", text, answer=_last(text.split("</answer>")[0], "answer").strip())
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
         """Answering ends the episode, searching shows passages, an invalid action shows a notice; a step is used each time."""
@@ -186,9 +188,20 @@ class SearchQA:
 
 
 def _strict(text: str) -> tuple[str, str, str] | None:
-    """Think, kind and content of a text that begins with a think block and goes on with a search or answer block."""
-    found = _ACTION.match(text)
-    return (found[1], found[2], found[3]) if found else None
+    """Think, kind and content of a text that begins with a think block and goes on with a search or answer block.
+
+    The block ends at its first closing tag and begins at the last opening tag before that, as ``judges.exact_match`` reads answers.
+    """
+    opened = _OPENS.match(text)
+    if opened is None:
+        return None
+    closed = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
+    for turn in _TURN.finditer(text, opened.end()):
+        kind, begin = turn[1], turn.end()
+        if closed[kind] >= begin:
+            content = text[begin : text.index(f"</{kind}>", begin)]
+            return text[opened.end() : turn.start()], kind, _last(content, kind)
+    return None
 
 
 def _free(text: str) -> tuple[str, str, str] | None:
@@ -196,5 +209,11 @@ def _free(text: str) -> tuple[str, str, str] | None:
     found = _BLOCK.search(text)
     if found is None:
         return None
-    thinks = _THINK.findall(text[: found.start()])
+    thoughts, closing, _ = text[: found.start()].rpartition("</think>")  # what no tag closes is not looked through
+    thinks = _THINK.findall(thoughts + closing)
     return thinks[-1] if thinks else "", found[1], found[2]
+
+
+def _last(content: str, kind: str) -> str:
+    """What follows the last opening tag in a block's text: one that was left open or only spoken of is no part of the answer."""
+    return content.rsplit(f"<{kind}>", 1)[-1]

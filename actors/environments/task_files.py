@@ -1,23 +1,57 @@
-"""Task files in the Search-R1 / FlashRAG format (methods.md 1.8), JSONL or Parquet, by path or by hub name.
+"""Task files in the Search-R1 / FlashRAG format (methods.md 1.8), JSONL or Parquet, by path or by hub name, one or several.
 
 A row without question or gold answer is rejected with its place and reason; a line that is not JSON likewise. Nothing is
 dropped in silence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from actors.environments import hub
 from actors.environments.base import Rejected, Task
 
+EXPECTED = "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"
 
-def load_tasks(source: str) -> tuple[list[Task], list[Rejected]]:
-    """Tasks of a .jsonl or .parquet file, or of a hub dataset ``owner/name[:split]``; and the rows that cannot work.
 
-    Raises FileNotFoundError or ValueError (with the remedy) when the source as a whole cannot be read or holds no task.
+def listed(given: str | Sequence[str]) -> list[str]:
+    """The sources of a setting that takes one or several. Raises ValueError for none, and for one that is given twice."""
+    sources = [given] if isinstance(given, str) else list(given)
+    if not sources:
+        raise ValueError(f"[] names no source: expected {EXPECTED}, or several")
+    if twice := sorted({source for source in sources if sources.count(source) > 1}):
+        raise ValueError(f"{twice[0]!r} is named twice: name each source once")
+    return sources
+
+
+def check_form(source: str) -> None:
+    """Raises ValueError for what can be no source, without reading or reaching anything."""
+    path = Path(source)
+    if path.suffix not in (".jsonl", ".parquet") and not path.is_file() and hub.named(source) is None:
+        raise ValueError(f"{source!r}: expected {EXPECTED}")
+
+
+def load_tasks(given: str | Sequence[str]) -> tuple[list[Task], list[Rejected]]:
+    """Tasks of a source, or of several one after the other; and the rows that cannot work.
+
+    A source is a .jsonl or .parquet file, a hub dataset ``owner/name[:split]``, or a folder of one, ``owner/name/folder[:split]``;
+    without a split it is train. Tasks of several sources have ids ``source#id``, since each may count from 0.
+    Raises FileNotFoundError or ValueError (with the remedy) when a source as a whole cannot be read or holds no task.
     """
+    sources = listed(given)
+    tasks: list[Task] = []
+    rejected: list[Rejected] = []
+    for source in sources:
+        some, unusable = _load(source)
+        alone = len(sources) == 1
+        tasks += some if alone else [msgspec.structs.replace(task, id=f"{source}#{task.id}") for task in some]
+        rejected += unusable
+    return tasks, rejected
+
+
+def _load(source: str) -> tuple[list[Task], list[Rejected]]:
     tasks: list[Task] = []
     rejected: list[Rejected] = []
     for number, row in enumerate(_rows(source), 1):
@@ -34,24 +68,29 @@ def load_tasks(source: str) -> tuple[list[Task], list[Rejected]]:
 
 
 def _rows(source: str) -> Iterator[dict[str, Any] | Rejected]:
-    path = Path(source)
-    if path.suffix == ".parquet" and path.is_file():
+    path, there = Path(source), hub.named(source)
+    if path.is_dir():
+        raise ValueError(f"{source} is a folder: give a .jsonl or .parquet file of it")
+    if path.is_file():
+        yield from _file_rows(path)
+    elif there is None:
+        raise FileNotFoundError(f"task file {source!r} does not exist: give {EXPECTED}")
+    elif there.folder:
+        yield from _file_rows(hub.file_of(there))
+    else:
+        yield from hub.rows_of(there)
+
+
+def _file_rows(path: Path) -> Iterator[dict[str, Any] | Rejected]:
+    if path.suffix == ".parquet":
         import pyarrow.parquet
 
         yield from pyarrow.parquet.read_table(path).to_pylist()
-    elif path.is_dir():
-        raise ValueError(f"{source} is a folder: give a .jsonl or .parquet file of it")
-    elif path.is_file():
-        with path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    yield _json_row(line)
-    elif path.suffix or not _is_hub_name(source):
-        raise FileNotFoundError(
-            f"task file {source!r} does not exist: give a .jsonl or .parquet path, or a hub dataset owner/name"
-        )
-    else:
-        yield from _hub_rows(source)
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield _json_row(line)
 
 
 def _json_row(line: bytes) -> dict[str, Any] | Rejected:
@@ -60,34 +99,6 @@ def _json_row(line: bytes) -> dict[str, Any] | Rejected:
     except msgspec.DecodeError as error:
         return Rejected("", f"not JSON: {error}")
     return row if isinstance(row, dict) else Rejected("", f"a {type(row).__name__}, expected an object")
-
-
-def _is_hub_name(source: str) -> bool:
-    return source.count("/") == 1 and not source.startswith((".", "/"))
-
-
-def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
-    name, _, split = source.partition(":")
-    yield from _datasets(source).load_dataset(name, split=split or "train")
-
-
-def hub_splits(source: str) -> list[str]:
-    """The splits of a hub dataset that is named without one; none for anything else. Raises FileNotFoundError with the remedy."""
-    if ":" in source or Path(source).suffix or Path(source).exists() or not _is_hub_name(source):
-        return []
-    try:
-        return _datasets(source).get_dataset_split_names(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise FileNotFoundError(f"the hub did not say the splits of {source}: {reason}; give a path instead") from None
-
-
-def _datasets(source: str) -> Any:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports] (only hub names need it)
-    except ImportError:
-        raise FileNotFoundError(f"{source!r} is no file; as a hub dataset it needs `pip install datasets`") from None
-    return datasets
 
 
 def _task(row: dict[str, Any], where: str) -> Task | Rejected:

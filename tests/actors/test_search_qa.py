@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
+from judges.exact_match import extract_answer
 from wire.messages import Passage
 
 TASK = Task("1", "What is the capital of Bulgaria?", ["Sofia"])
@@ -70,6 +71,40 @@ def test_text_of_a_policy_that_only_repeats_tags_is_read_in_no_time(piece: str, 
     start = time.process_time()
     assert environment.parse(piece * 2000).kind == "invalid"
     assert time.process_time() - start < 5  # a backtracking pattern took hours
+
+
+@pytest.mark.parametrize("think", ["required", "optional"])
+@pytest.mark.parametrize("piece", ["<think>", "<answer>", "</think><answer>", "<think></think> <answer>"])
+def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -> None:
+    text = "<think></think>" + piece * 50_000 + "</think><answer> Sofia </answer>"
+    start = time.process_time()
+    assert SearchQA(think=think).parse(text).answer == "Sofia"
+    assert time.process_time() - start < 5  # minutes at the square of its length
+
+
+@pytest.mark.parametrize(
+    ("think", "text", "thought"),
+    [
+        ("required", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
+        ("optional", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
+        ("required", "<think> in <answer> tags </think> <answer> Sofia </answer>", "in <answer> tags"),
+        ("optional", "<think> in <answer> tags </think> <answer> Sofia </answer>", "in <answer> tags"),
+        ("optional", "I write <answer> and then <answer> Sofia </answer>", ""),
+    ],
+)
+def test_an_answer_begins_at_the_last_opening_tag_so_that_reward_and_table_agree(
+    think: Any, text: str, thought: str
+) -> None:
+    action = SearchQA(think=think).parse(text)
+    assert (action.kind, action.think, action.answer) == ("answer", thought, "Sofia")
+    assert extract_answer(text) == "Sofia"
+
+
+def test_a_query_and_a_forced_answer_begin_there_too() -> None:
+    for think in ("required", "optional"):
+        action = SearchQA(think=think).parse("<think> t </think> <search> of <search> capital </search>")
+        assert (action.kind, action.query) == ("search", "capital")
+    assert SearchQA().parse_forced(" It is <answer> Sofia </answer>").answer == "Sofia"
 
 
 async def test_an_information_block_stands_between_as_many_newlines_as_asked() -> None:
@@ -139,6 +174,25 @@ def test_any_text_is_an_action_and_an_invalid_one_carries_no_query_and_no_answer
     assert (action.query is not None) == (action.kind == "search")
     assert (action.answer is not None) == (action.kind == "answer")
     assert action.valid == (action.kind in ("search", "answer"))
+
+
+def sampled(text: str) -> str:
+    """As far as an engine generates it: to the first closing tag of a search or an answer."""
+    ends = [text.index(stop) + len(stop) for stop in SearchQA.stop if stop in text]
+    return text[: min(ends, default=len(text))]
+
+
+@pytest.mark.parametrize("think", ["required", "optional"])
+@given(parts=st.lists(st.sampled_from(TAGS), max_size=12))
+def test_whatever_is_sampled_a_readable_or_forced_answer_is_the_one_the_table_reads(
+    think: Any, parts: list[str]
+) -> None:
+    environment = SearchQA(think=think)
+    text = sampled("<think></think>" + "".join(parts))
+    action = environment.parse(text)
+    if action.kind == "answer":
+        assert action.answer == extract_answer(text)
+    assert environment.parse_forced(text).answer == extract_answer(f"<answer>{text}</answer>")
 
 
 WORDS = st.text(st.characters(blacklist_characters="<>"), max_size=30)

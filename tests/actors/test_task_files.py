@@ -1,13 +1,17 @@
 """Task files: what loads, and what is set aside with its place and reason."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from actors.environments.task_files import load_tasks
+from actors.environments import hub
+from actors.environments.task_files import check_form, listed, load_tasks
+from scheduler.tasks import Tasks, held_out
 
 ROWS = [
     {"question": "Who?", "golden_answers": ["a", "b"]},
@@ -114,5 +118,97 @@ def test_a_search_r1_prompt_gives_the_question_after_its_last_marker(tmp_path: P
 
 @pytest.mark.parametrize("source", ["a b", "none.parquet", "/no/such/folder", "./owner/name"])
 def test_what_is_neither_a_file_nor_a_hub_name_is_named(source: str) -> None:
-    with pytest.raises(FileNotFoundError, match="hub dataset owner/name"):
+    with pytest.raises(FileNotFoundError, match=r"hub dataset owner/name\[:split\]"):
         load_tasks(source)
+
+
+# ---------------------------------------------------------------------------------------------- several sources, and the hub
+
+SET = "RUC-NLPIR/FlashRAG_datasets"
+
+
+def test_equal_ids_of_several_sources_stay_apart_and_those_of_one_stay_as_they_are(tmp_path: Path) -> None:
+    row = {"id": "train_0", "golden_answers": ["a"]}
+    one = written(tmp_path / "nq.jsonl", row | {"question": "Who?"}, {"question": "no gold"})
+    two = written(tmp_path / "hotpotqa.jsonl", row | {"question": "Where?"})
+    tasks, rejected = load_tasks([one, two])
+    assert [(task.id, task.question) for task in tasks] == [(f"{one}#train_0", "Who?"), (f"{two}#train_0", "Where?")]
+    assert [r.where for r in rejected] == [f"{one}:2"]
+    assert [task.id for task in load_tasks([one])[0]] == [task.id for task in load_tasks(one)[0]] == ["train_0"]
+
+
+def test_a_run_draws_from_all_of_its_sources(tmp_path: Path) -> None:
+    sources = [
+        written(tmp_path / name, *({"id": i, "question": f"{name} {i}?", "golden_answers": ["a"]} for i in range(5)))
+        for name in ("x.jsonl", "y.jsonl")
+    ]
+    tasks = Tasks(sources, 0)
+    assert len({tasks.at(position).id for position in range(10)}) == 10
+    assert {task.id for task in held_out(sources, 99)} == {task.id for task in tasks.tasks}
+    assert held_out(sources, 3) == held_out(sources, 99)[:3]
+
+
+def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(tmp_path: Path) -> None:
+    good = written(tmp_path / "a.jsonl", {"question": "q", "golden_answers": ["a"]})
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
+        load_tasks([good, str(tmp_path / "gone.jsonl")])
+    with pytest.raises(ValueError, match=r"b\.jsonl holds no usable task"):
+        load_tasks([good, written(tmp_path / "b.jsonl")])
+    with pytest.raises(ValueError, match="twice"):
+        listed([good, good])
+    with pytest.raises(ValueError, match="names no source"):
+        listed([])
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("owner/name", hub.HubSet("owner/name", "", "")),
+        ("owner/name:test", hub.HubSet("owner/name", "", "test")),
+        (f"{SET}/nq", hub.HubSet(SET, "nq", "")),
+        (f"{SET}/2wikimultihopqa:dev", hub.HubSet(SET, "2wikimultihopqa", "dev")),
+        ("owner/na.me/folder", hub.HubSet("owner/na.me", "folder", "")),
+        ("folder/file.jsonl", None),
+        ("owner/name/file.jsonl", None),
+        ("owner/name/", None),
+        ("owner/name:", None),
+        ("a/b/c/d", None),
+        ("/owner/name", None),
+        ("./owner/name", None),
+        ("word", None),
+    ],
+)
+def test_a_hub_set_is_told_from_a_path_by_its_form(source: str, found: hub.HubSet | None) -> None:
+    assert hub.named(source) == found
+
+
+@pytest.mark.parametrize("source", ["a b", "word", "file.json", "owner/name:", "http://x/y"])
+def test_a_form_that_no_source_has_is_refused_before_anything_is_read(source: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet path"):
+        check_form(source)
+
+
+def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in for the hub: no test here reaches the real one."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def download(repository: str, file: str, repo_type: str) -> str:
+        assert (repository, repo_type) == (SET, "dataset")
+        if file not in ("nq/train.jsonl", "nq/dev.jsonl"):
+            raise EntryNotFoundError(file)
+        return written(tmp_path / file.replace("/", "-"), {"id": "0", "question": f"{file}?", "golden_answers": ["a"]})
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    questions = [load_tasks(f"{SET}/{name}")[0][0].question for name in ("nq", "nq:train", "nq:dev")]
+    assert questions == ["nq/train.jsonl?", "nq/train.jsonl?", "nq/dev.jsonl?"]
+    with pytest.raises(FileNotFoundError, match=r"has no nq/test\.jsonl: give a path"):
+        load_tasks(f"{SET}/nq:test")
+
+
+def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, split: str) -> None:
+        raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['nq']")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    with pytest.raises(FileNotFoundError, match=f"did not give {SET}: Config name is missing.*owner/name/folder:split"):
+        load_tasks(f"{SET}:train")

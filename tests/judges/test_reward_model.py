@@ -119,6 +119,11 @@ async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path
         await started(tiny.save(tmp_path / "policy", num_labels=1))
     with pytest.raises(ValueError, match="reads 64 tokens at most: lower max_length = 4096"):
         await started(save(tmp_path / "short", max_position_embeddings=64))
+    for missing in (tmp_path / "nope", Path("/nope")):
+        with pytest.raises(
+            ValueError, match=rf"model '{missing}' cannot be loaded: expected a folder with a sequence classifier"
+        ):
+            await started(missing)
     with pytest.raises(ValueError, match="max_length 1"):
         RewardModel("m", max_length=1)
 

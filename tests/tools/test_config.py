@@ -1,13 +1,18 @@
 """Configurations that load, and those that are refused with a reason."""
 
+import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from actors.environments import registry
+from actors.environments import hub, registry
+from actors.environments.task_files import listed, load_tasks
+from scheduler.config import SchedulerProcess
 from tools import assets, plan
 from tools.config import DEFAULT_CONFIG, ConfigError, convert, load
 from tools.plan import gpus_of
@@ -20,6 +25,50 @@ DEFAULT = ROOT / "configs" / "slate-cpu.toml"
 def test_every_shipped_config_loads_and_survives_being_saved(path: Path) -> None:
     config = load(path, [])
     assert convert(msgspec.json.decode(msgspec.json.encode(config)), []) == config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_the_data_of_every_shipped_config_is_named_as_it_can_be_loaded(path: Path) -> None:
+    data = load(path, []).data
+    for source in (*listed(data.train), *listed(data.heldout)):
+        there = hub.named(source)
+        assert source == "default" or (there is not None and there.folder and there.split), source
+
+
+@pytest.mark.parametrize("name", ["slate-7b", "ppr-3b", "ppr-7b", "search-r1-7b", "research-7b"])
+def test_the_papers_configs_train_on_nq_and_hotpotqa(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """methods.md 1.8. Against a stand-in for the hub: no test here reaches the real one."""
+
+    def download(repository: str, file: str, repo_type: str) -> str:
+        assert (repository, repo_type) == ("RUC-NLPIR/FlashRAG_datasets", "dataset")
+        made = tmp_path / file.replace("/", "-")
+        made.write_text(json.dumps({"id": "train_0", "question": f"{file}?", "golden_answers": ["a"]}))
+        return str(made)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    data = load(ROOT / "configs" / f"{name}.toml", []).data
+    for given, split in ((data.train, "train"), (data.heldout, "dev")):
+        tasks, _ = load_tasks(given)
+        assert [task.question for task in tasks] == [f"nq/{split}.jsonl?", f"hotpotqa/{split}.jsonl?"]
+        assert len({task.id for task in tasks}) == 2
+
+
+def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assets, "ensure_facts", lambda cache: tmp_path)
+    monkeypatch.setattr(assets, "ensure_model", lambda name, cache: tmp_path)
+    config = load(
+        DEFAULT,
+        ["data.train=['default', 'mine.jsonl']", "warm_start.steps=0", "retriever.backend=http://localhost:1"],
+    )
+    found = assets.prepare(config)
+    assert (found.train, found.heldout) == ([f"{tmp_path}/train.jsonl", "mine.jsonl"], f"{tmp_path}/heldout.jsonl")
+    plan.make(config, found, tmp_path)
+    written = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
+    assert (written.train, written.heldout) == (found.train, found.heldout)
 
 
 def test_the_7b_config_holds_the_papers_settings() -> None:
@@ -67,6 +116,11 @@ def test_set_changes_a_key() -> None:
         ("data.environment=tictactoe", "['topk']"),
         ("data.options.topk=two", "data.options.topk = 'two': expected a whole number"),
         ("data.options.prompt=shrt", "expected one of"),
+        ("data.train=questions.json", "data.train: 'questions.json': expected a .jsonl or .parquet path, or a hub"),
+        ("data.heldout=['a.jsonl', 'b c']", "data.heldout: 'b c': expected"),
+        ("data.train=['a.jsonl', 'a.jsonl']", "data.train: 'a.jsonl' is named twice"),
+        ("data.train=[]", "names no source"),
+        ("data.train=5", "data.train"),
         ("noequals", "expected key=value"),
         ("seed.x=1", "is a value"),
     ],
@@ -166,6 +220,9 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
     assert environment.stop == []
 
 
+_ROUTED = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.workers=["http://h"]']
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -180,12 +237,57 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
         ),
         (["actors.engine=sglang", 'actors.sglang.workers=["http://h"]'], "actors.sglang.workers has no effect"),
         (["actors.engine=sglang", "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
+        (
+            [*_ROUTED, "actors.count=2", 'actors.sglang.urls=["http://h", "http://i"]'],
+            "actors.count = 2 with actors.sglang.workers",
+        ),
+        (["actors.engine=sglang", 'actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB="1"'], "after temperature"),
+        (["actors.engine=sglang", "actors.sglang.arguments.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
+        (
+            ["actors.engine=sglang", "actors.sglang.arguments.max_loras_per_batch=1"],
+            "max_loras_per_batch = 1: expected 2 or more",
+        ),
+        (
+            ["actors.engine=sglang", "actors.sglang.arguments.enable_lora=false"],
+            "enable_lora = False with learner.lora.rank = 16",
+        ),
     ],
 )
 def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], said: str) -> None:
     clean = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT_CONFIG, [*clean, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arguments"),
+    [
+        ([], {"enable_lora": True, "max_lora_rank": 16}),
+        (["learner.lora.rank=4", "actors.sglang.way=inside"], {"enable_lora": True, "max_lora_rank": 4}),
+        (["actors.sglang.arguments.max_lora_rank=64"], {"enable_lora": True, "max_lora_rank": 64}),
+        (["learner.lora.rank=0"], {}),
+        (["actors.sglang.lora=merged"], {}),
+        (["actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=1"], {}),
+    ],
+)
+def test_a_server_that_an_actor_starts_takes_the_learners_adapters(
+    overrides: list[str], arguments: dict[str, Any]
+) -> None:
+    made = load(DEFAULT_CONFIG, ["actors.engine=sglang", "actors.dtype=auto", "actors.kv_cache_gib=1.0", *overrides])
+    assert made.actors.sglang.arguments == arguments
+
+
+def test_the_documented_policy_and_judge_on_two_servers_load() -> None:
+    block = (ROOT / "docs" / "judges.md").read_text().partition("### Two servers")[2].split("```")[1]
+    export, *servers, launch = block.replace("\\\n", " ").strip().splitlines()
+    words = shlex.split(launch.partition("tools/launch ")[2])
+    assert words[0] == "--config"
+    made = load(ROOT / words[1], [words[i + 1] for i, word in enumerate(words) if word == "--set"])
+    policy = servers[0]
+    assert f"--max-lora-rank {made.learner.lora.rank}" in policy
+    assert "--enable-lora" in policy
+    assert f":{policy.partition('--port ')[2].split()[0]}" in made.actors.sglang.urls[0]
+    assert made.actors.sglang.api_key_env in export
 
 
 def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_none() -> None:

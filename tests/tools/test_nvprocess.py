@@ -429,6 +429,11 @@ def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_
     asked = [evaluate.judging.Asked("j", "pprm", dict([evaluate.option(endpoint.format(port, model))])) for port, model in ((1, "m"), (2, "m"), (1, "n"))]  # fmt: skip
     one, two, three = evaluate.judging.lasting(asked)
     assert one == two != three
+    options: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    reached = {"api_key_env": "KEY", "timeout_s": 9.0, "patience_s": 99.0, "attempts": 2, "backoff_s": 1.0, "concurrency": 3, "wait_s": 1.0}  # fmt: skip
+    for key, value in {**reached, "temperature": 0.5}.items():
+        found = evaluate.judging.lasting([evaluate.judging.Asked("j", "pprm", {"endpoint": options | {key: value}})])
+        assert (found == [one]) == (key in reached), key
 
 
 @pytest.mark.parametrize(
@@ -445,14 +450,29 @@ def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_
         (["--judge", "tictactoe_minimax"], "expected a judge"),
         (["--baseline", "best"], "majority, random"),
         (["--baseline", "constant"], "constant S"),
-        (["--baseline", "constant", "x"], "a number"),
-        (["--bench", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--baseline", "constant", "x"], "--baseline constant x: expected a score, a number from 0 to 1"),
+        (["--baseline", "constant", "5"], "--baseline constant 5: expected a score, a number from 0 to 1"),
+        (["--baseline", "constant", "nan"], "--baseline constant nan: expected a score"),
+        (
+            ["--bench", "nowhere.jsonl"],
+            "--bench nowhere.jsonl cannot be read (No such file or directory): expected a file of lines of Item",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], message: str, bench: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
     assert run(bench, tmp_path / "out", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_cannot_be_the_folder_is_refused(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    for out, message in (
+        (bench, f"--out {bench} is a file: expected a folder"),
+        (bench / "x", f"--out {bench / 'x'} cannot be written (Not a directory): choose another folder"),
+        (tmp_path / ("x" * 300), "cannot be written (File name too long): choose another folder"),
+    ):
+        assert run(bench, out) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_an_option_needs_its_judge_before_it(bench: Path, tmp_path: Path, capsys: Any) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,8 @@ import pytest
 from aiohttp import web
 
 from actors.config import ActorProcess, ActorsConfig
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
 from actors.environments.task_files import load_tasks
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.evaluation import Estimate
@@ -29,6 +32,8 @@ from tools.dump_tree import main as dump
 from tools.evaluation_folder import Measured
 from tools.qa.evaluation import macro
 from tools.qa.main import main
+from tools.qa.methods import PROMPTS as QA_PROMPTS
+from tools.qa.methods import filled
 from tools.qa.retrieval import CachedRetrieval
 from tools.qa.scoring import score
 from tools.qa.sets import HUB, PAPER, read_sets, subset
@@ -79,6 +84,36 @@ def test_the_original_scorer_demands_two_blocks_of_prompt_and_response() -> None
     assert score(grown(one, prompt=plain), ["Rome"], 0)["em_two_blocks"] == 0.0
     assert score(grown(one, prompt=example), ["Rome"], 0)["em_two_blocks"] == 1.0
     assert score(grown(("action", "?"), prompt=example), ["Paris"], 0)["em_two_blocks"] == 0.0
+
+
+def prompts_with_an_answer() -> dict[str, str]:
+    """The built-in prompts that tell how to answer, as the qa table asks with them: every method's and search's."""
+    asked = {name: filled(name, **PARTS) for name in ("cot", "direct", "ircot_read", "rag", "search_o1")}
+    task = Task("1", PARTS["question"], ["Rome"])
+    return asked | {name: SearchQA(name).prompt(task)[0]["content"] for name in ("search_r1", "short")}
+
+
+PARTS = {"question": "Capital of Italy?", "documents": "Doc 1(Title: Italy) Rome", "budget": "3"}
+
+
+def test_the_built_in_prompts_show_one_answer_block_so_that_two_are_demanded_of_the_response() -> None:
+    assert {path.stem for path in QA_PROMPTS.glob("*.txt") if "<answer>" in path.read_text()} < set(
+        prompts_with_an_answer()
+    )
+    for name, prompt in prompts_with_an_answer().items():
+        (example,) = re.findall("<answer>(.*?)</answer>", prompt, re.DOTALL)
+        unanswered, right = (
+            score(grown(("action", said), prompt=prompt), ["Rome", example], 0)["em_two_blocks"]
+            for said in ("I do not know.", "<answer>Rome</answer>")
+        )
+        assert (unanswered, right) == (0.0, 1.0), name
+
+
+def test_a_prompt_that_names_the_two_tags_as_well_answers_for_a_response_without_an_answer() -> None:
+    """The wording of the papers' own template: under their scorer its example stands for the answer that is missing."""
+    prompt = "the answer inside <answer> and </answer>. For example, <answer> Beijing </answer>. Question: who?"
+    assert score(grown(("action", "?"), prompt=prompt), ["Beijing"], 0)["em_two_blocks"] == 1.0
+    assert score(grown(("action", "?"), prompt=prompt), ["Beijing"], 0)["em"] == 0.0
 
 
 @pytest.mark.parametrize(("blocks", "value"), [(10, 1.0), (11, 0.25)])
@@ -169,9 +204,10 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
     found = read_sets(["paper"], None, 0)
     assert tuple(s.name for s in found) == PAPER
     assert [s.tasks[0].id for s in found[:2]] == ["nq/test.jsonl?", "triviaqa/dev.jsonl?"]
+    assert [s.source for s in found[:2]] == [f"{HUB}/nq:test", f"{HUB}/triviaqa:dev"]
     (train,) = read_sets([f"x={HUB}/nq:train"], None, 0)
     assert train.tasks[0].id == "nq/train.jsonl?"
-    with pytest.raises(FileNotFoundError, match=r"no nosuch/test or dev or train\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"no nosuch/test or dev or validation or train\.jsonl"):
         read_sets([f"x={HUB}/nosuch"], None, 0)
 
 
@@ -600,6 +636,33 @@ def test_a_run_of_a_game_is_refused(tmp_path: Path, llama: Path, capsys: pytest.
     path.write_text(path.read_text().replace('"search_qa"', '"tictactoe"'))
     assert main(["--run", str(folder), *questions(tmp_path), *BOOKS]) == 2
     assert "was trained on 'tictactoe'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["processes/scheduler.json", "processes/actor-0.json", "processes/retriever.json", "weights/v000001/manifest.json"],
+)
+@pytest.mark.parametrize("content", ['{"name": "sch', '{"nonsense": 1}', None])
+def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None
+) -> None:
+    folder = run_folder(tmp_path / "run", llama, "chain")
+    (folder / "weights" / "v000001").mkdir(parents=True)
+    (folder / "weights" / "v000001" / "manifest.json").write_text('{"digest": "d"}')
+    (folder / "processes" / "retriever.json").write_text('{"backend": "http://a"}')
+    if content is not None:
+        (folder / file).write_text(content)
+    elif file.endswith("retriever.json"):
+        return  # a run without one uses the built-in corpus
+    else:
+        (folder / file).unlink()
+    out = tmp_path / "out"
+    assert main(["--run", str(folder), *questions(tmp_path), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert file.removeprefix("processes/") in said
+    assert "expected" in said
+    assert said.count("\n") == 1
+    assert not out.exists()
 
 
 def test_runs_that_searched_in_different_places_need_a_word_on_which(

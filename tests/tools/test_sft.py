@@ -1,9 +1,12 @@
 """tools/sft: collecting, labelling, reviewing, training."""
 
 import json
+import os
 import re
+import resource
 import shlex
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,9 @@ from tools.process.judging import Answer, Answers
 from tools.process.record import Labelled, Step, Trajectory
 from tools.supervised import label, rows
 from tools.supervised.judgement import two_lines
-from tools.supervised.main import _split, main, parse
+from tools.supervised.main import main, parse
 from tools.supervised.review import corrected, read_corrections
+from tools.supervised.training import split
 from wire.faults import InfrastructureFault
 from wire.messages import JudgedTurn, Judgement
 
@@ -123,10 +127,9 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
     out = ["--out", str(tmp_path / "t.jsonl")]
     assert main(["collect", str(tmp_path), *out]) == 2
     assert "scheduler.json" in capsys.readouterr().err
-    twin = tmp_path / "other" / "run"
-    twin.mkdir(parents=True)
+    twin = shutil.copytree(run, tmp_path / "other" / "run")
     assert main(["collect", str(run), str(twin), *out]) == 2
-    assert "rename one" in capsys.readouterr().err
+    assert "rename one of the folders, or collect them one by one, each with a --prefix" in capsys.readouterr().err
     for content in (b"", b"no database " * 100):
         (run / "journal.sqlite").write_bytes(content)
         assert main(["collect", str(run), *out]) == 2
@@ -135,6 +138,105 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
     path.write_text(path.read_text().replace('"search_qa", "options": {"prompt": "short", "topk": 2}', '"tictactoe"'))
     assert main(["collect", str(run), *out]) == 2
     assert "expected one of search_qa" in capsys.readouterr().err
+
+
+def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys: Any) -> None:
+    labelled_file(tmp_path)
+    record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
+    for name, twin in (("r.jsonl", "link.jsonl"), ("l.jsonl", "l2.jsonl"), ("l.jsonl", "b.report.json")):
+        (tmp_path / twin).symlink_to(tmp_path / name)
+    l, t, r, l2, b = (str(tmp_path / name) for name in ("l.jsonl", "t.jsonl", "r.jsonl", "l2.jsonl", "b.jsonl"))  # noqa: E741
+    judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for arguments, message in (
+        (["review", l, r, "--out", r], f"--out {r} would write over {r}"),
+        (["review", l, r, "--out", str(tmp_path / "link.jsonl")], f"link.jsonl would write over {r}"),
+        (["review", l, r, "--out", l], f"would write over {l}"),
+        (["review", l, r, "--out", f"{run}/../r.jsonl"], f"would write over {r}"),
+        (["rows", t, l, "--out", l], f"would write over {l}"),
+        (["bench", l, "--size", "1", "--out", l], f"would write over {l}"),
+        (["bench", t, "--exclude", l, "--size", "1", "--out", l], f"would write over {l}"),
+        (["bench", l2, "--size", "1", "--out", l], f"would write over {l2}"),
+        (["bench", f"{tmp_path}/b.report.json", "--size", "1", "--out", b], "--out with its report"),
+        (["label", t, *judges, "--out", t, "--review", b], f"--out {t} would write over {t}"),
+        (["label", t, *judges, "--out", b, "--review", t], f"--review {t} would write over {t}"),
+        (["label", t, *judges, "--out", b, "--review", f"{tmp_path}/b.answers.jsonl"], "--out with its answers too: name two files"),
+        (["collect", str(run), "--out", f"{run}/journal.sqlite"], f"lies in {run}, which this command reads"),
+        (["collect", str(run), "--out", f"{tmp_path}/train.jsonl"], "train.jsonl would write over"),
+    ):  # fmt: skip
+        assert main(arguments) == 2, arguments
+        assert message in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before, arguments
+    assert main(["review", l, r, "--out", b]) == 0
+    assert main(["review", l, r, "--out", b]) == 0, "an earlier output is no input"
+
+
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: Any) -> None:
+    record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
+    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", f"{Flaky.__module__}:Flaky", "--judge-b", "pprm_rules"]
+    good, long = str(tmp_path / "good.jsonl"), str(tmp_path / ("x" * 250))
+    Flaky.asked = []
+    for out, review, message in (
+        (good, "/nodir/r.jsonl", "--review /nodir/r.jsonl: there is no folder /nodir, make it first"),
+        ("/nodir/l.jsonl", good, "--out /nodir/l.jsonl: there is no folder"),
+        (good, str(tmp_path), f"--review {tmp_path} is no ordinary file: name a file"),
+        (".", good, "--out . is no ordinary file"),
+        ("/dev/null", good, "--out /dev/null is no ordinary file"),
+        (long, good, f"--out {long} cannot be written (File name too long): name another file"),
+    ):
+        assert main([*command, "--out", out, "--review", review]) == 2
+        assert message in capsys.readouterr().err
+    assert Flaky.asked == []
+    assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_a_file_that_is_not_written_leaves_no_draft_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder cannot be written: Is a directory"):
+        record.write(tmp_path / "folder", [trajectory("x", 1)])
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_file_that_is_not_there_is_said_with_what_it_should_be(tmp_path: Path, llama: Path, capsys: Any) -> None:
+    labelled_file(tmp_path)
+    l, out = str(tmp_path / "l.jsonl"), ["--out", str(tmp_path / "o")]  # noqa: E741
+    missing = "none.jsonl cannot be read (No such file or directory): expected a file of lines of"
+    for arguments, message in (
+        (["review", l, "none.jsonl", *out], f"review: {missing} Review (docs/process-bench.md)"),
+        (["review", "none.jsonl", l, *out], f"review: {missing} Trajectory[Labelled] (docs/process-bench.md)"),
+        (["bench", l, "--size", "1", "--exclude", "none.jsonl", *out], f"bench: --exclude {missing}"),
+        (["train", "--model", str(llama), "--rows", "none.jsonl", *out], f"--rows {missing} {{prompt, completion}}"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "bytes.jsonl").write_bytes(b'\n{"id": "\xff"}\n')
+    assert main(["rows", str(tmp_path / "bytes.jsonl"), *out]) == 2
+    assert "bytes.jsonl:2: 'utf-8' codec" in capsys.readouterr().err
+
+
+def graded(one: Trajectory[Step], response: str) -> Any:
+    step = Labelled(context=one.question, response=response, score_a=1, score_b=1, score=1, target=JUDGEMENT)
+    return msgspec.structs.replace(one, steps=[step])
+
+
+def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(run: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
+    twin = shutil.copytree(run, tmp_path / "other" / "run")
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    for folder, file, more in zip((run, twin, twin), files, ([], [], ["--prefix", "other-"]), strict=True):
+        assert main(["collect", str(folder), "--out", file, *more]) == 0
+        found = record.read(Path(file), Trajectory[Step])
+        record.write(Path(file), [graded(one, f"{file} {one.id}") for one in found])
+    out = ["--out", str(tmp_path / "made.jsonl")]
+    for command in (["bench", "--size", "9"], ["rows"]):
+        capsys.readouterr()
+        assert main([*command, files[0], files[1], *out]) == 2
+        said = capsys.readouterr().err
+        assert f"the id 'run-0-0' is in {files[0]} and in {files[1]}: ids are unique" in said
+        assert "--prefix (tools/sft collect)" in said
+        assert main([*command, files[0], files[2], *out]) == 0
+    assert main(["bench", "--size", "9", files[0], files[2], *out]) == 0
+    made = record.read(tmp_path / "made.jsonl", record.Item)
+    assert {item.id for item in made} == {"run-0-0", "run-0-1", "other-run-0-0", "other-run-0-1"}
 
 
 # ---------------------------------------------------------------------------------------------- labelling
@@ -475,13 +577,87 @@ def test_what_cannot_be_trained_is_refused(arguments: list[str], message: str, l
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "warm-start"])
+def test_an_out_that_cannot_be_written_is_said_before_a_model_is_loaded(
+    command: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tools.model.ensure_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("tools.assets.prepare", lambda *_: pytest.fail("the model was made"))
+    out = tmp_path / "file" / "o"
+    more = {"train": ["--model", "m", "--rows", "r"], "warm-start": ["--config", "configs/slate-cpu.toml"]}[command]
+    assert main([command, *more, "--out", str(out)]) == 2
+    assert f"--out {out} cannot be written: Not a directory; choose another" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to("nowhere")
+    assert main([command, *more, "--out", str(tmp_path / "link")]) == 2
+    assert "link exists" in capsys.readouterr().err
+
+
+def train_command(llama: Path, folder: Path) -> list[str]:
+    rows_path = rows_file(folder / "r.jsonl", 3)
+    return ["train", "--model", str(llama), "--rows", str(rows_path), "--out", str(folder / "o"), "--steps", "1", "--threads", "1"]  # fmt: skip
+
+
+def test_ctrl_c_in_a_training_ends_it_with_one_line(
+    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0.0
+
+    monkeypatch.setattr(Student, "learn", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job begins with it ignored
+    try:
+        assert main(train_command(llama, tmp_path)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "tools/sft train: stopped; nothing was saved\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
+
+
+def test_a_trained_model_is_not_lost_to_a_folder_made_meanwhile(
+    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = Student.learn
+
+    def meanwhile(student: Student, batch: Sequence[Example]) -> float:
+        (tmp_path / "o").mkdir()
+        (tmp_path / "o" / "mine").touch()
+        return learn(student, batch)
+
+    monkeypatch.setattr(Student, "learn", meanwhile)
+    assert main(train_command(llama, tmp_path)) == 2
+    (kept,) = tmp_path.glob("o.draft*")
+    assert f"cannot be written: Directory not empty; all is in {kept}" in capsys.readouterr().err
+    assert (tmp_path / "o" / "mine").is_file()
+    AutoModelForCausalLM.from_pretrained(kept)
+
+
+def test_a_full_disk_under_the_trained_model_is_said(
+    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, limits = Student.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(student: Student, folder: Path) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            save(student, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(Student, "save", full)
+    assert main(train_command(llama, tmp_path)) == 2
+    assert "tools/sft train: the trained model could not be written to" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
+
+
 def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) -> None:
     examples = [Example([i], 1, group) for i, group in enumerate(["a", "b", "c", "d"] * 3 + ["", ""])]
-    learnt, held = _split(examples, 0.4, 0)
+    learnt, held = split(examples, 0.4, 0)
     assert len(held) in (6, 7, 8)
     assert sorted(e.tokens[0] for e in [*learnt, *held]) == list(range(14))
     assert not {e.group for e in learnt if e.group} & {e.group for e in held if e.group}
-    assert _split(examples[:9:4], 0.1, 0)[1] == [], "one question alone is learnt"
+    assert split(examples[:9:4], 0.1, 0)[1] == [], "one question alone is learnt"
     made, _ = labelled_file(tmp_path)
     assert {row.group for row in rows.judgement_rows(made)[0]} == {QUESTION}
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "group": "q"}\n')
@@ -503,12 +679,20 @@ def test_a_model_that_does_not_fit_is_said_with_what_to_change(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nand more")
 
-    monkeypatch.setattr("tools.fine_tune.fine_tune", full)
+    monkeypatch.setattr("tools.fine_tune.train", full)
     command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 3)), "--out", str(tmp_path / "o")]  # fmt: skip
     assert main([*command, "--steps", "1"]) == 2
     assert capsys.readouterr().err == (
         "tools/sft train: CUDA out of memory.: train adapters (--lora-rank 16), or less at once (--forward-tokens)\n"
     )
+
+
+@pytest.mark.parametrize("end", [[], [257]])
+def test_an_empty_completion_is_refused_with_its_line(end: list[int], llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the completion is empty.*remove that line"):
+        read_pairs(path, Text(str(llama)), end)
 
 
 def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: Path) -> None:

@@ -220,13 +220,17 @@ def baselines_of(given: argparse.Namespace) -> list[str]:
             raise ValueError(
                 f"--baseline {' '.join([kind, *values])}: expected majority, random, first-turn, or constant S"
             )
-        if kind == "constant":
-            try:
-                float(values[0])
-            except ValueError:
-                raise ValueError(f"--baseline constant {values[0]}: expected a score, a number from 0 to 1") from None
+        if kind == "constant" and not _is_score(values[0]):
+            raise ValueError(f"--baseline constant {values[0]}: expected a score, a number from 0 to 1")
         made += [" ".join([kind, *values])] if kind != "majority" else []
     return list(dict.fromkeys(made))
+
+
+def _is_score(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -236,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_threshold(given.threshold)
         if given.deadline <= 0:
             raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
-        items = record.read(given.bench, Item)
+        items = record.read(given.bench, Item, "--bench")
         asked, kinds = judges_of(given), baselines_of(given)
         lasting = judging.lasting(asked)
         out = given.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")

@@ -43,7 +43,7 @@ class Asked(msgspec.Struct, frozen=True):
     texts: str = ""
 
 
-REACHED = frozenset(("url", "api_key_env", "timeout_s", "attempts", "backoff_s", "concurrency", "wait_s"))
+REACHED = frozenset(("url", "api_key_env", "timeout_s", "patience_s", "attempts", "backoff_s", "concurrency", "wait_s"))
 """Keys of an endpoint that say how it is reached: they may change between sessions."""
 
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -88,22 +88,33 @@ class Item(Trajectory[Graded], frozen=True, kw_only=True):
 R = TypeVar("R", bound=Trajectory[Any])
 
 
-def lines(path: Path, kind: Any) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of a JSONL file. Raises ValueError naming file and line, FileNotFoundError."""
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+def content(path: Path, expected: str, flag: str = "") -> bytes:
+    """The bytes of a file. Raises ValueError saying what was expected there; flag: the option that named it."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path} cannot be read ({error.strerror}): expected a file of {expected}".lstrip()
+        ) from None
+
+
+def lines(path: Path, kind: Any, flag: str = "") -> Iterator[tuple[int, Any]]:
+    """(line number, value) of a JSONL file. Raises ValueError naming the file, and the line when it is one that is wrong."""
+    found = content(path, f"lines of {_named(kind)} (docs/process-bench.md)", flag)
+    for number, line in enumerate(found.splitlines(), 1):
         if line.strip():
             try:
                 yield number, msgspec.json.decode(line, type=kind)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ValueError(
                     f"{path}:{number}: {error}; expected a {_named(kind)} (docs/process-bench.md)"
                 ) from None
 
 
-def read(path: Path, kind: type[R]) -> list[R]:
-    """The records of a file. Raises ValueError for a bad line, an id that comes twice, or no record."""
+def read(path: Path, kind: type[R], flag: str = "") -> list[R]:
+    """The records of a file. Raises ValueError for no file, a bad line, an id that comes twice, or no record."""
     made: dict[str, R] = {}
-    for number, record in lines(path, kind):
+    for number, record in lines(path, kind, flag):
         if record.id in made:
             raise ValueError(f"{path}:{number}: the id {record.id!r} comes a second time: ids are unique")
         made[record.id] = record
@@ -112,11 +123,36 @@ def read(path: Path, kind: type[R]) -> list[R]:
     return list(made.values())
 
 
+def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
+    """The records of several files. Raises ValueError as ``read`` does, and for an id that two of the files have."""
+    made: list[R] = []
+    file_of: dict[str, Path] = {}
+    for path in paths:
+        found = read(path, kind)
+        if twice := next((record.id for record in found if record.id in file_of), None):
+            raise ValueError(
+                f"the id {twice!r} is in {file_of[twice]} and in {path}: ids are unique. They begin with the name of the run's"
+                " folder: collect one of the two runs again with a --prefix (tools/sft collect), or leave one file out"
+            )
+        file_of |= {record.id: path for record in found}
+        made += found
+    return made
+
+
 def write(path: Path, records: Iterable[Any]) -> None:
-    """Records as JSONL; the file appears whole or not at all."""
-    draft = path.with_name(f"{path.name}.draft{os.getpid()}")
-    draft.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    draft.rename(path)
+    """Records as JSONL; the file appears whole or not at all. Raises OSError naming the path."""
+    draft = draft_of(path)
+    try:
+        draft.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        draft.rename(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def draft_of(path: Path) -> Path:
+    """What ``write`` writes before it becomes ``path``."""
+    return path.with_name(f"{path.name}.draft{os.getpid()}")
 
 
 def digest(path: Path) -> str:
@@ -169,4 +205,5 @@ def category(outcome: int, scores: Sequence[float], threshold: float) -> Any:
 
 
 def _named(kind: Any) -> str:
-    return getattr(kind, "__name__", None) or str(kind)
+    names = [one.__name__ for one in (kind, *get_args(kind))]
+    return names[0] + (f"[{', '.join(names[1:])}]" if names[1:] else "")

@@ -68,6 +68,12 @@ class Player(msgspec.Struct, frozen=True):
     load: LoadRequest | None = None
 
 
+class _Backend(msgspec.Struct, frozen=True):
+    """What is needed of RUN/processes/retriever.json."""
+
+    backend: str
+
+
 class Row(msgspec.Struct, frozen=True):
     """A line of the table, kept in the folder OUT/name."""
 
@@ -184,7 +190,7 @@ def _retriever(given: argparse.Namespace) -> str:
     if given.retriever not in (None, "default"):
         return given.retriever
     files = [run / "processes" / "retriever.json" for run in given.run]
-    found = {msgspec.json.decode(file.read_bytes())["backend"] for file in files if file.is_file()}
+    found = {players.saved(file, _Backend).backend for file in files if file.is_file()}
     if given.retriever is None and found:
         if len(found) > 1:
             raise ValueError(f"the runs searched in {sorted(found)}: say with --retriever which one all rows use")

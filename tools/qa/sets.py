@@ -8,17 +8,16 @@ from pathlib import Path
 import msgspec
 
 from actors.environments.base import Task
-from actors.environments.task_files import hub_splits, load_tasks
+from actors.environments.hub import chosen
+from actors.environments.task_files import load_tasks
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """The folders of the hub's data set that the papers' tables have as columns."""
 MULTI_HOP = PAPER[3:]
 """The columns of SLATE's ablations (methods.md 1.6, 1.7)."""
-SPLITS = ("test", "dev", "train")
-"""The first of these that a set has is the one to evaluate on (methods.md 1.8)."""
-_PLAIN_SPLITS = ("test", "dev", "validation", "train")
-"""The same where a dev split may have the hub's usual name."""
+SPLITS = ("test", "dev", "validation", "train")
+"""The first of these that a set has is the one to evaluate on (methods.md 1.8); validation is the hub's usual name of a dev split."""
 
 
 class QuestionSet(msgspec.Struct, frozen=True):
@@ -73,21 +72,11 @@ def _by_hops(path: Path, count: int | None, seed: int) -> list[QuestionSet]:
 
 def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
     try:
-        if there := hub_splits(source):
-            source = f"{source}:{_first(there)}"
-        tasks, rejected = load_tasks(_file(source))
+        source = chosen(source, SPLITS)
+        tasks, rejected = load_tasks(source)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--set {name}={source}: {error}") from None
     return QuestionSet(name, source, subset(tasks, count, seed), len(rejected))
-
-
-def _first(there: Sequence[str]) -> str:
-    for split in _PLAIN_SPLITS:
-        if split in there:
-            return split
-    raise ValueError(
-        f"it has the splits {sorted(there)}, none of {', '.join(_PLAIN_SPLITS)}: name one, owner/name:split"
-    )
 
 
 def subset(tasks: Sequence[Task], count: int | None, seed: int) -> list[Task]:
@@ -97,34 +86,3 @@ def subset(tasks: Sequence[Task], count: int | None, seed: int) -> list[Task]:
     shuffled = list(tasks)
     random.Random(seed).shuffle(shuffled)
     return shuffled[:count]
-
-
-def _file(source: str) -> str:
-    """A folder of a hub data set as a file of this machine; anything else as it is."""
-    owner, _, rest = source.partition("/")
-    name, _, folder = rest.partition("/")
-    if Path(source).exists() or not folder or "/" in folder or source.startswith((".", "/")) or "." in folder:
-        return source
-    folder, _, split = folder.partition(":")
-    return _from_hub(f"{owner}/{name}", folder, (split,) if split else SPLITS)
-
-
-def _from_hub(repository: str, folder: str, splits: Sequence[str]) -> str:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    for split in splits:
-        try:
-            return hf_hub_download(repository, f"{folder}/{split}.jsonl", repo_type="dataset")
-        except LocalEntryNotFoundError:  # no network: another split must not stand in for this one
-            raise FileNotFoundError(
-                f"the hub cannot be reached and {folder}/{split}.jsonl is not in its cache: give a path instead"
-            ) from None
-        except EntryNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise FileNotFoundError(f"the hub did not give {repository}: {reason}; give a path instead") from None
-    raise FileNotFoundError(
-        f"{repository} has no {folder}/{' or '.join(splits)}.jsonl: give a path, or owner/name/folder:split"
-    )

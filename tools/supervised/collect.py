@@ -14,7 +14,7 @@ import msgspec
 from actors.environments import registry
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
-from actors.environments.task_files import load_tasks
+from actors.environments.task_files import listed, load_tasks
 from scheduler.journal import Journal
 from scheduler.tree import Node, Tree
 from tools.process.record import Step, Trajectory, recorded
@@ -29,24 +29,38 @@ class _Process(msgspec.Struct, frozen=True):
     """What is needed of RUN/processes/scheduler.json."""
 
     environment: str
-    train: str
-    heldout: str
+    train: str | list[str]
+    heldout: str | list[str]
     options: dict[str, Any] = {}
     scheduler: _Scheduler = _Scheduler()
 
 
-class Run:
-    """A run folder: its environment and tasks as it had them. Raises FileNotFoundError or ValueError for what is no search run."""
+def _process(folder: Path) -> _Process:
+    path = folder / "processes" / "scheduler.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no processes/scheduler.json: expected the folder of a run")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Process)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}; expected what tools/launch wrote") from None
 
-    def __init__(self, folder: Path, split: str):
-        self.folder, self.split = folder, split
-        path = folder / "processes" / "scheduler.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{folder} has no processes/scheduler.json: expected the folder of a run")
-        try:
-            process = msgspec.json.decode(path.read_bytes(), type=_Process)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path}: {error}; expected what tools/launch wrote") from None
+
+def task_files(folder: Path) -> list[Path]:
+    """The task files of a run, of those that are files. Raises as ``Run`` does for what is no run."""
+    process = _process(folder)
+    sources = [Path(source) for source in (*listed(process.train), *listed(process.heldout))]
+    return [path for path in sources if path.is_file()]
+
+
+class Run:
+    """A run folder: its environment and tasks as it had them; prefix: of its trajectories' ids.
+
+    Raises FileNotFoundError or ValueError for what is no search run.
+    """
+
+    def __init__(self, folder: Path, split: str, prefix: str = ""):
+        self.folder, self.split, self.name = folder, split, f"{prefix}{folder.name}"
+        process = _process(folder)
         environment = registry.load(process.environment, process.options)
         if not isinstance(environment, SearchQA):
             raise ValueError(f"{folder} is a run of {process.environment!r}: expected one of search_qa")
@@ -86,7 +100,7 @@ class Run:
         if any(turn.observation is None for turn in turns):
             return "a turn has no observation"
         return Trajectory(
-            id=f"{self.folder.name}-{tree.id}-{number}",
+            id=f"{self.name}-{tree.id}-{number}",
             data_source=task.source,
             question=task.question,
             golden_answers=task.golds,
@@ -105,15 +119,18 @@ class Run:
         return msgspec.structs.replace(turn, transcript=transcript, observation=answers[0] if answers else None)
 
 
-def collect(folders: Sequence[Path], split: str) -> tuple[list[Trajectory[Step]], Counter[str]]:
-    """The trajectories of several runs. Raises ValueError for runs of one folder name, since ids begin with it."""
+def collect(folders: Sequence[Path], split: str, prefix: str = "") -> tuple[list[Trajectory[Step]], Counter[str]]:
+    """The trajectories of several runs. Raises ValueError for runs of one folder name: ids begin with ``prefix`` and that name."""
     names = [folder.resolve().name for folder in folders]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two runs are called {twice[0]!r}, and ids begin with that name: rename one of the folders")
+        raise ValueError(
+            f"two runs are called {twice[0]!r}, and ids begin with that name: rename one of the folders, or collect them one by one,"
+            " each with a --prefix of its own"
+        )
     made, skipped = [], Counter[str]()
     for folder in folders:
         try:
-            found, without = Run(folder.resolve(), split).trajectories()
+            found, without = Run(folder.resolve(), split, prefix).trajectories()
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise ValueError(f"{folder / 'journal.sqlite'} is no journal of a run ({error}): leave it out") from None
         made += found

@@ -1,36 +1,41 @@
 """The command tools/sft: each subcommand reads files and writes files, so that every stage can be looked at and repeated."""
 
 import argparse
-import math
 import os
-import random
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tools.evaluation_folder import INTERRUPTED, locked, write_whole
 from tools.process import build, judging, record
 from tools.process.evaluate import add_deadline, check_threshold
 from tools.process.record import THRESHOLD, Labelled, Step, Trajectory
-from tools.supervised import label
+from tools.supervised import files, label, training
 from wire.faults import Fault
 
-if TYPE_CHECKING:
-    from tools.fine_tune import Example  # which imports torch
+MODEL_MAKERS = ("train", "warm-start")
+"""Commands whose --out is a new folder; that of the others is a file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     given = parse(arguments)
     try:
-        if given.command not in ("train", "warm-start") and not given.out.parent.is_dir():
-            raise ValueError(f"--out {given.out}: there is no folder {given.out.parent}, make it first")
+        if given.command not in MODEL_MAKERS:
+            files.check(given)
         return given.run(given) or 0
+    except KeyboardInterrupt:
+        print(f"tools/sft {given.command}: stopped; {_left(given)}", file=sys.stderr)
+        return INTERRUPTED
     except (Fault, OSError, ValueError, MemoryError) as error:
         print(f"tools/sft {given.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, Fault) else 2
+
+
+def _left(given: argparse.Namespace) -> str:
+    if given.command not in MODEL_MAKERS:
+        return "give the same command again"
+    return f"the model is whole in {given.out}" if given.out.exists() else "nothing was saved"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -48,6 +53,9 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     one = commands.add_parser("collect", help="trajectories of search runs, from their journals")
     one.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     one.add_argument("--split", choices=("train", "heldout"), default="train")
+    one.add_argument(
+        "--prefix", default="", help="put before ids, which begin with the run folder's name: for runs of one name"
+    )
     one.add_argument("--out", required=True, type=Path)
     one.set_defaults(run=collect)
 
@@ -133,13 +141,13 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    one.set_defaults(run=train)
+    one.set_defaults(run=training.train)
 
     one = commands.add_parser("warm-start", help="the supervised warm start of a run's policy, as a folder")
     one.add_argument("--config", required=True, type=Path)
     one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     one.add_argument("--out", required=True, type=Path)
-    one.set_defaults(run=warm_start)
+    one.set_defaults(run=training.warm_start)
 
 
 # ---------------------------------------------------------------------------------------------- stages
@@ -149,7 +157,7 @@ def collect(given: argparse.Namespace) -> None:
     """Journals -> trajectories."""
     from tools.supervised.collect import collect as collected
 
-    made, skipped = collected(given.runs, given.split)
+    made, skipped = collected(given.runs, given.split, given.prefix)
     record.write(given.out, made)
     steps = sum(len(one.steps) for one in made)
     right = sum(one.outcome for one in made)
@@ -164,19 +172,18 @@ def label_(given: argparse.Namespace) -> int:
     if not 0 <= given.most_difference <= 1:
         raise ValueError(f"--most-difference {given.most_difference:g}: expected a difference of scores, 0 to 1")
     trajectories = record.read(given.trajectories, Trajectory[Step])
-    if given.review.resolve() == given.out.resolve():
-        raise ValueError(f"--review {given.review} is --out too: name two files")
     if given.deadline <= 0:
         raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
     asked = [_asked("a", given.judge_a, given.option_a), _asked("b", given.judge_b, given.option_b)]
     settings = label.Settings(record.digest(given.trajectories), judging.lasting(asked))
-    with locked(given.out.with_suffix(".answers.lock"), f"--out {given.out}"):
-        judging.keep(given.out.with_suffix(".answers.json"), settings)
+    _, kept, lock = files.answers_of(given.out)
+    with locked(lock, f"--out {given.out}"):
+        judging.keep(kept, settings)
         return _label(given, trajectories, asked)
 
 
 def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
-    answers = judging.Answers(given.out.with_suffix(".answers.jsonl"))
+    answers = judging.Answers(files.answers_of(given.out)[0])
     again = f"what was answered is kept in {answers.path}; go on with the same command"
     try:
         failed = judging.run(asked, trajectories, answers, given.deadline)
@@ -221,7 +228,7 @@ def rows(given: argparse.Namespace) -> None:
     """Labelled trajectories -> rows of a process reward model."""
     from tools.supervised.rows import judgement_rows
 
-    labelled = [one for path in given.labelled for one in record.read(path, Trajectory[Labelled])]
+    labelled = record.read_all(given.labelled, Trajectory[Labelled])
     made, left = judgement_rows(labelled, given.most, given.seed, given.balance)
     if not made:
         raise ValueError(f"no row can be made; left out: {dict(left)} (label with judges that explain)")
@@ -234,11 +241,11 @@ def bench(given: argparse.Namespace) -> None:
     """Labelled trajectories -> a balanced benchmark and its report."""
     if given.size < 1:
         raise ValueError(f"--size {given.size}: expected 1 trajectory or more")
-    pool = [one for path in given.labelled for one in record.read(path, Trajectory[Labelled])]
-    kept_out = [one for path in given.exclude for one in record.read(path, Trajectory[Labelled])]
+    pool = record.read_all(given.labelled, Trajectory[Labelled])
+    kept_out = [one for path in given.exclude for one in record.read(path, Trajectory[Labelled], "--exclude")]
     items, report = build.build(pool, given.size, _threshold(given.threshold), given.seed, kept_out)
     record.write(given.out, items)
-    report_path = given.out.with_name(given.out.name.removesuffix(".jsonl") + ".report.json")
+    report_path = files.report_of(given.out)
     write_whole(report_path, report)
     print(
         f"{len(items)} trajectories in {given.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
@@ -271,97 +278,3 @@ def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
 def _say(what: str, counts: Mapping[str, int]) -> None:
     for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"  {what}: {count} {reason}")
-
-
-# ---------------------------------------------------------------------------------------------- training
-
-
-def train(given: argparse.Namespace) -> None:
-    """Rows -> a fine-tuned model folder."""
-    from torch import OutOfMemoryError
-    from transformers.utils import logging
-
-    from scheduler.text import Text
-    from tools.assets import cache_folder
-    from tools.fine_tune import Recipe, context_of, fine_tune, read_pairs, within
-    from tools.model import ensure_model
-
-    _check(given)
-    logging.disable_progress_bar()
-    model = ensure_model(given.model, cache_folder())
-    end = _end_token(model) if given.end_token else []
-    examples = read_pairs(given.rows, Text(str(model)), end)
-    limit = min(given.max_tokens or context_of(model), context_of(model))
-    kept, long = within(examples, limit)
-    if long:
-        print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out", flush=True)
-    learnt, held = _split(kept, given.held_out, given.seed)
-    if not learnt:
-        raise ValueError(
-            f"{given.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held)} held out)"
-        )
-    steps = given.steps or math.ceil(given.epochs * len(learnt) / given.batch)
-    recipe = Recipe(
-        steps=steps, batch=given.batch, lr=given.lr, schedule=given.schedule, warmup=round(given.warmup_ratio * steps),
-        shuffle=given.seed, lora_rank=given.lora_rank, lora_alpha=given.lora_alpha, packing=given.packing,
-        forward_tokens=given.forward_tokens,
-    )  # fmt: skip
-    print(f"{len(learnt)} rows, {len(held)} held out, {steps} steps of {given.batch}", flush=True)
-    try:
-        losses = fine_tune(model, learnt, given.out, recipe, given.threads, held)
-    except OutOfMemoryError as error:
-        reason = str(error).split("\n")[0]
-        raise MemoryError(f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)") from None
-    told = {"rows": len(learnt), "held_out_rows": len(held), "too_long": long, "recipe": recipe, "losses": losses}
-    write_whole(given.out / "sft.json", told)
-    print(f"model in {given.out}")
-
-
-def _check(given: argparse.Namespace) -> None:
-    if given.out.exists():
-        raise ValueError(f"--out {given.out} exists: choose another folder, or remove that one")
-    for name in ("batch", "lr", "epochs", "steps", "threads", "max_tokens"):
-        if getattr(given, name) is not None and getattr(given, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected more than 0")
-    for name in ("held_out", "warmup_ratio"):
-        if not 0 <= getattr(given, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a share, 0 to less than 1")
-    for name in ("lora_rank", "forward_tokens"):
-        if getattr(given, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
-
-
-def _split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list[Example], list[Example]]":
-    """Rows to learn and rows held out, those of a group on one side; with a share above 0 at least one of several groups is held out."""
-    groups: dict[str | int, list[Example]] = {}
-    for number, example in enumerate(examples):
-        groups.setdefault(example.group or number, []).append(example)
-    order = list(groups.values())
-    random.Random(f"held-out/{seed}").shuffle(order)
-    wanted = max(1, round(share * len(examples))) if share else 0
-    count = held = 0
-    while held < wanted and count < len(order) - 1:
-        held += len(order[count])
-        count += 1
-    return [one for group in order[count:] for one in group], [one for group in order[:count] for one in group]
-
-
-def _end_token(model: Path) -> list[int]:
-    from transformers import AutoTokenizer
-
-    found = AutoTokenizer.from_pretrained(model).eos_token_id
-    if found is None:
-        raise ValueError(f"{model} names no end token (eos_token): give --no-end-token")
-    return [found]
-
-
-def warm_start(given: argparse.Namespace) -> None:
-    """Config -> the policy that its runs begin with."""
-    from tools import assets
-    from tools.config import load
-
-    if given.out.exists():
-        raise ValueError(f"--out {given.out} exists: choose another folder, or remove that one")
-    made = assets.prepare(load(given.config, given.set)).model
-    shutil.copytree(made, given.out)
-    print(f"model in {given.out} (the copy of {made})")
