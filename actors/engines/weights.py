@@ -35,11 +35,11 @@ def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
     return manifest.kind, path
 
 
-@torch.inference_mode()
 class Mixed(Exception):
     """A model holds the new weights in part only: it must not be used again."""
 
 
+@torch.inference_mode()
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
     """Copy the weights of ``path`` into ``model`` in place.
 
