@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler.spread import Weights
+from wire import published
 
 log = logging.getLogger("scheduler.best")
 
@@ -25,8 +26,13 @@ class Best(msgspec.Struct, frozen=True):
 
 
 def read(run: Path) -> tuple[Best, Path] | None:
-    """The best version so far and its folder, if anything was evaluated."""
-    found = [(msgspec.json.decode(path.read_bytes(), type=Best), path.parent) for path in _told(run)]
+    """The best version so far and its folder, if anything was evaluated. A record that a power cut left torn counts for nothing."""
+    found = []
+    for path in sorted((run / "best").glob("v??????/best.json")):
+        try:
+            found.append((msgspec.json.decode(path.read_bytes(), type=Best), path.parent))
+        except msgspec.DecodeError as error:
+            log.warning("%s: %s; it is passed over", path, error)
     return max(found, key=lambda pair: pair[0].value, default=None)
 
 
@@ -43,6 +49,7 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
         for path in _files(weights):
             _link(path, draft / path.name)
         (draft / "best.json").write_bytes(msgspec.json.encode(Best(weights.version, measure, value)))
+        shutil.rmtree(folder, ignore_errors=True)  # one with a torn record
         draft.rename(folder)
     except OSError as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)
@@ -57,14 +64,10 @@ def _files(weights: Weights) -> list[Path]:
     """Of a version; raises FileNotFoundError where it was given out of the learner's memory only."""
     if not weights.version:
         return []
-    files = sorted(Path(weights.path).iterdir())
-    if not any(path.suffix == ".safetensors" for path in files):
-        raise FileNotFoundError(f"{weights.path} has no file of weights: they were given out of memory")
-    return files
-
-
-def _told(run: Path) -> list[Path]:
-    return sorted((run / "best").glob("v??????/best.json"))
+    folder = Path(weights.path)
+    if not msgspec.json.decode((folder / published.NAME).read_bytes(), type=published.Manifest).file:
+        raise FileNotFoundError(f"{folder} has no file of weights: they were given out of memory")
+    return sorted(folder.iterdir())
 
 
 def _link(source: Path, target: Path) -> None:

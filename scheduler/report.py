@@ -60,5 +60,6 @@ def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Coun
         "best",
         "logs",
     ):
-        print(f"  {name:<15} {run / name}")
+        if (run / name).exists():
+            print(f"  {name:<15} {run / name}")
     print(f"look at a tree: tools/dump {run}", flush=True)

@@ -92,8 +92,6 @@ def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path)
 def _files(given: str | list[str], facts: Path | None, split: str) -> str | list[str]:
     """The sources of a setting; "default" is the file that the built-in questions were made into."""
     own = str(facts / f"{split}.jsonl") if facts else "default"
-    return (
-        (own if given == "default" else given)
-        if isinstance(given, str)
-        else [own if s == "default" else s for s in given]
-    )
+    if isinstance(given, str):
+        return own if given == "default" else given
+    return [own if source == "default" else source for source in given]

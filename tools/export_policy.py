@@ -1,7 +1,6 @@
 """The command tools/export: the policy of a run as a Hugging Face folder that transformers and SGLang load."""
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from actors.engines import weights
 from learner.config import LearnerProcess
 from tools import versions
+from wire import published
 from wire.faults import InfrastructureFault
 
 BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "special*")
@@ -29,7 +29,7 @@ def export(run: Path, folder: Path, version: int | str | None = None, dtype: str
     number, found = versions.chosen(run, version)
     model: Any = AutoModelForCausalLM.from_pretrained(process.model, dtype=torch.float32)
     if found is not None:
-        digest = json.loads((found / "manifest.json").read_bytes())["digest"]
+        digest = msgspec.json.decode((found / published.NAME).read_bytes(), type=published.Manifest).digest
         weights.apply(model, Path(process.model), *weights.verified_file(found, digest))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     for pattern in BESIDE:

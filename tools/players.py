@@ -15,6 +15,7 @@ from actors.engines.base import Engine
 from actors.engines.endpoint import Endpoint
 from scheduler.config import SchedulerProcess
 from tools import versions
+from wire import published
 from wire.messages import LoadRequest
 
 MAX_CONTEXT = 4096
@@ -148,14 +149,8 @@ def read_run(run: Path, version: int | str | None) -> Trained:
     number, found = versions.chosen(run, version)
     load = None
     if found is not None:
-        load = LoadRequest(number, str(found.resolve()), saved(found / "manifest.json", _Manifest).digest)
+        load = LoadRequest(number, str(found.resolve()), saved(found / published.NAME, published.Manifest).digest)
     return Trained(scheduler, actor, load)
-
-
-class _Manifest(msgspec.Struct, frozen=True):
-    """What is needed of a version's manifest."""
-
-    digest: str
 
 
 _Read = TypeVar("_Read")

@@ -1,5 +1,6 @@
 """The policy versions that a run still holds: the newest ones (learner.keep) and the best on the held-out tasks."""
 
+import argparse
 from pathlib import Path
 
 from scheduler import best
@@ -8,8 +9,10 @@ BEST = "best"
 
 
 def argument(text: str) -> int | str:
-    """Of a command line: a number or "best". Raises ValueError."""
-    return text if text == BEST else int(text)
+    """Of a command line. Raises argparse.ArgumentTypeError."""
+    if text == BEST or text.isdecimal():
+        return text if text == BEST else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a version's number, or best")
 
 
 def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
@@ -24,7 +27,8 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
     if version == BEST:
         if found is None:
             raise ValueError(f"--version best: {run} has no held-out evaluation that was kept (scheduler.evaluation)")
-        version = found[0].version
+        # Not the newest of that number: a run that went on from a checkpoint may have made it anew.
+        return found[0].version, found[1] if found[0].version else None
     number = max(kept, default=0) if version is None else int(version)
     if number and number not in kept:
         told = f", best {found[0].version}" if found is not None else ""

@@ -50,7 +50,7 @@ def apply(model: Any, base: Path, kind: str, path: Path) -> None:
     try:
         for name, tensor in whole(path) if kind == "full" else merged(base, path):
             parameters[name].copy_(tensor)
-    except Exception as error:
+    except Exception as error:  # whatever it was, the model is a mixture now
         raise Mixed(f"{path} was taken in part: {type(error).__name__}: {error}") from error
 
 

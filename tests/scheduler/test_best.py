@@ -1,5 +1,6 @@
 """The best version's weights outlive the learner's clearing up, and the tools find them."""
 
+import argparse
 import os
 import shutil
 from pathlib import Path
@@ -9,14 +10,16 @@ import pytest
 from scheduler import best
 from scheduler.spread import Weights
 from tools import versions
+from wire.published import Manifest
 
 
-def published(run: Path, version: int) -> Weights:
+def published(run: Path, version: int, file: bool = True) -> Weights:
     """A version as the learner writes it, the three newest kept."""
     folder = run / "weights" / f"v{version:06d}"
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights %d" % version)
-    (folder / "manifest.json").write_text("{}")
+    if file:
+        (folder / "model.safetensors").write_bytes(b"weights %d" % version)
+    Manifest(version, "full", "d" * 64, file).write(folder)
     for old in sorted(folder.parent.glob("v??????"))[:-3]:
         shutil.rmtree(old)
     return Weights(version, str(folder), "d" * 64)
@@ -98,8 +101,39 @@ def test_without_hard_links_the_files_are_copied(tmp_path: Path, monkeypatch: py
 def test_weights_that_were_never_a_file_cannot_be_kept_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weights = published(tmp_path, 1)
-    (Path(weights.path) / "model.safetensors").unlink()
-    assert not best.keep(tmp_path, weights, "em", 0.4)
+    assert not best.keep(tmp_path, published(tmp_path, 1, file=False), "em", 0.4)
     assert "given out of memory" in caplog.text
     assert best.read(tmp_path) is None
+
+
+def test_a_version_made_anew_after_a_crash_is_not_taken_for_the_best_of_that_number(tmp_path: Path) -> None:
+    after(tmp_path, [0.1, 0.5])
+    weights = tmp_path / "weights" / "v000001"
+    (weights / "model.safetensors").unlink()
+    (weights / "model.safetensors").write_bytes(b"made anew")
+    number, folder = versions.chosen(tmp_path, "best")
+    assert number == 1
+    assert folder is not None
+    assert (folder / "model.safetensors").read_bytes() == b"weights 1"
+    assert versions.chosen(tmp_path, 1)[1] == weights
+
+
+def test_a_torn_record_ends_no_run_and_gives_way_to_the_next_that_is_kept(tmp_path: Path) -> None:
+    after(tmp_path, [0.1, 0.5])
+    (tmp_path / "best" / "v000001" / "best.json").write_bytes(b"")
+    assert best.read(tmp_path) is None
+    assert best.keep(tmp_path, Weights(1, str(tmp_path / "weights" / "v000001"), ""), "em", 0.3)
+    found = best.read(tmp_path)
+    assert found is not None
+    assert found[0] == best.Best(1, "em", 0.3)
+
+
+@pytest.mark.parametrize(("text", "version"), [("best", "best"), ("12", 12), ("0", 0)])
+def test_a_version_on_the_command_line(text: str, version: int | str) -> None:
+    assert versions.argument(text) == version
+
+
+@pytest.mark.parametrize("text", ["newest", "-1", "", "1.5"])
+def test_what_is_no_version_is_refused_with_what_was_expected(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a version's number, or best"):
+        versions.argument(text)

@@ -22,5 +22,12 @@ async def test_it_counts_tokens_and_times_each_transport(llama: Path, tmp_path: 
     assert found["prefilled_tokens"] <= found["ideal_with_last_tokens"] + 2 * 40
     assert found["prefilled_tokens"] >= found["ideal_with_last_tokens"] == pytest.approx(103 + 12)
     assert found["ratio"] > 0
+    chain, samples = (
+        found["mc_pr"],
+        WORK.steps * (1 + engine.config.max_batch),
+    )  # each step's action and its continuations
+    assert chain["ideal_with_last_tokens"] == chain["ideal_prefill_tokens"] + samples
+    assert chain["ideal_with_last_tokens"] <= chain["prefilled_tokens"]
+    assert 40 + 8 < chain["ideal_prefill_tokens"] <= 40 + 8 + 12 + 6  # the one chain, whatever branches from it
     assert set(found["update_s"]) == {"disk", "tensor", "distributed"}
     assert min(found["update_s"].values()) > 0
