@@ -38,6 +38,7 @@ from tools.qa.retrieval import CachedRetrieval
 from tools.qa.scoring import score
 from tools.qa.sets import HUB, PAPER, read_sets, subset
 from wire.messages import Passage, RetrieveRequest
+from wire.published import Manifest
 
 TOKENS = np.arange(3, dtype=np.int32)
 
@@ -648,7 +649,7 @@ def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
 ) -> None:
     folder = run_folder(tmp_path / "run", llama, "chain")
     (folder / "weights" / "v000001").mkdir(parents=True)
-    (folder / "weights" / "v000001" / "manifest.json").write_text('{"digest": "d"}')
+    Manifest(1, "full", "d").write(folder / "weights" / "v000001")
     (folder / "processes" / "retriever.json").write_text('{"backend": "http://a"}')
     if content is not None:
         (folder / file).write_text(content)
