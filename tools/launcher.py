@@ -58,6 +58,9 @@ def main(command: list[str] | None = None) -> int:
     except (ConfigError, FileNotFoundError, ValueError, MemoryError) as error:
         print(f"tools/launch: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
+        return 130
     run = run.resolve()
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
@@ -75,6 +78,8 @@ def main(command: list[str] | None = None) -> int:
         except ValueError as error:
             print(f"tools/launch: {error}", file=sys.stderr)
             return 2
+        if warning := plan.memory_warning(config, _weights_gib(Path(found.model))):
+            print(warning, flush=True)
         print(f"run folder {run}", flush=True)
         return Supervisor(run, made).watch()
 
@@ -86,9 +91,13 @@ def dry_run(config: Config, run: Path) -> int:
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
     model = assets.cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors")) if model.is_dir() else 0
+    size = _weights_gib(model)
     with tempfile.TemporaryDirectory() as scratch:
         made = plan.make(config, assets.Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if size else " (the model is not here yet: its weights are counted as 0)"
-    print(f"run folder {run}\nprocesses:\n{plan.describe(made, config, size / 2**30)}{known}")
+    print(f"run folder {run}\nprocesses:\n{plan.describe(made, config, size)}{known}")
     return 0
+
+
+def _weights_gib(model: Path) -> float:
+    return sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2**30

@@ -137,17 +137,33 @@ def _free_port() -> int:
 
 
 def describe(plan: list[Process], config: Config, weights_gib: float) -> str:
-    """The plan and a memory estimate for --dry-run."""
+    """The plan and a memory estimate for --dry-run. weights_gib: the model's files."""
+    uncounted = ", without the judges' model" if config.judges.model else ""
+    lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
+    need, free = memory_gib(config, weights_gib), _free_gib()
+    estimate = f"memory: about {need:.1f} GiB of {free:.1f} GiB free (float32 weights, caches, activations{uncounted})"
+    return "\n".join([*lines, estimate])
+
+
+def memory_warning(config: Config, weights_gib: float) -> str:
+    """What to tell at the start of a run on CPUs that this machine has no room for; "" when it has."""
+    need, free = memory_gib(config, weights_gib), _free_gib()
+    if need <= free or hardware.visible_gpus():
+        return ""
+    return (
+        f"warning: this run needs about {need:.1f} GiB of memory and {free:.1f} GiB are free: the system may kill it."
+        f" Fewer processes need less (--actors, now {config.actors.count}; --learner, now {config.learner.count}),"
+        " and so does a smaller actors.kv_cache_gib or learner.micro_tokens"
+    )
+
+
+def memory_gib(config: Config, weights_gib: float) -> float:
+    """About what all processes hold at most, in main memory, without a judge's model: weights in float32, caches, activations."""
     a, w, served = config.actors, config.learner, config.judges.model
     copies = 1.2 if w.lora.rank else 4.0
-    need = a.count * (2 * weights_gib + a.kv_cache_gib + 0.4) + w.count * (2 * weights_gib * copies + 1.0) + 1.5
-    need += served.kv_cache_gib + 0.4 if served else 0.0
-    uncounted = ", without the judges' model" if served else ""
-    lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
-    free = psutil.virtual_memory().available / 2**30
-    return "\n".join(
-        [
-            *lines,
-            f"memory: about {need:.1f} GiB of {free:.1f} GiB free (float32 weights, caches, activations{uncounted})",
-        ]
-    )
+    actor, rank = 2 * weights_gib + a.kv_cache_gib + 0.5, 2 * weights_gib * copies + 1.5
+    return a.count * actor + w.count * rank + 1.5 + (served.kv_cache_gib + 0.4 if served else 0.0)
+
+
+def _free_gib() -> float:
+    return psutil.virtual_memory().available / 2**30

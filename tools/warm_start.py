@@ -17,6 +17,7 @@ from actors.environments.search_qa import SearchQA
 from judges.retriever.encoder import Encoder
 from judges.retriever.index import Index
 from scheduler.text import Text
+from tools.apart import Killed, apart
 from tools.facts import Fact
 from tools.fine_tune import Example, Recipe, fine_tune
 from wire.messages import Passage
@@ -123,8 +124,17 @@ def ensure_warm_start(
         rows, Text(str(model)), environment, Index(index, Encoder(encoder, threads)), config.steps * config.rows, config
     )
     recipe = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup)
-    fine_tune(model, examples, out, recipe, threads)
+    _learn(model, examples, out, recipe, threads)
     return out
+
+
+def _learn(model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int) -> None:
+    try:
+        apart(fine_tune, model, examples, out, recipe, threads)
+    except Killed:
+        raise MemoryError(
+            "the warm start's process was killed, most likely for memory: free some, or set warm_start.rows lower"
+        ) from None
 
 
 COOLDOWN = 0.4
@@ -156,5 +166,5 @@ def from_play(
     print(f"warm start on {what}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
     cooldown = int(COOLDOWN * config.steps)
     trained = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown)
-    fine_tune(model, examples(config.steps * config.rows), out, trained, threads)
+    _learn(model, examples(config.steps * config.rows), out, trained, threads)
     return out

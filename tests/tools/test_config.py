@@ -364,3 +364,18 @@ def test_judges_models_take_the_gpus_that_nobody_was_given(
     made = plan.make(load(ROOT / "configs" / "ppr-3b.toml", []), assets.Assets("M", "T", "H", "I"), tmp_path)
     (judges,) = (process for process in made if process.name == "judges")
     assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown
+
+
+def test_a_run_that_this_machine_has_no_room_for_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default run was killed by the system, without a word, beside other work on 24 GiB."""
+    monkeypatch.setattr(plan.hardware, "visible_gpus", list)
+    config = load(DEFAULT, ["actors.count=4", "learner.count=4"])
+    monkeypatch.setattr(plan, "_free_gib", lambda: 8.0)
+    said = plan.memory_warning(config, 0.25)
+    assert "8.0 GiB are free" in said
+    assert "--actors, now 4" in said
+    assert plan.memory_warning(load(DEFAULT, ["actors.count=1", "learner.count=1"]), 0.25) == ""
+    monkeypatch.setattr(plan, "_free_gib", lambda: 24.0)
+    assert plan.memory_warning(config, 0.25) == ""
+    monkeypatch.setattr(plan.hardware, "visible_gpus", lambda: ["0"])
+    assert plan.memory_warning(config, 10.0) == ""

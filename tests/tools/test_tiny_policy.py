@@ -1,5 +1,6 @@
 """The tiny policy and its warm start on random legal play."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from scheduler.text import Text
 from tools import tiny_policy
 from tools.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
 from tools.model import ensure_model
-from tools.warm_start import WarmStart
+from tools.warm_start import WarmStart, from_play
 from wire.messages import GenerateRequest, Sampling
 
 GAMES: dict[str, dict[str, Any]] = {
@@ -112,15 +113,15 @@ def test_one_random_move_in_ten_is_a_flag() -> None:
 
 
 def test_the_warm_start_lowers_the_loss_and_is_made_once(
-    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     environment, config = game("tictactoe"), WarmStart(steps=40, rows=8, lr=3e-3, warmup=4)
     out = ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1)
-    losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
+    losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", capfd.readouterr().out)]
     assert len(losses) == 10
     assert losses[-1] < 0.5 * losses[0]
     assert ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1) == out
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""
     assert [path.name for path in (tmp_path / "warm_start").iterdir()] == [out.name]
 
 
@@ -134,3 +135,18 @@ def test_another_model_or_recipe_is_another_warm_start(policy: Path, tmp_path: P
     assert len(set(made)) == 3
     off = WarmStart(steps=0)
     assert ensure_legal_play(policy, environment, options, off, tmp_path, threads=1) == policy
+
+
+class _Killer:
+    """Ends the process that reads it, as the system does for memory."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (9,)
+
+
+def test_a_warm_start_that_the_system_kills_is_an_error_with_a_remedy(policy: Path, tmp_path: Path) -> None:
+    def killers(count: int) -> list[Any]:
+        return [_Killer()] * count
+
+    with pytest.raises(MemoryError, match=r"killed.*warm_start\.rows"):
+        from_play(policy, "nothing", [], [], killers, WarmStart(steps=1, rows=1), tmp_path, 1)

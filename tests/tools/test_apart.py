@@ -1,0 +1,58 @@
+"""A function in a process of its own."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.apart import Killed, apart
+
+
+def _number() -> int:
+    return os.getpid()
+
+
+def _refuse(value: int) -> None:
+    raise ValueError(f"{value}: expected less")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _linger(mark: Path) -> None:
+    mark.write_text(str(os.getpid()))
+    try:
+        time.sleep(120)
+    finally:
+        mark.with_name("cleaned").touch()
+
+
+def test_it_answers_from_elsewhere_and_raises_what_the_function_raises() -> None:
+    assert apart(_number) != os.getpid()
+    with pytest.raises(ValueError, match="7: expected less"):
+        apart(_refuse, 7)
+
+
+def test_a_process_that_is_killed_is_told_at_once() -> None:
+    with pytest.raises(Killed):
+        apart(_die)
+
+
+def test_an_interruption_ends_it_after_its_own_cleaning_up(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    def interrupt() -> None:
+        while not (mark.exists() and mark.read_text()):
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        apart(_linger, mark)
+    assert (tmp_path / "cleaned").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
