@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from aiohttp import web
 
-from actors.engines.base import OnTokens
+from actors.engines.base import OnTop
 from actors.engines.local import LocalEngine
 from actors.serving.answers import Answer
 from actors.serving.protocol import Asked, Chat, Completion, Refused, read
@@ -29,8 +29,8 @@ LARGEST_BODY = 4 << 20
 """Bytes of a request: a context of 100,000 tokens written out, four times."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Grown = tuple[int, list[int], list[float]]
-"""A choice, its new tokens and their log-probabilities."""
+_Grown = tuple[int, list[int], list[float], list[dict[int, float]]]
+"""A choice, its new tokens, their log-probabilities, and the most probable ones where they are asked for."""
 
 
 class Server:
@@ -130,7 +130,7 @@ class Server:
         running = []
         for i, ask in enumerate(asks):
             hook = None if on_grown is None else _counted_from(i * ask.n, on_grown)
-            running.append(asyncio.ensure_future(self.engine.generate(ask, hook)))
+            running.append(asyncio.ensure_future(self.engine.generate(ask, on_top=hook)))
         try:
             return await asyncio.gather(*running)
         finally:
@@ -170,9 +170,9 @@ class Server:
         await response.write_eof()
 
 
-def _counted_from(first: int, on_grown: Callable[[_Grown], None]) -> OnTokens:
+def _counted_from(first: int, on_grown: Callable[[_Grown], None]) -> OnTop:
     """What hears the engine of one prompt, whose first choice is ``first``."""
-    return lambda index, tokens, logprobs: on_grown((first + index, tokens, logprobs))
+    return lambda index, tokens, logprobs, top: on_grown((first + index, tokens, logprobs, top))
 
 
 async def _send(response: web.StreamResponse, chunks: Iterable[dict[str, Any]]) -> None:

@@ -106,10 +106,11 @@ class Constraint(msgspec.Struct, frozen=True):
     text: str
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to sample. temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole.
 
     constraint: tokens that cannot lead to a match have probability zero, and log-probabilities are of what is left.
+    top_logprobs: how many of the most probable tokens each sample tells beside every token of its own, 0 to 20.
     """
 
     max_tokens: int
@@ -119,6 +120,7 @@ class Sampling(msgspec.Struct, frozen=True):
     stop: list[str] = []
     seed: int | None = None
     constraint: Constraint | None = None
+    top_logprobs: int = 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -129,18 +131,21 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     sampling: Sampling
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One continuation.
 
     tokens: int32 [new], the sampled ids only. logprobs: float32 [new], of the distribution really sampled
     from (after temperature and top-p/k). versions: int32 [new], the policy version that sampled each token.
     finish: "stop" (a stop string or end-of-sequence token, kept in tokens), "length" or "abort".
+    top: with ``Sampling.top_logprobs``, one entry a token: the most probable ids with their log-probabilities in the distribution that it
+    was sampled from, descending; fewer than asked for where fewer have any probability.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish: Literal["stop", "length", "abort"]
+    top: list[dict[int, float]] | None = None
 
 
 class GenerateResult(msgspec.Struct, frozen=True):

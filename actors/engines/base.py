@@ -7,6 +7,8 @@ from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResu
 
 OnTokens = Callable[[int, list[int], list[float]], None]
 """Called in the event loop with a sample's index, and its new token ids and their log-probabilities, in order."""
+OnTop = Callable[[int, list[int], list[float], list[dict[int, float]]], None]
+"""As ``OnTokens``, then ``Sample.top`` of the new tokens; empty where the request asks for none."""
 
 
 class Engine(Protocol):

@@ -7,6 +7,9 @@ import numpy as np
 from wire.faults import DataFault
 from wire.messages import GenerateRequest
 
+MOST_TOP = 20
+"""Of ``Sampling.top_logprobs``: what the OpenAI protocol allows."""
+
 
 def request(asked: GenerateRequest, most: int, longest: int) -> None:
     """Raises DataFault for a request that can never work. most: samples together; longest: tokens of prompt and continuation."""
@@ -23,6 +26,8 @@ def request(asked: GenerateRequest, most: int, longest: int) -> None:
             f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
             " and a top_p in (0, 1]"
         )
+    if not 0 <= sampling.top_logprobs <= MOST_TOP:
+        raise DataFault(f"top_logprobs {sampling.top_logprobs}: expected 0 to {MOST_TOP}")
 
 
 def tokens(ids: np.ndarray, vocabulary: int, folder: Path) -> None:

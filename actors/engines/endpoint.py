@@ -100,6 +100,8 @@ class EndpointEngine:
             raise DataFault(
                 f"{self.url}: servers ask for a {sampling.constraint.kind} in words of their own: give yours as `fields`"
             )
+        if sampling.top_logprobs:
+            raise DataFault(f"{self.url}: top_logprobs {sampling.top_logprobs}: ask an actor with the local engine")
         body = {
             "model": self.endpoint.model,
             "messages": self._messages(request.tokens),

@@ -4,25 +4,16 @@ A prompt's new tokens are prefilled once, whatever the number of samples and chi
 decode step reads a prefix once for all its branches. Weights are swapped between two steps: running samples keep the keys and values
 they have, their later tokens carry the new version, and the prefix cache starts anew, so no request reads another version's cache.
 
-All compute runs on one thread; the coroutines only pass messages to it. What is where: ``admission`` what starts, ``memory`` where keys
-and values stand, ``attend`` and ``decoder`` the forward of a step, ``samples`` the requests themselves.
-
-Invariant: whatever is asked is answered or failed. A RuntimeError or ValueError in a step (memory, a model that fails) fails the requests
-that have arrived and frees all they held; any other error ends the thread, which fails everything and is told by ``died``.
-
-    serving --failed step--> serving          serving --close--> ended          serving --other error--> ended, died
+All compute runs on one thread; the coroutines only pass messages to it. What is where: ``thread`` what happens to what is asked when
+something fails, ``admission`` what starts, ``memory`` where keys and values stand, ``attend`` and ``decoder`` the forward of a step,
+``samples`` the requests themselves, ``sampling`` their next tokens.
 """
 
 import asyncio
 import collections
-import contextlib
 import functools
-import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from actors.config import ActorsConfig
 from actors.engines import attend, checks, decoder, weights
 from actors.engines.admission import Admission
-from actors.engines.base import OnTokens
+from actors.engines.base import OnTokens, OnTop
 from actors.engines.grammar import Grammar, Matcher
 from actors.engines.memory import Memory, Shape
 from actors.engines.radix import RadixCache
 from actors.engines.samples import Running, StopStrings, Stream, Waiting
 from actors.engines.sampling import pick, uniforms
+from actors.engines.thread import EngineThread
 from wire.faults import DataFault, InfrastructureFault
 from wire.hardware import compute_dtype
 from wire.messages import (
@@ -53,10 +45,6 @@ from wire.messages import (
     ScoreResult,
 )
 
-log = logging.getLogger("actors.engines.local")
-
-_CLOSED = "the engine's thread has ended: it was closed"
-
 
 class LocalEngine:
     """Implements ``actors.engines.base.Engine`` for Llama, Qwen2, Qwen3 and models built like them."""
@@ -68,15 +56,8 @@ class LocalEngine:
         self.version = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0
-        self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._running = 0
-        self._thread: threading.Thread | None = None
-        self.ended = ""
-        """Why nothing is served any more; "" until then."""
-        self._death: Future[str] = Future()
-        self._gate = threading.Lock()
-        self._unanswered: set[Future[Any]] = set()
-        """Of all that was asked, under the gate."""
+        self._thread = EngineThread(self._has_work, self._timed_step, self._fail_open)
         self._open: set[Waiting] = set()
         """Requests that have arrived at the thread and have not left it; the thread's own."""
         self._loading = asyncio.Lock()
@@ -87,7 +68,7 @@ class LocalEngine:
     async def start(self) -> None:
         """Load the model. Raises MemoryError before loading when it does not fit, ValueError for an unsupported model."""
         await asyncio.to_thread(self._load_model)
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.tell(self._set_up_thread)
         self._thread.start()
 
     def _load_model(self) -> None:
@@ -112,6 +93,11 @@ class LocalEngine:
         self._decoder = decoder.decoder(self.model, self.longest)
         self._head = decoder.Head(self.model)
         self._stops, self._stream = StopStrings(self.tokenizer), Stream()
+
+    def _set_up_thread(self) -> None:
+        """What torch keeps for each thread."""
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(self.config.threads)
 
     @property
     def cache(self) -> RadixCache:
@@ -139,43 +125,49 @@ class LocalEngine:
 
     async def died(self) -> str:
         """Returns, with the reason, when an error has ended the thread; never after ``close``."""
-        return await asyncio.shield(asyncio.wrap_future(self._death))  # who stops listening must not cancel it
+        return await self._thread.died()
+
+    @property
+    def ended(self) -> str:
+        """Why nothing is served any more; "" until then."""
+        return self._thread.ended
 
     async def close(self) -> None:
         """Stop the thread; open requests are aborted."""
-        self._commands.put(None)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+        await self._thread.close()
 
     # ------------------------------------------------------------------------------------------ requests
 
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """``request.n`` continuations of one prefix; cancelling the coroutine aborts them."""
+    async def generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None, *, on_top: OnTop | None = None
+    ) -> GenerateResult:
+        """``request.n`` continuations of one prefix; cancelling the coroutine aborts them. Give one of ``on_tokens`` and ``on_top``."""
         self._check(request)
         constraint, matcher = request.sampling.constraint, None
         if constraint is not None:
             matcher = await asyncio.to_thread(self._matcher, constraint)
         self._requests += 1
-        stream = (asyncio.get_running_loop(), on_tokens) if on_tokens is not None else None
+        told = on_top if on_tokens is None else _without_top(on_tokens)
+        stream = (asyncio.get_running_loop(), told) if told is not None else None
         waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream)
-        self._send(waiting.future, lambda: self._arrive(waiting))
+        self._thread.ask(waiting.future, lambda: self._arrive(waiting))
         try:
             return await asyncio.wrap_future(waiting.future)
         except asyncio.CancelledError:
-            self._commands.put(lambda: self._abort(waiting))
+            self._thread.tell(lambda: self._abort(waiting))
             raise
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Log-probabilities of given tokens by one plain forward at temperature 1."""
         self._check_tokens(request.tokens)
-        return await self._on_thread(lambda: self._score(request))
+        return await self._thread.run(lambda: self._score(request))
 
     async def load(self, request: LoadRequest) -> LoadResult:
         """Verify, then swap between two steps; loads are done in the order in which they are asked for."""
         start = time.monotonic()
         async with self._loading:
             kind, path = await asyncio.to_thread(weights.verified_file, Path(request.path), request.digest)
-            await self._on_thread(lambda: self._swap(kind, path, request.version))
+            await self._thread.run(lambda: self._swap(kind, path, request.version))
         return LoadResult(request.version, request.digest, time.monotonic() - start)
 
     def stats(self) -> dict[str, float]:
@@ -212,72 +204,10 @@ class LocalEngine:
     def _grammar(self) -> Grammar:
         return Grammar(self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self.end_tokens)
 
-    def _send(self, future: Future[Any], work: Callable[[], None]) -> None:
-        """Have the thread do ``work``, which answers ``future``; should the thread end before, that fails it."""
-        with self._gate:
-            if self.ended:
-                raise InfrastructureFault(self.ended)
-            self._unanswered.add(future)
-            self._commands.put(work)
-        future.add_done_callback(self._answered)
-
-    def _answered(self, future: Future[Any]) -> None:
-        with self._gate:
-            self._unanswered.discard(future)
-
-    async def _on_thread(self, work: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():  # its caller has left
-                return
-            try:
-                future.set_result(work())
-            except (RuntimeError, KeyError, ValueError, OSError) as error:
-                future.set_exception(InfrastructureFault(f"{type(error).__name__}: {error}"))
-
-        self._send(future, run)
-        return await asyncio.wrap_future(future)
-
     # ------------------------------------------------------------------------------------------ the engine thread
 
-    def _work(self) -> None:
-        """The thread; whatever ends it, nobody waits for ever."""
-        try:
-            torch.set_grad_enabled(False)
-            torch.set_num_threads(self.config.threads)
-            self._serve()
-            self._fail_open(_CLOSED)
-        except BaseException as error:
-            self._end(f"the engine's thread has ended: {error!r}")
-            self._death.set_result(self.ended)
-            raise  # its traceback goes to standard error
-        self._end(_CLOSED)
-
-    def _end(self, reason: str) -> None:
-        """Take nothing more, and fail all that is not answered."""
-        with self._gate:
-            self.ended = reason
-            left = list(self._unanswered)
-        for future in left:
-            with contextlib.suppress(InvalidStateError):  # its caller left just now
-                future.set_exception(InfrastructureFault(reason))
-
-    def _serve(self) -> None:
-        """Commands as they come, else a step; until closed."""
-        while True:
-            idle = not self._admission and not self._running
-            try:
-                command = self._commands.get(block=idle)
-            except queue.Empty:
-                command = self._timed_step
-            if command is None:
-                return
-            try:
-                command()
-            except (RuntimeError, ValueError) as error:  # out of memory, or a model that fails
-                log.exception("a step failed, and with it %d requests", len(self._open))
-                self._fail_open(f"engine step failed: {error}")
+    def _has_work(self) -> bool:
+        return bool(self._admission) or self._running > 0
 
     def _timed_step(self) -> None:
         start = time.monotonic()
@@ -290,14 +220,15 @@ class LocalEngine:
         self._open.add(waiting)
         self._admission.waiting.append(waiting)
 
-    def _fail_open(self, reason: str) -> None:
-        """Free all memory, also what a failure left half changed; then every request that had arrived learns of it."""
+    def _fail_open(self, reason: str) -> int:
+        """Free all memory, also what a failure left half changed; then every request that had arrived learns of it. How many did."""
         failed, self._open = self._open, set()
         self._admission.clear()
         self.memory.clear()
         self._stream, self._running = Stream(), 0
         for waiting in failed:
             waiting.fail(InfrastructureFault(reason))
+        return len(failed)
 
     def _decoding(self) -> list[Running]:
         """The running samples in the order of their rows."""
@@ -361,12 +292,10 @@ class LocalEngine:
             if one.matcher is not None:
                 one.matcher.mask(logits[row])
         draws = uniforms([r.key for r in running], [len(r.tokens) for r in running])
-        tokens, logprobs = pick(logits, [r.owner.request.sampling for r in running], draws)
+        tokens, logprobs, top = pick(logits, [r.owner.request.sampling for r in running], draws)
         finished: list[tuple[Running, str]] = []
-        for one, token, logprob in zip(running, tokens, logprobs, strict=True):
-            one.tokens.append(token)
-            one.logprobs.append(logprob)
-            one.versions.append(self.version)
+        for row, (one, token, logprob) in enumerate(zip(running, tokens, logprobs, strict=True)):
+            one.grow(token, logprob, self.version, top.get(row))
             self._stream.add(one)
             finish = self._finish(one)
             if finish:
@@ -433,6 +362,10 @@ class LocalEngine:
         self.version = version
         self.cache.clear()
         self._admission.ideal.clear()
+
+
+def _without_top(on_tokens: OnTokens) -> OnTop:
+    return lambda index, tokens, logprobs, _: on_tokens(index, tokens, logprobs)
 
 
 def _ends(chunks: Iterable[attend.Chunk]) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 import torch
 
-from actors.engines.base import OnTokens
+from actors.engines.base import OnTop
 from actors.engines.grammar import Matcher
 from actors.engines.memory import Shelf, Stretch
 from actors.engines.sampling import key
@@ -30,7 +30,7 @@ class Waiting:
         request: GenerateRequest,
         seed: int,
         matcher: Matcher | None = None,
-        stream: "tuple[asyncio.AbstractEventLoop, OnTokens] | None" = None,
+        stream: "tuple[asyncio.AbstractEventLoop, OnTop] | None" = None,
     ):
         self.request, self.matcher, self.stream = request, matcher, stream
         self.prompt = np.ascontiguousarray(request.tokens, np.int32)
@@ -64,12 +64,21 @@ class Running:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.top: list[dict[int, float]] | None = [] if owner.request.sampling.top_logprobs else None
         self.matcher = owner.matcher.copy() if owner.matcher is not None else None
 
     @property
     def position(self) -> int:
         """Where the last token stands (it is not in the tail yet)."""
         return len(self.owner.prompt) + len(self.tokens) - 1
+
+    def grow(self, token: int, logprob: float, version: int, top: dict[int, float] | None) -> None:
+        """Take a sampled token. top: see ``Sample.top``."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.top is not None and top is not None:
+            self.top.append(top)
 
     def context(self) -> np.ndarray:
         """The tokens whose keys and values are kept, int32 [tokens]."""
@@ -85,7 +94,7 @@ class Running:
     def sample(self, finish: Any) -> Sample:
         """What is handed out."""
         tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
-        return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish)
+        return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish, self.top)
 
 
 class StopStrings:
@@ -121,17 +130,22 @@ class StopStrings:
         return self._texts[token]
 
 
+_Told = tuple[Waiting, int, int, float, list[dict[int, float]]]
+"""A request, which of its samples, a new token, its log-probability, and the most probable ones where they are asked for."""
+
+
 class Stream:
     """New tokens of a step on their way to the callers that asked for them as they come."""
 
     def __init__(self) -> None:
-        self._new: dict[asyncio.AbstractEventLoop, list[tuple[Waiting, int, int, float]]] = {}
+        self._new: dict[asyncio.AbstractEventLoop, list[_Told]] = {}
 
     def add(self, running: Running) -> None:
         """Note the last token of a sample."""
         owner = running.owner
         if owner.stream is not None:
-            entry = (owner, running.index, running.tokens[-1], running.logprobs[-1])
+            top = [] if running.top is None else running.top[-1:]
+            entry = (owner, running.index, running.tokens[-1], running.logprobs[-1], top)
             self._new.setdefault(owner.stream[0], []).append(entry)
 
     def send(self) -> None:
@@ -142,7 +156,8 @@ class Stream:
         self._new = {}
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, entries: list[tuple[Waiting, int, int, float]]) -> None:
-    for owner, index, token, logprob in entries:
+def _deliver(loop: asyncio.AbstractEventLoop, entries: list[_Told]) -> None:
+    for owner, index, token, logprob, top in entries:
         if owner.stream is not None and not owner.future.cancelled():
-            loop.call_soon(owner.stream[1], index, [token], [logprob])  # a callback that raises leaves the others be
+            # One by one: a callback that raises leaves the others be.
+            loop.call_soon(owner.stream[1], index, [token], [logprob], top)

@@ -5,6 +5,7 @@ tokens depend on its own seed only.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,8 +34,11 @@ def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
 
 def pick(
     logits: torch.Tensor, sampling: Sequence[Sampling], draws: Sequence[float] | np.ndarray
-) -> tuple[list[int], list[float]]:
-    """Next tokens and their log-probabilities. logits: float [rows, vocabulary], overwritten; one Sampling and one uniform a row."""
+) -> tuple[list[int], list[float], dict[int, dict[int, float]]]:
+    """Next tokens, their log-probabilities (rounded to float32), and the most probable ones of each row that asks (``_top``).
+
+    logits: float [rows, vocabulary], overwritten; one Sampling and one uniform a row.
+    """
     scores = logits.float()
     heat = [s.temperature or 1.0 for s in sampling]
     if any(t != 1.0 for t in heat):
@@ -53,8 +57,27 @@ def pick(
     tokens, total = _drawn(weights, torch.as_tensor(draws, dtype=torch.float64, device=scores.device)[:, None])
     if greedy is not None:
         tokens = torch.where(torch.tensor(cold, device=scores.device)[:, None], greedy, tokens)
-    logprobs = (weights.gather(1, tokens).double() / total).log()
-    return tokens[:, 0].tolist(), logprobs[:, 0].tolist()
+    top = {row: s.top_logprobs for row, s in enumerate(sampling) if s.top_logprobs}
+    return tokens[:, 0].tolist(), _logprobs(weights.gather(1, tokens), total)[:, 0].tolist(), _top(weights, total, top)
+
+
+def _logprobs(weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """float32, of ``weights`` [rows, any] of ``total`` [rows, 1]; a token has the same one as the sampled and as a top one."""
+    return (weights.double() / total).log().float()
+
+
+def _top(weights: torch.Tensor, total: torch.Tensor, counts: dict[int, int]) -> dict[int, dict[int, float]]:
+    """By row, the ``counts[row]`` tokens of most weight and their log-probabilities, descending; none whose weight is zero."""
+    if not counts:
+        return {}
+    rows = list(counts)
+    most, ids = weights[rows].topk(min(max(counts.values()), weights.shape[1]))
+    logprobs = _logprobs(most, total[rows])
+    made: dict[int, dict[int, float]] = {}
+    for row, tokens, values in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+        pairs = zip(tokens[: counts[row]], values, strict=False)
+        made[row] = {token: value for token, value in pairs if value > -math.inf}
+    return made
 
 
 def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

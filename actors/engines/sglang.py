@@ -85,6 +85,11 @@ class SGLangEngine:
         """``request.n`` continuations of one prefix; when the coroutine is cancelled, or one fails, none goes on."""
         checks.request(request, self.config.max_batch, self.longest)
         checks.tokens(request.tokens, self.facts.vocabulary, self.folder)
+        if request.sampling.top_logprobs:
+            raise DataFault(
+                f"top_logprobs {request.sampling.top_logprobs}: expected 0, SGLang's are not known to be of the distribution really sampled"
+                ' from; ask the embedded engine (actors.engine = "local", tools/serve-model)'
+            )
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
         self._enter()
         try:

@@ -6,7 +6,7 @@ reason. Log-probabilities are of the distribution really sampled from, after tem
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -14,6 +14,8 @@ import tokenizers
 from actors.serving.pieces import Pieces, TokenText
 from actors.serving.protocol import Asked, Chat
 from wire.messages import GenerateResult, Sample
+
+_Top = Sequence[Mapping[int, float]]
 
 
 class Answer:
@@ -50,9 +52,11 @@ class Answer:
         for index in range(len(self._texts) if self.chat else 0):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED})
 
-    def grown(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> Iterator[dict[str, Any]]:
-        """At most one chunk: what new tokens of a choice make certain."""
-        text = self._feed(index, tokens, logprobs)
+    def grown(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], top: _Top = ()
+    ) -> Iterator[dict[str, Any]]:
+        """At most one chunk: what new tokens of a choice make certain. top: of each token, or none; see ``wire.messages.Sample``."""
+        text = self._feed(index, tokens, logprobs, top)
         if text:
             yield self._text_chunk(index, text)
 
@@ -81,15 +85,16 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _feed(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
+    def _feed(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], top: _Top) -> str:
         self._fed[index] += len(tokens)
-        pieces = self._texts[index]
-        return "".join(pieces.feed(token, value) for token, value in zip(tokens, logprobs, strict=True))
+        rows = zip(tokens, logprobs, top or [{}] * len(tokens), strict=True)
+        return "".join(self._texts[index].feed(*row) for row in rows)
 
     def _rest(self, index: int, sample: Sample) -> str:
         """The text after what was given out."""
         begin = self._fed[index]
-        new = self._feed(index, sample.tokens[begin:].tolist(), sample.logprobs[begin:].tolist())
+        top = (sample.top or [])[begin:]
+        new = self._feed(index, sample.tokens[begin:].tolist(), sample.logprobs[begin:].tolist(), top)
         return new + self._texts[index].finish()
 
     def _reason(self, index: int, sample: Sample) -> str:
@@ -105,7 +110,7 @@ class Answer:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": None,
+            "top_logprobs": [_by_text(token) for token in tokens] if self._asked.most_likely else None,
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -114,13 +119,21 @@ _UNFINISHED: dict[str, Any] = {"logprobs": None, "finish_reason": None}
 
 
 def _chat_logprob(token: TokenText) -> dict[str, Any]:
-    return {
-        "token": token.text,
-        "logprob": token.logprob,
-        # Part of a character: its bytes are not known here.
-        "bytes": None if "\ufffd" in token.text else list(token.text.encode()),
-        "top_logprobs": [],
-    }
+    top = [_entry(text, logprob) for text, logprob in token.top]
+    return {**_entry(token.text, token.logprob), "top_logprobs": top}
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    # Part of a character: its bytes are not known here.
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _by_text(token: TokenText) -> dict[str, float]:
+    """The most probable tokens, and the sampled one; of several with one text (parts of characters) that one, else the most probable."""
+    made: dict[str, float] = {}
+    for text, logprob in token.top:
+        made.setdefault(text, logprob)
+    return made | {token.text: token.logprob}
 
 
 def usage(results: Sequence[GenerateResult]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Put together, the pieces are the text that decoding all tokens at once and cutting at the first stop string gives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import tokenizers
@@ -13,11 +13,15 @@ _BROKEN = "\ufffd"
 
 
 class TokenText(msgspec.Struct):
-    """One sampled token. text: alone, special tokens written out. offset: characters before it in the whole text."""
+    """One sampled token. text: alone, special tokens written out. offset: characters before it in the whole text.
+
+    top: texts and log-probabilities of the most probable tokens in its place, descending; empty unless they are asked for.
+    """
 
     text: str
     logprob: float
     offset: int
+    top: list[tuple[str, float]] = []
 
 
 class Pieces:
@@ -38,10 +42,10 @@ class Pieces:
         self.tokens: list[TokenText] = []
         """Those since ``take``."""
 
-    def feed(self, token: int, logprob: float) -> str:
-        """The text that ``token`` makes certain."""
-        spelled = self._tokenizer.decode([token], skip_special_tokens=False)
-        self.tokens.append(TokenText(spelled, logprob, self._length))
+    def feed(self, token: int, logprob: float, top: Mapping[int, float] = {}) -> str:
+        """The text that ``token`` makes certain. top: see ``wire.messages.Sample``."""
+        likely = [(self._spelled(other), value) for other, value in top.items()]
+        self.tokens.append(TokenText(self._spelled(token), logprob, self._length, likely))
         self._tokens.append(token)
         if self.stopped:
             return ""
@@ -55,6 +59,9 @@ class Pieces:
         """The tokens fed since the last call."""
         taken, self.tokens = self.tokens, []
         return taken
+
+    def _spelled(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _decoded(self, whole: bool) -> str:
         """New text; an incomplete character at its end waits unless ``whole``."""

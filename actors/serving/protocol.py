@@ -143,6 +143,11 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         raise NotImplementedError
 
     @property
+    def most_likely(self) -> int:
+        """How many of the most probable tokens are told beside each sampled one."""
+        raise NotImplementedError
+
+    @property
     def wants_usage(self) -> bool:
         """Of a stream."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -165,6 +170,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.stops,
             self.seed,
             self.constraint(),
+            self.most_likely,
         )
 
     def constraint(self) -> Constraint | None:
@@ -204,6 +210,7 @@ class Chat(Asked, kw_only=True):
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: _Positive | None = None
     logprobs: bool = False
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
     chat_template_kwargs: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -212,10 +219,16 @@ class Chat(Asked, kw_only=True):
             raise ValueError(
                 f"`max_tokens`: {self.max_tokens} and `max_completion_tokens`: {self.max_completion_tokens}: expected one"
             )
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"`top_logprobs`: {self.top_logprobs}: has no effect without `logprobs`: true")
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs
+
+    @property
+    def most_likely(self) -> int:
+        return self.top_logprobs
 
     def longest(self, room: int) -> int:
         return self.max_completion_tokens or self.max_tokens or max(1, room)
@@ -224,15 +237,19 @@ class Chat(Asked, kw_only=True):
 class Completion(Asked, kw_only=True):
     """POST /v1/completions. prompt: one or several, each a text or token ids; a text is taken as it is, without a token before it.
 
-    logprobs: how many alternatives; the sampled token alone is known here, so 1 is answered as 0.
+    logprobs: how many of the most probable tokens are told beside the sampled one.
     """
 
     prompt: str | list[str | _Token | list[_Token]]
-    logprobs: Literal[0, 1] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def most_likely(self) -> int:
+        return self.logprobs or 0
 
     def longest(self, room: int) -> int:
         return self.max_tokens or COMPLETION_TOKENS

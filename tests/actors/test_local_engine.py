@@ -7,22 +7,25 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, SGLangConfig
 from actors.engines import attend, decoder, weights
 from actors.engines.attend import Chunk
 from actors.engines.local import LocalEngine
 from actors.engines.samples import Running
 from actors.engines.sampling import key, pick, restrict, uniforms
+from actors.engines.sglang import SGLangEngine
 from tests import tiny
 from wire import digest
+from wire.arrays import decode_body, encode_body
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sampling, ScoreRequest
+from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sample, Sampling, ScoreRequest
 
 GREATEST_DIFFERENCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""
@@ -89,7 +92,7 @@ def test_draws_follow_the_distribution() -> None:
     odds = np.array([0.5, 0.3, 0.15, 0.05])
     uniforms = np.random.default_rng(0).random(4000).tolist()
     logits = torch.tensor(odds).log().repeat(4000, 1)
-    tokens, _ = pick(logits, [Sampling(1)] * 4000, uniforms)
+    tokens, *_ = pick(logits, [Sampling(1)] * 4000, uniforms)
     counts = np.bincount(tokens, minlength=4)
     assert float(((counts - 4000 * odds) ** 2 / (4000 * odds)).sum()) < 16.27  # chi-square, 3 degrees, 0.1%
 
@@ -102,7 +105,7 @@ def test_a_draw_takes_the_token_where_the_cumulated_odds_pass_it(vocabulary: int
     logits[:, 1] = 0.0
     draws = np.concatenate([rng.random(298), [0.0, 1 - 2**-53]])
     odds = logits.double().softmax(-1).numpy()
-    tokens, logprobs = pick(logits.clone(), [Sampling(1)] * 300, draws)
+    tokens, logprobs, _ = pick(logits.clone(), [Sampling(1)] * 300, draws)
     cumulated = odds.cumsum(-1) / odds.sum(-1, keepdims=True)
     for row, token in enumerate(tokens):
         assert odds[row, token] > 0
@@ -531,6 +534,113 @@ async def test_tokens_are_told_as_they_come_in_order_and_before_the_result(llama
         assert [t for t, _ in told[index]] == sample.tokens.tolist()
         np.testing.assert_array_equal(np.array([p for _, p in told[index]], np.float32), sample.logprobs)
     assert steps[:3] == [0, 1, 2]
+
+
+# ---------------------------------------------------------------------------------------------- the most probable tokens
+
+
+def distribution(row: torch.Tensor, sampling: Sampling, allowed: list[int]) -> torch.Tensor:
+    """Log-probabilities, float64 [vocabulary], after constraint, temperature, top-k and top-p, from a plain forward's logits."""
+    scores = torch.full_like(row, -torch.inf, dtype=torch.float64)
+    scores[allowed] = row[allowed].double() / (sampling.temperature or 1.0)
+    odds, order = scores.softmax(-1).sort(descending=True)
+    if sampling.temperature and sampling.top_k:
+        scores[order[sampling.top_k :]] = -torch.inf
+    if sampling.temperature and sampling.top_p < 1:
+        scores[order[int((odds.cumsum(0) - odds < sampling.top_p).sum()) :]] = -torch.inf
+    return scores.log_softmax(-1)
+
+
+LETTERS = [ord(letter) - ord("!") for letter in "abc"]
+"""Their ids: the tiny tokenizer's begin with "!"."""
+ANYTHING = list(range(260))
+
+
+def allowed_at(place: int, sampling: Sampling) -> list[int]:
+    """What ``[ab]{2,5}c`` leaves, or everything."""
+    if sampling.constraint is None:
+        return ANYTHING
+    return LETTERS[:2] if place < 2 else LETTERS if place < 5 else LETTERS[2:]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(10, top_logprobs=20),
+        Sampling(10, 0.6, top_logprobs=1),
+        Sampling(10, 0.0, top_logprobs=7),
+        Sampling(10, 0.0, 0.5, 2, top_logprobs=7),  # greedy: top-p and top-k cut nothing
+        Sampling(10, 1.3, 1.0, 3, top_logprobs=5),  # fewer than asked for are left
+        Sampling(10, 0.9, 0.5, top_logprobs=20),
+        Sampling(10, 0.8, constraint=Constraint("regex", "[ab]{2,5}c"), top_logprobs=4),
+        Sampling(10, 0.0, constraint=Constraint("regex", "[ab]{2,5}c"), top_logprobs=2),
+    ],
+    ids=str,
+)
+async def test_the_most_probable_tokens_are_those_of_the_distribution_sampled_from(
+    llama: Path, sampling: Sampling
+) -> None:
+    engine, model = await started(llama), reference(llama)
+    prompts = [ids(90, 12), ids(91, 7)]
+    asked = [engine.generate(GenerateRequest(prompts[0], 3, msgspec.structs.replace(sampling, seed=3)))]
+    asked += [engine.generate(GenerateRequest(prompts[1], 2, Sampling(10, seed=4, top_logprobs=2)))]
+    asked += [engine.generate(GenerateRequest(prompts[1], 2, Sampling(10, seed=4)))]
+    result, other, plain = await asyncio.gather(*asked)
+    await engine.close()
+    assert [sample.top for sample in plain.samples] == [None, None]
+    assert [s.tokens.tolist() for s in plain.samples] == [s.tokens.tolist() for s in other.samples]
+    assert {len(top) for sample in other.samples for top in sample.top or []} == {2}
+    for sample in result.samples:
+        assert sample.top is not None
+        whole = torch.tensor(np.concatenate([prompts[0], sample.tokens]), dtype=torch.long)[None]
+        with torch.no_grad():
+            rows = model(whole).logits[0, len(prompts[0]) - 1 : -1]
+        for place, (row, token, top) in enumerate(zip(rows, sample.tokens.tolist(), sample.top, strict=True)):
+            expected = distribution(row, sampling, allowed_at(place, sampling))
+            best = expected.topk(min(sampling.top_logprobs, int(expected.isfinite().sum()))).values
+            np.testing.assert_allclose(list(top.values()), best, rtol=0, atol=GREATEST_DIFFERENCE)  # so they descend
+            np.testing.assert_allclose(expected[list(top)], best, rtol=0, atol=GREATEST_DIFFERENCE)
+            assert top.get(token, sample.logprobs[place]) == sample.logprobs[place]
+
+
+def test_only_rows_that_ask_get_the_most_probable_tokens_and_none_without_probability() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, -200.0]]).repeat(3, 1)
+    draws = [0.1, 0.5, 0.9]
+    plain = pick(logits.clone(), [Sampling(1)] * 3, draws)
+    tokens, logprobs, top = pick(logits, [Sampling(1), Sampling(1, top_logprobs=20), Sampling(1)], draws)
+    assert plain == (tokens, logprobs, {})
+    assert list(top) == [1]
+    assert list(top[1]) == [1, 0]
+    np.testing.assert_allclose(list(top[1].values()), [-math.log1p(math.exp(-1)), -math.log1p(math.exp(1))], atol=1e-6)
+
+
+async def test_more_of_the_most_probable_tokens_than_the_protocol_allows_are_refused(llama: Path) -> None:
+    engine = await started(llama)
+    for count in (-1, 21):
+        with pytest.raises(DataFault, match=f"top_logprobs {count}: expected 0 to 20"):
+            await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(2, top_logprobs=count)))
+    await engine.close()
+
+
+async def test_sglang_refuses_to_tell_the_most_probable_tokens_and_names_who_does(tmp_path: Path) -> None:
+    settings = ActorsConfig(engine="sglang", sglang=SGLangConfig(way="url", urls=["http://127.0.0.1:1"]))
+    engine = SGLangEngine(str(tmp_path), settings)
+    with pytest.raises(DataFault, match=r"top_logprobs 3: expected 0, .* ask the embedded engine"):
+        await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(2, top_logprobs=3)))
+
+
+def test_the_most_probable_tokens_travel_and_cost_nothing_where_nobody_asks() -> None:
+    arrays = np.arange(2, dtype=np.int32), np.array([-0.5, -1.0], np.float32), np.zeros(2, np.int32)
+    top = [{5: -0.5, 3: -2.0}, {1: -1.0}]
+    for told in (None, top):
+        frames = encode_body(GenerateResult([Sample(*arrays, "stop", told)], 7, 4))
+        assert (b"top" in frames[0].replace(b"stop", b"")) == (told is not None)  # pyright: ignore
+        back = decode_body([b"", *frames], GenerateResult)
+        assert back.samples[0].top == told
+    assert b"top_logprobs" not in encode_body(GenerateRequest(ids(1, 3), 1, Sampling(4)))[0]  # pyright: ignore
+
+
+# ---------------------------------------------------------------------------------------------- constraints and updates
 
 
 async def test_a_constraint_binds_every_sample_and_log_probabilities_are_of_what_it_leaves(llama: Path) -> None:

@@ -22,6 +22,7 @@ from actors.engines.admission import Admission
 from actors.engines.local import LocalEngine
 from actors.engines.memory import Memory, Shelf, Stretch
 from actors.engines.radix import RadixCache
+from actors.engines.thread import FAILED_STEPS
 from actors.openai_server import Server, runner
 from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, reference, started, version_folder, worst
 from tests.services import bench
@@ -64,7 +65,7 @@ def held(engine: LocalEngine) -> Iterator[None]:
     def wait() -> None:
         go.wait(ENOUGH_S)
 
-    engine._commands.put(wait)
+    engine._thread.tell(wait)
     try:
         yield
     finally:
@@ -252,6 +253,51 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
                 await late
 
 
+def failing_module(engine: LocalEngine, fails: Iterator[bool]) -> None:
+    """A module of the model raises like CUDA as often as ``fails`` says, then works."""
+
+    def hook(*_: Any) -> None:
+        if next(fails, False):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    engine.model.get_decoder().layers[0].mlp.act_fn.register_forward_pre_hook(hook)
+
+
+@DIES
+async def test_an_error_that_stays_ends_the_thread_with_its_third_step(engine: LocalEngine) -> None:
+    failing_module(engine, itertools.repeat(True))
+    said: list[str] = []
+    for round in range(FAILED_STEPS):
+        for _ in range(2):  # no step: it is not counted
+            with pytest.raises(InfrastructureFault, match="RuntimeError: CUDA error"):
+                await engine.score(ScoreRequest(HEAD))
+        assert engine.ended == ""
+        results = await together(engine, SIBLINGS)
+        assert {type(result) for result in results} == {InfrastructureFault}, round
+        said += {str(result) for result in results}
+    why = "CUDA error: device-side assert triggered"
+    reason = f"the engine's thread has ended: RuntimeError('3 steps failed one after another, the last with: {why}')"
+    assert said == [f"engine step failed: {why}"] * 2 + [reason]
+    async with asyncio.timeout(ENOUGH_S):
+        assert await engine.died() == engine.ended == reason
+        with pytest.raises(InfrastructureFault, match="device-side assert"):
+            await engine.generate(SIBLINGS[0])
+
+
+async def test_steps_that_fail_with_one_between_that_succeeds_never_end_the_thread(
+    llama: Path, engine: LocalEngine
+) -> None:
+    failing_module(engine, itertools.cycle([True, True, False]))
+    done: list[tuple[np.ndarray, GenerateResult]] = []
+    for seed in range(3 * FAILED_STEPS):
+        (result,) = await together(engine, [GenerateRequest(ids(seed, 9), 2, Sampling(1))])
+        assert isinstance(result, GenerateResult) == (seed % 3 == 2)
+        if isinstance(result, GenerateResult):
+            done.append((ids(seed, 9), result))
+    assert engine.ended == ""
+    assert worst(reference(llama), done) < GREATEST_DIFFERENCE
+
+
 @DIES
 async def test_a_score_or_a_load_that_ends_the_thread_is_failed_too(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
@@ -300,7 +346,7 @@ async def test_a_close_is_no_death(engine: LocalEngine) -> None:
     with pytest.raises(InfrastructureFault, match="closed"):
         await task
     await asyncio.sleep(0)
-    assert not (engine._death.done() or gone.done())
+    assert not (engine._thread._death.done() or gone.done())
     assert "closed" in engine.ended
     gone.cancel()
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import tokenizers
+import torch
 from aiohttp import web
+from transformers import AutoModelForCausalLM
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
@@ -192,7 +194,10 @@ async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> Non
         ("completions", {"prompt": "a", "echo": True}, "echo"),
         ("completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
         ("completions", {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
-        ("completions", {"prompt": "a", "logprobs": 5}, "logprobs"),
+        ("completions", {"prompt": "a", "logprobs": 6}, "logprobs"),
+        ("completions", {"prompt": "a", "logprobs": -1}, "logprobs"),
+        ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
+        ("completions", {"prompt": "a", "top_logprobs": 3}, "top_logprobs"),
         ("completions", {"prompt": "a", "messages": []}, "messages"),
         ("completions", {"prompt": "a", "new_idea": 1}, "new_idea"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -207,7 +212,11 @@ async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> Non
         ("chat/completions", {"messages": "hi"}, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "tool_calls"),
-        ("chat/completions", USER | {"top_logprobs": 3}, "top_logprobs"),
+        ("chat/completions", USER | {"top_logprobs": 3}, "`top_logprobs`: 3: has no effect without `logprobs`: true"),
+        ("chat/completions", USER | {"top_logprobs": 3, "logprobs": False}, "without `logprobs`: true"),
+        ("chat/completions", USER | {"top_logprobs": 21, "logprobs": True}, "<= 20 - at `$.top_logprobs`"),
+        ("chat/completions", USER | {"top_logprobs": -1, "logprobs": True}, ">= 0 - at `$.top_logprobs`"),
+        ("chat/completions", USER | {"top_logprobs": True, "logprobs": True}, "top_logprobs"),
         ("chat/completions", USER | {"tools": [{"type": "function"}]}, "tools"),
         ("chat/completions", USER | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ("chat/completions", USER | {"response_format": {"type": "json_schema"}}, "json_schema"),
@@ -443,6 +452,82 @@ async def test_a_client_that_hangs_up_in_a_stream_frees_its_samples(client: Clie
 async def test_requests_that_find_the_engine_full_wait_for_it(client: Client) -> None:
     replies = await asyncio.gather(*(client.completions(n=8, seed=seed) for seed in range(4)))
     assert all(len(reply["choices"]) == 8 for reply in replies)
+
+
+# ---------------------------------------------------------------------------------------------- the most probable tokens
+
+
+async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(client: Client, llama: Path) -> None:
+    """yes, no or maybe by their first letters, against a plain forward of transformers."""
+    asked = {"regex": "yes|no|maybe", "temperature": 0.7, "logprobs": True, "top_logprobs": 20, "max_tokens": 5}
+    reply = await client.chat(**asked)
+    first = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    with torch.no_grad():
+        row = model(torch.tensor([encoded(llama, "<|user|>hi<|assistant|>")])).logits[0, -1]
+    letters = [encoded(llama, letter)[0] for letter in "ynm"]
+    expected = dict(zip("ynm", (row[letters] / 0.7).log_softmax(-1).tolist(), strict=True))
+    assert {entry["token"] for entry in first} == set(expected)
+    for entry in first:
+        assert abs(entry["logprob"] - expected[entry["token"]]) < GREATEST_DIFFERENCE
+        assert entry["bytes"] == list(entry["token"].encode())
+    assert [entry["token"] for entry in first] == sorted(expected, key=lambda letter: -expected[letter])
+
+
+async def test_top_logprobs_change_nothing_else_and_hold_the_sampled_token_where_it_is_among_them(
+    client: Client,
+) -> None:
+    plain = await client.chat(n=3, seed=6, logprobs=True)
+    told = await client.chat(n=3, seed=6, logprobs=True, top_logprobs=20)
+    for before, after in zip(plain["choices"], told["choices"], strict=True):
+        assert before["message"] == after["message"]
+        for old, new in zip(before["logprobs"]["content"], after["logprobs"]["content"], strict=True):
+            assert (old["token"], old["top_logprobs"]) == (new["token"], [])
+            values = [entry["logprob"] for entry in new["top_logprobs"]]
+            assert len(values) == 20
+            assert values == sorted(values, reverse=True)
+            assert new["logprob"] in values or new["logprob"] < values[-1]
+
+
+@pytest.mark.parametrize("logprobs", range(6))
+async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the_sampled_one(
+    client: Client, logprobs: int
+) -> None:
+    (choice,) = (await client.completions(seed=6, logprobs=logprobs, regex="[a-z]{8}"))["choices"]
+    told = choice["logprobs"]
+    if not logprobs:
+        assert told["top_logprobs"] is None
+        return
+    sampled_is_extra = []
+    for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert top[token] == logprob
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        assert len(top) in (logprobs, logprobs + 1)
+        sampled_is_extra.append(len(top) > logprobs)
+    assert any(sampled_is_extra)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat/completions", USER | {"logprobs": True, "top_logprobs": 4}),
+        ("chat/completions", USER | {"logprobs": True, "top_logprobs": 20, "top_k": 3, "stop": ["e", "no"]}),
+        ("completions", {"prompt": ["a tree", "two"], "logprobs": 5, "temperature": 0}),
+        ("completions", {"prompt": "a tree", "logprobs": 3, "regex": "[ab]{4}"}),
+    ],
+)
+async def test_streamed_top_logprobs_put_together_are_the_whole_ones(
+    client: Client, path: str, asked: dict[str, Any]
+) -> None:
+    asked = asked | {"n": 2, "seed": 4, "max_tokens": 30}
+    await client.post(path, asked)  # from here on the prompt is cached, so both are computed by the same sums
+    _, whole = await client.post(path, asked)
+    chunks = await client.stream(path, asked)
+    for choice in whole["choices"]:
+        parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        for field, wanted in choice["logprobs"].items():
+            told = [entry for part in parts if part for entry in part[field] or []]
+            assert told == (wanted or [])
 
 
 # ---------------------------------------------------------------------------------------------- access

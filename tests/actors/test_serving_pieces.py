@@ -65,3 +65,11 @@ def test_every_token_is_told_once_with_its_place_in_the_text(words: tokenizers.T
     assert [token.text for token in told] == ["a", "\ufffd", "\ufffd", "b"]
     assert [token.offset for token in told] == [0, 1, 1, 2]
     assert pieces.take() == []
+
+
+def test_the_most_probable_tokens_are_told_by_their_text(words: tokenizers.Tokenizer) -> None:
+    a, b = words.encode("ab").ids
+    pieces = Pieces(words, [])
+    pieces.feed(a, -2.0, {b: -0.5, SPECIAL: -1.0, a: -2.0})
+    pieces.feed(b, -0.1)
+    assert [token.top for token in pieces.take()] == [[("b", -0.5), ("<pad>", -1.0), ("a", -2.0)], []]

@@ -20,7 +20,7 @@ from actors.engines.local import LocalEngine
 from tools import judge_model, serve_model
 
 def boom(*_):
-    raise KeyError("boom")
+    raise ERROR("boom")
 
 LocalEngine._step = boom
 """
@@ -29,9 +29,9 @@ ENOUGH_S = 60
 
 
 @contextmanager
-def server(last: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A server whose engine dies of its first request."""
-    command = [sys.executable, "-c", DYING + last, *arguments]
+def server(last: str, *arguments: str, error: str = "KeyError") -> Iterator[subprocess.Popen[str]]:
+    """A server whose engine fails with ``error`` at each step."""
+    command = [sys.executable, "-c", DYING.replace("ERROR", error) + last, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
         try:
             yield made
@@ -39,14 +39,24 @@ def server(last: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             made.kill()
 
 
-def last_words(server: subprocess.Popen[str]) -> str:
-    """Ask for a completion, which must be refused with the reason; then the server must end by itself with status 1."""
+def refusals(server: subprocess.Popen[str], requests: int) -> list[bytes]:
+    """What is said to requests one after another, of which each must be refused with 503."""
     assert server.stdout is not None
     url = server.stdout.readline().split(" at ")[1].strip()
-    request = urllib.request.Request(f"{url}/completions", b'{"prompt": "a tree"}')
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=ENOUGH_S)
-    assert (refused.value.code, b"boom" in refused.value.read()) == (503, True)
+    said: list[bytes] = []
+    for _ in range(requests):
+        request = urllib.request.Request(f"{url}/completions", b'{"prompt": "a tree"}')
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=ENOUGH_S)
+        said.append(refused.value.read())
+        assert refused.value.code == 503
+    return said
+
+
+def last_words(server: subprocess.Popen[str]) -> str:
+    """Ask for a completion, which must be refused with the reason; then the server must end by itself with status 1."""
+    (said,) = refusals(server, 1)
+    assert b"boom" in said
     _, errors = server.communicate(timeout=ENOUGH_S)
     assert server.returncode == 1
     assert errors.count("Traceback") == 1  # that of the engine's thread
@@ -57,6 +67,18 @@ def test_serve_model_ends_with_status_1_and_the_reason_when_its_engine_dies(llam
     options = ["--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
     with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options) as made:
         assert last_words(made) == f"tools/serve-model: {REASON}; its traceback is above. Start the server again"
+
+
+def test_serve_model_ends_with_the_third_step_in_a_row_that_fails_of_an_error_that_stays(llama: Path) -> None:
+    options = ["--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
+    with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options, error="RuntimeError") as made:
+        said = refusals(made, 3)
+        assert [b"engine step failed: boom" in each for each in said] == [True, True, False]
+        assert b"3 steps failed one after another" in said[2]
+        _, errors = made.communicate(timeout=ENOUGH_S)
+    assert made.returncode == 1
+    reason = "the engine's thread has ended: RuntimeError('3 steps failed one after another, the last with: boom')"
+    assert errors.splitlines()[-1] == f"tools/serve-model: {reason}; its traceback is above. Start the server again"
 
 
 def test_the_judge_model_of_a_run_ends_with_status_1_so_that_the_launcher_starts_it_again(
