@@ -183,9 +183,16 @@ class Remote:
         self._all = [self.front, *workers]
 
     async def start(self) -> None:
-        """Open the connections. Raises InfrastructureFault when a server does not answer."""
-        for server in self._all:
-            await server.start()
+        """Open the connections. Raises InfrastructureFault when a server does not answer; none stays open then."""
+        try:
+            for server in self._all:
+                await server.start()
+            await self._ready()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _ready(self) -> None:
         for server in self.servers:
             for path in ("/end_weight_update", "/continue_generation"):  # an actor before may have died in an update
                 with contextlib.suppress(InfrastructureFault):

@@ -21,6 +21,30 @@ from wire import loop
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling, ScoreRequest
 
+ACROSS = 2
+"""Samples of the generation that an update falls into."""
+BEFORE = 3
+"""Tokens that each of them has, at least, when the update begins."""
+
+
+class Patient(SGLangEngine):
+    """Mixes versions for certain: samples do not end before all their tokens are there, and ``sampling`` tells when some are."""
+
+    def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
+        body = super()._body(request, names)
+        if request.n == ACROSS:
+            body["sampling_params"] = [one | {"ignore_eos": True} for one in body["sampling_params"]]
+        return body
+
+    async def sampling(self, held: int) -> None:
+        """Wait until SGLang holds so many tokens of running requests."""
+        way: Any = self.way
+        while True:
+            (load,) = await way._engine.tokenizer_manager.get_loads()
+            if load.num_total_tokens >= held:
+                return
+            await asyncio.sleep(0.01)
+
 
 def told(result: GenerateResult) -> dict[str, Any]:
     """A result as JSON."""
@@ -39,7 +63,7 @@ def told(result: GenerateResult) -> dict[str, Any]:
 async def drive(plan: dict[str, Any], path: Path) -> None:
     """Write the answers to ``path``; then a child of the engine is killed, and SGLang must end this process."""
     sglang = SGLangConfig(way="inside", arguments=plan["arguments"], update_timeout_s=60.0)
-    engine = SGLangEngine(plan["model"], ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang))
+    engine = Patient(plan["model"], ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang))
     answers: dict[str, Any] = {}
     await engine.start()
     prompt, other = (np.array(plan[name], np.int32) for name in ("prompt", "other"))
@@ -61,14 +85,14 @@ async def drive(plan: dict[str, Any], path: Path) -> None:
         answers["data_fault"] = str(fault)
 
     running = asyncio.create_task(generate(other, 4, 400))
-    await asyncio.sleep(0.1)  # under way, and far from its end
+    await engine.sampling(4 * (len(other) + BEFORE))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     answers["cancelled"] = running.cancelled()
     answers["room"] = len((await generate(prompt, 8, 2))["samples"])
 
-    running = asyncio.create_task(generate(other, 2, 400))
-    await asyncio.sleep(0.1)  # under way, and far from its end
+    running = asyncio.create_task(generate(other, ACROSS, 400))
+    await engine.sampling(ACROSS * (len(other) + BEFORE))
     answers["proofs"] = [await load("full")]
     answers["across"] = await running
     answers["full"] = await generate(prompt, 2, 6)

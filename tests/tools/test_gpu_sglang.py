@@ -1,33 +1,158 @@
-"""The GPU benchmark of SGLang, run small on the CPU server: its counts are what the shape of the trees implies."""
+"""The GPU benchmarks of SGLang, run small on the CPU server: their counts are what the shapes imply."""
 
+import os
+import sys
 from pathlib import Path
 
+import msgspec
+import numpy as np
+import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.actors.test_engine_contract import restore
-from tests.sglang_cpu.shared import Shared
-from tools.benches import gpu_sglang
+from tests.sglang_cpu import environment
+from tests.sglang_cpu.server import SITE, VARIABLES
+from tests.sglang_cpu.shared import KEY, Shared
+from tools.benches import bench_serving, gpu_sglang, gpu_updates
+from tools.benches.bench_serving import Server, Wanted
+from tools.benches.game_shape import COMPACT
+from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 
-WORK = gpu_sglang.Work(questions=3, steps=2, candidates=2, instruction=40, question=8, observation=12, action=6)
+WORK = gpu_sglang.Work(
+    questions=3, steps=2, candidates=2, instruction=40, question=8, observation=12, action=6,
+    games=1, continuations=3, move=3, prompt=COMPACT,
+)  # fmt: skip
+ADAPTER_RANK = 8
+"""The most that the session's server takes."""
 
 
-async def test_it_counts_tokens_and_times_each_transport(llama: Path, tmp_path: Path, sglang_server: Shared) -> None:
+@pytest.fixture
+def server(sglang_server: Shared, llama: Path, tmp_path: Path) -> Server:
+    """The session's server, and an interpreter that can run sglang.bench_serving."""
+    key = os.environ[KEY]
+    if torch.cuda.is_available():
+        return Server(sglang_server.url, key, llama, os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable))
+    # sglang.bench_serving imports it for a data set of pictures; the CPU environment is without.
+    (tmp_path / "datasets.py").write_text("load_dataset = None\n")
+    variables = VARIABLES | {"PYTHONPATH": f"{SITE}{os.pathsep}{tmp_path}"}
+    return Server(sglang_server.url, key, llama, str(environment.python()), variables)
+
+
+async def test_it_counts_tokens_and_compares_with_bench_serving(
+    llama: Path, tmp_path: Path, sglang_server: Shared, server: Server
+) -> None:
     engine = sglang_server.engine()
     await engine.start()
     await restore(engine, llama, tmp_path)
-    found = await gpu_sglang.measure(engine, llama, WORK, "cpu")
+    found = await gpu_sglang.measure(engine, server, WORK)
     await engine.close()
-    assert found["ideal_prefill_tokens"] == 40 + 3 * (8 + 13)
+    trees, games = found["slate"], found["mc_pr"]
+    assert trees["ideal_prefill_tokens"] == 40 + 3 * (8 + 13)
+    assert trees["prompt_tokens"] >= 2 * 3 * (48 + 48 + 13)
     # SGLang computes a prompt's last token again for each sample; three questions at once may each compute what they share.
-    assert found["prefilled_tokens"] <= found["ideal_with_last_tokens"] + 2 * 40
-    assert found["prefilled_tokens"] >= found["ideal_with_last_tokens"] == pytest.approx(103 + 12)
-    assert found["ratio"] > 0
-    chain, samples = (
-        found["mc_pr"],
-        WORK.steps * (1 + engine.config.max_batch),
-    )  # each step's action and its continuations
-    assert chain["ideal_with_last_tokens"] == chain["ideal_prefill_tokens"] + samples
-    assert chain["ideal_with_last_tokens"] <= chain["prefilled_tokens"]
-    assert 40 + 8 < chain["ideal_prefill_tokens"] <= 40 + 8 + 12 + 6  # the one chain, whatever branches from it
-    assert set(found["update_s"]) == {"disk", "tensor", "distributed"}
-    assert min(found["update_s"].values()) > 0
+    assert trees["ideal_with_last_tokens"] == 103 + 12
+    assert trees["ideal_with_last_tokens"] <= trees["prefilled_tokens"] <= trees["ideal_with_last_tokens"] + 2 * 40
+    assert 0 < trees["hit_share"] <= trees["ideal_hit_share"] < 1
+    assert trees["ratio"] == pytest.approx(trees["tokens_s"] / trees["bench_serving_tokens_s"])
+    assert min(trees["ratio"], trees["ratio_at_once"]) > 0
+    # Three to five states of one game, three continuations from each to the end of the game.
+    assert 3 * 3 + 3 < games["samples"] <= 5 + 3 * (5 + 4 + 3 + 2 + 1)
+    assert games["ideal_prefill_tokens"] <= games["ideal_with_last_tokens"] <= games["prefilled_tokens"]
+    assert games["prefilled_tokens"] < games["prompt_tokens"] / 2
+
+
+async def test_the_ideal_knows_each_prompt_token_and_what_was_sampled() -> None:
+    def answered(prompt: list[int], *sampled: list[int]) -> tuple[GenerateRequest, GenerateResult]:
+        tokens = np.array(prompt, np.int32)
+        samples = [
+            Sample(np.array(s, np.int32), np.zeros(len(s)), np.zeros(len(s), np.int32), "length") for s in sampled
+        ]
+        return GenerateRequest(tokens, len(sampled), Sampling(2)), GenerateResult(samples, len(prompt), 0)
+
+    record = [
+        answered([1, 2, 3], [7, 8], [9, 9]),  # three new; two samples compute the last once more
+        answered([1, 2, 3, 7, 8, 4], [5, 5]),  # 8 was sampled and not computed, 4 is new
+        answered([1, 2, 3], [7, 8]),  # nothing new, and one token in any case
+    ]
+    assert gpu_sglang._ideal(record) == (3 + 2 + 0, 3 + 2 + 2 + 1)
+
+
+async def test_it_times_each_transport_and_the_server_then_samples_from_the_last(
+    llama: Path, tmp_path: Path, sglang_server: Shared
+) -> None:
+    engine = sglang_server.engine()
+    await engine.start()
+    await restore(engine, llama, tmp_path)
+    device, transports = "cuda:0" if torch.cuda.is_available() else "cpu", gpu_updates.possible()
+    found = await gpu_updates.updates(engine, llama, device, transports, ADAPTER_RANK)
+    assert tuple(found) == transports
+    assert {"tensor", "disk", "adapter", "merged"} <= set(found)
+    assert min(found.values()) > 0
+    (sample,) = (await engine.generate(GenerateRequest(np.arange(5, dtype=np.int32), 1, Sampling(3)))).samples
+    assert set(sample.versions.tolist()) == {len(found)}
+    await engine.close()
+
+
+def test_its_adapter_is_one_of_the_learners_files(llama: Path, tmp_path: Path) -> None:
+    giver: object = None
+    made = gpu_updates._published(4, "adapter", llama, tmp_path, giver, "cpu", 16)  # pyright: ignore[reportArgumentType]
+    tensors = load_file(Path(made.path) / "adapter_model.safetensors")
+    assert (Path(made.path) / "adapter_config.json").is_file()
+    assert len(tensors) == 2 * 7 * 2  # two matrices for each of seven layers, in two blocks
+    assert {min(t.shape) for t in tensors.values()} == {16}
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
+
+
+# ---------------------------------------------------------------------------------------------- a baseline that goes wrong
+
+
+def scripted(folder: Path, code: str) -> Server:
+    """An interpreter whose sglang.bench_serving is ``code``, on no server; ``path("--x")`` is the path that its argument --x names."""
+    package = folder / "sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    head = "import json, sys, time\npath = lambda name: sys.argv[sys.argv.index(name) + 1]\n"
+    (package / "bench_serving.py").write_text(head + code)
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).write_text("{}")
+    return Server("http://127.0.0.1:9", "secret-key", folder, sys.executable, {"PYTHONPATH": str(folder)})
+
+
+ANSWER = """
+found = {"output_throughput": 12.5, "errors": ["", ""], "input_lens": [3, 2], "output_lens": [4, 5]} | CHANGES
+open(path("--output-file"), "w").write(json.dumps(found))
+"""
+TWO = [Wanted(np.array([1, 2, 3], np.int32), 4), Wanted(np.array([1, 2], np.int32), 5)]
+
+
+async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
+    copy = "open('COPY', 'w').write(open(path('--dataset-path')).read())".replace("COPY", str(tmp_path / "seen"))
+    made = scripted(tmp_path, copy + ANSWER.replace("CHANGES", "{}"))
+    assert await bench_serving.tokens_s(made, TWO) == 12.5
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "seen").read_bytes().splitlines()]
+    assert [(row["input_ids"], row["max_tokens"]) for row in rows] == [([1, 2, 3], 4), ([1, 2], 5)]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("print('no server, key secret-key'); sys.exit(3)", r"status 3\):\n.*no server, key \(key\)"),
+        ("print('nothing')", r"left no result .*"),
+        (ANSWER.replace("CHANGES", '{"errors": ["", "Bad Request: x"]}'), "1 of 2 requests failed, the first: Bad Request: x"),
+        (ANSWER.replace("CHANGES", '{"input_lens": [1, 1]}'), r"prompt lengths \[1, 1\].. \(in all 2\), expected \[3, 2\]"),
+        (ANSWER.replace("CHANGES", '{"output_lens": [4, 1]}'), r"sampled tokens \[4, 1\].."),
+    ],
+)  # fmt: skip
+async def test_a_baseline_that_fails_or_does_other_work_says_so(tmp_path: Path, code: str, told: str) -> None:
+    with pytest.raises(RuntimeError, match=told) as raised:
+        await bench_serving.tokens_s(scripted(tmp_path, code), TWO)
+    assert "secret-key" not in str(raised.value)
+
+
+async def test_a_baseline_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_serving, "LONGEST_S", 0.5)
+    with pytest.raises(RuntimeError, match=r"after 0\.5 s"):
+        await bench_serving.tokens_s(scripted(tmp_path, "time.sleep(600)"), TWO)
+    assert not [child for child in psutil.Process().children() if "sglang.bench_serving" in child.cmdline()]

@@ -1,0 +1,27 @@
+"""The configs in configs/ are accepted, and those for GPUs sample with SGLang."""
+
+from pathlib import Path
+
+import pytest
+
+from tools import config
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_is_accepted_and_its_engine_fits_its_hardware(path: Path) -> None:
+    found = config.load(path, [])
+    on_cpu = path.stem.endswith(("-cpu", "-tiny"))
+    assert found.actors.engine == ("local" if on_cpu else "sglang")
+    assert on_cpu or found.actors.sglang.gpus > 0
+
+
+@pytest.mark.parametrize("game", ["tictactoe", "sudoku", "minesweeper"])
+@pytest.mark.parametrize(
+    "baseline", [["learner.scheme=outcome"], ["learner.scheme=mc_pr", "scheduler.strategy=mc_value"]]
+)
+def test_the_baselines_of_the_games_on_gpus_are_accepted(game: str, baseline: list[str]) -> None:
+    found = config.load(ROOT / "configs" / f"vpr-{game}.toml", baseline)
+    assert found.actors.max_batch >= found.scheduler.continuations

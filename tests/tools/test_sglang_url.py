@@ -1,0 +1,75 @@
+"""An engine on servers by URL that cannot start leaves nothing open behind it."""
+
+import asyncio
+import gc
+import warnings
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from actors.config import ActorsConfig, SGLangConfig
+from actors.engines.sglang import SGLangEngine
+from wire.faults import InfrastructureFault
+
+KEY = "COPPICE_TEST_WRONG_KEY"
+
+
+@pytest_asyncio.fixture
+async def locked() -> AsyncIterator[str]:
+    """The URL of a server that answers every request with 401."""
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def refused(urls: list[str], workers: list[str]) -> list[str]:
+    """What the event loop and the interpreter have to say about what a failed start left behind."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context["message"])))
+    settings = SGLangConfig(way="url", urls=urls, workers=workers, api_key_env=KEY)
+    engine: Any = SGLangEngine("no model folder", ActorsConfig(sglang=settings))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        with pytest.raises(InfrastructureFault, match=r"does not answer /health"):
+            await engine.start()
+        del engine
+        await asyncio.sleep(0)  # transports close in the loop's next round
+        gc.collect()
+    return said + [str(one.message) for one in warned if issubclass(one.category, ResourceWarning)]
+
+
+@pytest.mark.parametrize("behind_a_router", [False, True])
+@pytest.mark.parametrize("answers", [False, True])
+async def test_a_failed_start_leaves_no_session_open(
+    locked: str, monkeypatch: pytest.MonkeyPatch, answers: bool, behind_a_router: bool
+) -> None:
+    """No server there, or one that refuses the key."""
+    monkeypatch.setenv(KEY, "wrong")
+    url = locked if answers else "http://127.0.0.1:9"
+    assert await refused([url], [url, url] if behind_a_router else []) == []
+
+
+async def test_a_model_that_cannot_be_read_leaves_no_session_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that fails after the connections are there is closed by the engine."""
+    monkeypatch.setenv(KEY, "any")
+    settings = SGLangConfig(way="url", urls=["http://127.0.0.1:9"], api_key_env=KEY)
+    engine = SGLangEngine("no model folder", ActorsConfig(sglang=settings))
+    way: Any = engine.way
+
+    async def ready() -> None: ...
+
+    monkeypatch.setattr(way, "_ready", ready)
+    with pytest.raises(InfrastructureFault):
+        await engine.start()
+    assert way.front._client._session.closed
