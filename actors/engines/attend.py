@@ -1,7 +1,8 @@
 """Attention of one step: every branch of a request over its prefix, read once for all of them, merged with its own new tokens.
 
 A query's past is the prefix of its request; its own tokens are a sample's tail, or the earlier tokens of its chunk of a prompt. The
-two softmaxes are merged by their log-sum-exp, which is exact. Prefixes of one shelf are one batched call, padded by a mask.
+two softmaxes are merged by their log-sum-exp, which is exact; a tail that stands behind its prefix needs no second one. Prefixes of one
+shelf are one batched call, padded by a mask.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from actors.engines.memory import Shelf, Stretch
+from actors.engines.memory import Behind, Shelf, Stretch
 
 ATTENTION = "coppice_branches"
 
@@ -29,29 +30,25 @@ class _Padded:
     def __init__(self, groups: Sequence[Sequence[int]], device: torch.device):
         self.widest = max(len(group) for group in groups)
         self.groups = len(groups)
-        self.rows = [row for group in groups for row in group]
-        self.first, count = (self.rows[0], len(self.rows)) if self.rows else (0, 0)
-        self.dense = self.rows == list(range(self.first, self.first + count))
-        self.full = count == self.groups * self.widest
-        if not (self.dense and self.full):
+        placed = {row: g * self.widest + i for g, group in enumerate(groups) for i, row in enumerate(group)}
+        self.rows = sorted(placed)
+        self.first = self.rows[0] if self.rows else 0
+        self.plain = list(placed.items()) == [(self.first + i, i) for i in range(self.groups * self.widest)]
+        if not self.plain:
             padded = [row for group in groups for row in [*group, *[self.first] * (self.widest - len(group))]]
             self._into = torch.tensor(padded, device=device)
-        if not self.full:
-            places = [g * self.widest + i for g, group in enumerate(groups) for i in range(len(group))]
-            self._back = torch.tensor(places, device=device)
+            self._back = torch.tensor([placed[row] for row in self.rows], device=device)
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, heads, head_dim] -> [groups, widest, heads, head_dim]."""
-        if self.dense and self.full:
-            taken = rows[self.first : self.first + self.groups * self.widest]
-        else:
-            taken = rows[self._into]
+        count = self.groups * self.widest
+        taken = rows[self.first : self.first + count] if self.plain else rows[self._into]
         return taken.view(self.groups, self.widest, *rows.shape[1:])
 
     def collect(self, spread: torch.Tensor) -> torch.Tensor:
-        """[groups, widest, ...] -> [rows, ...] in the order of ``rows``."""
+        """[groups, widest, ...] -> [rows, ...] in the order of the step."""
         flat = spread.reshape(self.groups * self.widest, *spread.shape[2:])
-        return flat if self.full else flat[self._back]
+        return flat if self.plain else flat[self._back]
 
 
 class _Past:
@@ -76,6 +73,27 @@ class _Past:
         out = out.reshape(groups, kv_heads, widest, -1, width).transpose(1, 2).reshape(groups, widest, heads, width)
         lse = lse.reshape(groups, kv_heads, widest, -1).transpose(1, 2).reshape(groups, widest, heads)
         return self.padded.collect(out), self.padded.collect(lse)
+
+
+class _Behind:
+    """One new token for each tail behind its prefix, over both."""
+
+    def __init__(self, tails: Behind, first: int):
+        prefixes: list[Stretch] = [tail.owner.owner.prefix for tail in tails.held]
+        at = [prefix.length + tail.length for prefix, tail in zip(prefixes, tails.held, strict=True)]
+        self.shelf, self.own = prefixes[0].shelf, slice(first, first + len(at))
+        rows = [prefix.row for prefix in prefixes]
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        ends = [at[i] + 1 for i in order]
+        self.past = _Past(self.shelf, [rows[i] for i in order], ends, [[first + i] for i in order])
+        self.rows, self.at = torch.tensor([rows, at], device=self.shelf.kv.device)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``_Tails.attend``."""
+        self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.own]
+        return self.past.attend(layer, query, scale)
 
 
 class _Tails:
@@ -142,11 +160,15 @@ class Plan:
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
         """chunks: those of one shelf and of similar length (see ``grouped``) follow each other."""
-        self._own: list[_Tails | _Chunks] = []
+        self._own: list[_Behind | _Tails | _Chunks] = []
         self._past: list[_Past] = []
         rows = 0
         branches: dict[Shelf, dict[int, list[int]]] = {}
         for shelf in tails:
+            if isinstance(shelf, Behind):
+                self._own.append(_Behind(shelf, rows))
+                rows += len(shelf.held)
+                continue
             self._own.append(_Tails(shelf, rows))
             for tail in shelf.held:
                 prefix: Stretch = tail.owner.owner.prefix

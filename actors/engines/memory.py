@@ -3,7 +3,8 @@
 Invariant: the bytes of all shelves and of the cache never exceed the budget (a shelf that grows is copied, and for that moment exists
 twice). What a request may need is reserved when it is admitted, so no running sample is ever stopped for memory.
 
-A request's prefix is held once for all its samples; each sample has only its own tail of new tokens.
+A request's prefix is held once for all its samples; each sample has only its own tail of new tokens: on a shelf of tails, or, where it is
+the only sample, behind the prefix in the same row, so that one call of attention reads both.
 """
 
 from typing import Any
@@ -52,15 +53,26 @@ class Stretch:
         return self.shelf.kv[:, :, self.row, :, start:end]
 
 
+class Tail(Stretch):
+    """The tokens of a request's only sample, behind its prefix in the same row."""
+
+    __slots__ = ()
+
+    def view(self, start: int, end: int) -> torch.Tensor:
+        """As ``Stretch.view``."""
+        prefix: Stretch = self.owner.owner.prefix
+        return prefix.view(prefix.length + start, prefix.length + end)
+
+
 class Shelf:
     """Rows of ``capacity`` tokens each: kv [layers, 2, rows, kv_heads, capacity, head_dim].
 
     Rows 0 to ``len(held) - 1`` are in use (a freed one is filled from the end), so attention reads one view. ``promised`` rows are
-    in use or reserved.
+    in use or reserved. behind: the tails in the same rows.
     """
 
-    def __init__(self, shape: Shape, capacity: int):
-        self.shape, self.capacity, self.promised = shape, capacity, 0
+    def __init__(self, shape: Shape, capacity: int, behind: "Behind | None" = None):
+        self.shape, self.capacity, self.promised, self.behind = shape, capacity, 0, behind
         self.held: list[Stretch] = []
         self.kv = self._rows(0)
 
@@ -88,7 +100,8 @@ class Shelf:
         """Free a row and its promise; the last row moves there."""
         last = self.held.pop()
         if last is not stretch:
-            self.kv[:, :, stretch.row, :, : last.length] = self.kv[:, :, last.row, :, : last.length]
+            end = last.length + (self.behind.tokens(last) if self.behind is not None else 0)
+            self.kv[:, :, stretch.row, :, :end] = self.kv[:, :, last.row, :, :end]
             last.row = stretch.row
             self.held[last.row] = last
         self.promised -= 1
@@ -99,14 +112,31 @@ class Shelf:
         return torch.zeros(s.layers, 2, rows, s.kv_heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
 
 
+class Behind(Shelf):
+    """The tails in the rows of a shelf of prefixes: a shelf without memory of its own."""
+
+    def __init__(self, shape: Shape):
+        super().__init__(shape, 0)
+
+    def put(self, owner: Any) -> Stretch:
+        """As ``Shelf.put``; ``owner`` is a sample, or becomes one before the tail is used."""
+        tail = Tail(self, len(self.held), owner)
+        self.held.append(tail)
+        return tail
+
+    def tokens(self, prefix: Stretch) -> int:
+        """How many of the row of ``prefix`` are behind it."""
+        return next((tail.length for tail in self.held if tail.owner.owner.prefix is prefix), 0)
+
+
 class Memory:
     """The cache and the shelves. ``longest``: most tokens of a prompt and its continuation."""
 
     def __init__(self, shape: Shape, budget: int, longest: int):
         self.shape, self.budget, self.longest = shape, budget, longest
         self.cache = RadixCache(budget)
-        self.prefixes: dict[tuple[int, int], Shelf] = {}
-        self.tails: dict[int, Shelf] = {}
+        self.prefixes: dict[tuple[int, ...], Shelf] = {}
+        self.tails: dict[tuple[int, ...], Shelf] = {}
 
     @property
     def running_bytes(self) -> int:
@@ -114,16 +144,20 @@ class Memory:
 
     def needed(self, prompt: int, n: int, new: int) -> int:
         """Bytes of one request with nothing else running."""
-        return (self._prefix_rows(prompt) + n * self._tail_rows(new)) * self.shape.bytes_per_token
+        rows, behind, tail = self._rows(prompt, n, new)
+        return (rows + behind + n * tail) * self.shape.bytes_per_token
 
     def reserve(self, prompt: int, n: int, new: int) -> tuple[Shelf, Shelf] | None:
         """The shelves of a request's prefix and of its ``n`` tails, with rows promised; None when it must wait."""
-        rows, class_of_n = self._prefix_rows(prompt), _power(n, 1)
-        if (prefix := self.prefixes.get((rows, class_of_n))) is None:
-            prefix = self.prefixes[rows, class_of_n] = Shelf(self.shape, rows)
-        rows = self._tail_rows(new)
-        if (tail := self.tails.get(rows)) is None:
-            tail = self.tails[rows] = Shelf(self.shape, rows)
+        rows, behind, tail_rows = self._rows(prompt, n, new)
+        key = (rows, behind, _power(n, 1))
+        if (prefix := self.prefixes.get(key)) is None:
+            tails = Behind(self.shape) if behind else None
+            prefix = self.prefixes[key] = Shelf(self.shape, rows + behind, tails)
+        if prefix.behind is not None:
+            tail = self.tails[key] = prefix.behind
+        elif (tail := self.tails.get((tail_rows,))) is None:
+            tail = self.tails[tail_rows,] = Shelf(self.shape, tail_rows)
         if not self._grow({prefix: 1, tail: n}):
             return None
         prefix.promised += 1
@@ -178,11 +212,11 @@ class Memory:
     def _shelves(self) -> list[Shelf]:
         return [*self.prefixes.values(), *self.tails.values()]
 
-    def _prefix_rows(self, prompt: int) -> int:
-        return min(_power(prompt, SHORTEST_PREFIX), max(prompt, self.longest))
-
-    def _tail_rows(self, new: int) -> int:
-        return min(_power(new, SHORTEST_TAIL), max(new, self.longest))
+    def _rows(self, prompt: int, n: int, new: int) -> tuple[int, int, int]:
+        """Tokens of the row of a prefix, of the tail behind it there, and of the row of a tail that stands elsewhere."""
+        rows = min(_power(prompt, SHORTEST_PREFIX), max(prompt, self.longest))
+        tail = min(_power(new, SHORTEST_TAIL), max(new, self.longest))
+        return (rows, tail, 0) if n == 1 else (rows, 0, tail)
 
 
 def _power(count: int, least: int) -> int:

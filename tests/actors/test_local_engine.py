@@ -345,8 +345,10 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
 
 
-async def explored(engine: LocalEngine, seed: int, requests: int = 14) -> list[tuple[np.ndarray, GenerateResult]]:
-    """Random trees: prompts of all lengths under common heads and behind earlier samples, of several n, a few at a time."""
+async def explored(
+    engine: LocalEngine, seed: int, requests: int = 14, most: int = 8
+) -> list[tuple[np.ndarray, GenerateResult]]:
+    """Random trees: prompts of all lengths under common heads and behind earlier samples, of n up to ``most``, a few at a time."""
     rng = np.random.default_rng(seed)
     heads = [ids(100 + i, int(rng.integers(1, 60))) for i in range(3)]
     done: list[tuple[np.ndarray, GenerateResult]] = []
@@ -361,7 +363,7 @@ async def explored(engine: LocalEngine, seed: int, requests: int = 14) -> list[t
             else:
                 head = heads[int(rng.integers(3))]
             prompt = np.concatenate([head, ids(int(rng.integers(10**6)), int(rng.integers(0, 40)))])[:200]
-            n, new = int(rng.integers(1, 9)), int(rng.integers(1, 40))
+            n, new = int(rng.integers(1, most + 1)), int(rng.integers(1, 40))
             done.append((prompt, await engine.generate(GenerateRequest(prompt, n, Sampling(new)))))
 
     await asyncio.gather(*(ask() for _ in range(requests)))
@@ -387,6 +389,30 @@ async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(tmp_path
     assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
     shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
     assert sum(len(s.held) + s.promised for s in shelves) == 0  # all rows are free again
+
+
+async def test_single_samples_beside_each_other_equal_a_full_forward(llama: Path) -> None:
+    """Their tails stand behind their prefixes, in rows that move when others end."""
+    engine = await started(llama, prefill_tokens=30)
+    done = await explored(engine, 10, requests=30, most=1)
+    await engine.close()
+    assert all(shelf.capacity == 0 for shelf in engine.memory.tails.values())
+    assert worst(reference(llama), done) < GREATEST_DIFFERENCE
+
+
+async def test_a_single_sample_attends_once_a_layer(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, attention = [0], attend._attention
+
+    def counted(*arguments: Any) -> Any:
+        calls[0] += 1
+        return attention(*arguments)
+
+    monkeypatch.setattr(attend, "_attention", counted)
+    engine = await started(llama)
+    engine.end_tokens = frozenset()
+    await engine.generate(GenerateRequest(ids(11, 20), 1, Sampling(9)))
+    await engine.close()
+    assert calls[0] == 9 * len(engine.model.model.layers)  # the prompt's step, and eight that decode
 
 
 async def test_a_model_of_another_kind_runs_through_its_own_code(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
