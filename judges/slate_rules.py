@@ -3,7 +3,8 @@
 query = "format":   a query scores 0, or -1 when empty or asked before.
 query = "evidence": a query scores +1 when it would find the next supporting passage that has not been shown yet, 0 when
 it names only part of what finds it, -1 when it names nothing of it, is empty or was asked before. What finds a passage
-"Title / Field: value" is its title with its field, or its field with its value.
+"Title / Field: value" is its title with its field, or its field with its value. A query with a tag in it scores -1: unpunished, a
+policy drifts to "capital of Peru </capital of Peru", and from there to actions that never close.
 answer: +1 for an exact match, else -1 ("strict") or, with "partial", 0 from a token F1 of 0.5.
 think: 0, or -1 when empty.
 """
@@ -57,5 +58,7 @@ class SlateRules(Judge):
             return -1.0
         if self.query == "format" or not turn.evidence:
             return 0.0
+        if "<" in (turn.query or ""):
+            return -1.0
         missing = next((e for e in turn.evidence if not shown(e, turn.past_observations)), None)
         return -1.0 if missing is None else finds(query, missing)

@@ -95,6 +95,7 @@ async def test_exact_match_judge_scores_a_missing_answer_zero() -> None:
         ("Country: currency LEV!", ["country currency lev"], [SHOWN], -1),  # asked before
         ("", [], [], -1),
         ("weather in Oslo", [], [], -1),
+        ("Bulgaria currency </Bulgaria currency", [], [], -1),  # a tag
     ],
 )
 async def test_a_query_is_scored_by_the_next_supporting_passage(
