@@ -21,7 +21,7 @@ import msgspec
 from judges.base import Judge, checked
 from judges.players import Player
 from wire import loop, options
-from wire.faults import DataFault, InfrastructureFault
+from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
 from wire.service import Call, Handler, Service
 from wire.sockets import RunKeys
@@ -70,6 +70,9 @@ class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judges: dict[str, dict[str, Any]]
 
 
+_EXPECTED = "expected a subclass of judges.base.Judge with a name and columns, or of judges.players.Player"
+
+
 def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
     """A built-in judge or opponent by name, or ``module:Class``. Raises ValueError saying what was expected."""
     place = BUILT_IN.get(spec) or PLAYERS.get(spec) or spec
@@ -78,7 +81,12 @@ def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
         raise ValueError(f"judge {spec!r}: expected one of {sorted([*BUILT_IN, *PLAYERS])}, or module:Class")
     if place == spec:
         sys.path.insert(0, str(Path.cwd()))
-    kind = getattr(importlib.import_module(module), name)
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise ValueError(f"judge {spec!r}: {error}; expected module:Class, importable from {Path.cwd()}") from None
+    if not isinstance(kind, type):
+        raise ValueError(f"judge {spec!r}: {name} is no class; {_EXPECTED}")
     taken = options.checked(f"judges.use.{spec}", spec, kind.__init__, given, ("self",))
     if missing := [name for name in _required(kind) if name not in taken]:
         raise ValueError(f"judges.use.{spec}: {spec} needs {missing}: see docs/judges.md")
@@ -88,9 +96,7 @@ def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
         raise ValueError(f"judges.use.{spec}: {error}") from None
     named = bool(getattr(made, "name", ""))
     if not (isinstance(made, Player) and named) and not (isinstance(made, Judge) and named and made.columns):
-        raise ValueError(
-            f"judge {spec!r}: expected a subclass of judges.base.Judge with a name and columns, or of judges.players.Player"
-        )
+        raise ValueError(f"judge {spec!r}: {_EXPECTED}")
     return made
 
 
@@ -212,12 +218,12 @@ def connection(run: Path) -> tuple[str, RunKeys]:
     """Endpoint and keys of a started run; raises FileNotFoundError with the remedy."""
     try:
         return (run / "endpoint").read_text().strip(), RunKeys.load(run / "keys")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{run} is not a started run ({error}): start it with tools/launch first") from None
 
 
-def plug_in(arguments: list[str] | None = None) -> None:
-    """The command tools/serve."""
+def plug_in(arguments: list[str] | None = None) -> int:
+    """The command tools/serve; returns its exit status."""
     parser = argparse.ArgumentParser(prog="tools/serve", description="Plug a judge or an opponent into a live run.")
     parser.add_argument("judge", help="module:Class, or a built-in name")
     parser.add_argument("--run", required=True, type=Path, help="folder of the live run")
@@ -225,16 +231,27 @@ def plug_in(arguments: list[str] | None = None) -> None:
     parser.add_argument("--name", default=None, help="worker name (default: the judge's)")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    worker = make_worker(given.judge, dict(option(text) for text in given.option))
-    endpoint, keys = connection(given.run)
+    try:
+        endpoint, keys = connection(given.run)
+        worker = make_worker(given.judge, dict(option(text) for text in given.option))
+    except (OSError, ValueError) as error:
+        print(f"tools/serve: {error}", file=sys.stderr)
+        return 2
     what = f"judge.{worker.name} {list(worker.columns)}" if isinstance(worker, Judge) else f"player.{worker.name}"
     print(f"serving {what} to {endpoint}; Ctrl-C drains and leaves", flush=True)
-    loop.run(serve([worker], given.name or f"{worker.name}-plugin", endpoint, keys))
+    try:
+        loop.run(serve([worker], given.name or f"{worker.name}-plugin", endpoint, keys))
+    except (Fault, OSError) as error:  # Rejected, or a model server that does not answer
+        print(f"tools/serve: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def option(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; the value is read as TOML, a bare word is a string."""
-    key, _, value = text.partition("=")
+    """KEY=VALUE; the value is read as TOML, a bare word is a string. Raises ValueError."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"option {text!r}: expected KEY=VALUE")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -37,25 +37,35 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """What the dispatcher knows of one connected worker. ``stats`` are those of its last heartbeat."""
+    """What the dispatcher knows of one connected worker. ``stats`` are those of its last heartbeat, which came at ``beat_at``."""
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str):
         self.identity, self.hello, self.admission = identity, hello, admission
         self.name = hello.worker
         self.in_flight: dict[int, Attempt] = {}
         self.stats: dict[str, float] = {}
+        self.beat_at = now
         self.breaker = Breaker()
         self.heard = now
         self.ready = False
         self.draining = False
 
+    def state(self, now: float) -> str:
+        """What it does with calls now, in words."""
+        if self.draining:
+            return "is draining"
+        if not self.breaker.closed(now):
+            return f"rests after {self.breaker.threshold} failed calls in a row"
+        return f"has {len(self.in_flight)} requests in flight of at most {self.hello.capacity}"
+
 
 class Pending:
-    """A call and its waiting caller. ``body`` is encoded once, whatever the number of attempts."""
+    """A call and its waiting ``caller``, in words. ``body`` is encoded once, whatever the number of attempts."""
 
     __slots__ = (
         "attempts",
         "body",
+        "caller",
         "deadline",
         "done",
         "failed_on",
@@ -78,9 +88,11 @@ class Pending:
         place: Place | None,
         worker: str | None,
         on_partial: Callable[[Any], None] | None,
+        caller: str,
     ):
         self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
         self.place, self.worker, self.on_partial = place, worker, on_partial
+        self.caller = caller
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()
         self.attempts: dict[int, Attempt] = {}

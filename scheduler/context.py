@@ -15,6 +15,8 @@ from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
 from scheduler.journal import Journal
+from scheduler.judged import Judged
+from scheduler.placement import Place
 from scheduler.rewards import INVALID_REWARD, composite
 from scheduler.text import Text
 from scheduler.together import together
@@ -38,11 +40,15 @@ from wire.messages import (
 
 Emit = Callable[[Tree, list[Node], list[Turn]], None]
 
+ATTEMPTS = 5
+"""How often a tree whose calls fail is taken up."""
+
 
 class Shop(msgspec.Struct, frozen=True):
     """What all contexts of a run share. most: samples of one generate call; more are asked for in several calls.
 
-    aside: room for calls of continuations, so that they wait here, where no deadline runs. fleet: places generate calls.
+    aside: room for calls of continuations, so that they wait here, where no deadline runs. fleet: places generate calls. judged: the
+    tally of the run's judge.
     """
 
     dispatcher: Dispatcher
@@ -55,10 +61,16 @@ class Shop(msgspec.Struct, frozen=True):
     most: int = 64
     aside: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(64))
     fleet: Fleet = msgspec.field(default_factory=Fleet)
+    judged: Judged = msgspec.field(default_factory=Judged)
 
 
 class Context:
-    """One tree's view of the system. ``settings`` may differ from the run's (an evaluation is greedy with k = 1)."""
+    """One tree's view of the system. ``settings`` may differ from the run's (an evaluation is greedy with k = 1).
+
+    attempt: which of ``ATTEMPTS`` this is, 0 where there is only one.
+    """
+
+    attempt = 0
 
     def __init__(self, shop: Shop, settings: SchedulerConfig, task: Task, tree: Tree, rng: random.Random):
         self.shop, self.settings, self.task, self.tree, self.rng = shop, settings, task, tree, rng
@@ -107,7 +119,7 @@ class Context:
         actions = [self.action(node) for node in nodes]
         judged = [i for i, action in enumerate(actions) if action.valid or self.environment.rewarded_by_judge]
         turns = [self._judged(nodes[i], actions[i]) for i in judged]
-        judgements = await self._score(self.settings.judge, turns) if turns else []
+        judgements = await self._judgements(turns) if turns else []
         for i, judgement in zip(judged, judgements, strict=True):
             nodes[i].scores.update(judgement.scores)
             nodes[i].invalid = judgement.invalid
@@ -136,12 +148,11 @@ class Context:
         """
         if self.settings.judge == UNJUDGED:
             return
-        (judgement,) = await self._score(self.settings.judge, [self._judged(node, self.action(node))])
+        (judgement,) = await self._judgements([self._judged(node, self.action(node))])
         node.scores |= judgement.scores | {"judge_valid": float(not judgement.invalid)}
         node.invalid = judgement.invalid
         if judgement.explanation:
             node.notes[self.settings.judge] = judgement.explanation
-        self.shop.counts["invalid_judgements"] += len(judgement.invalid)
         self.save([node])
 
     async def step(self, node: Node) -> Node | None:
@@ -232,7 +243,7 @@ class Context:
     def aside(self, purpose: str) -> "Context":
         """The same tree with randomness of its own, for work whose order among other work is not fixed."""
         made = Context(self.shop, self.settings, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
-        made.state_type = self.state_type
+        made.state_type, made.attempt = self.state_type, self.attempt
         return made
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[str, str]:
@@ -267,19 +278,15 @@ class Context:
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         """The nearest passages (``actors.environments.base.Tools``)."""
-        deadline = self.settings.judge_deadline_s
-        result: RetrieveResult = await self.shop.dispatcher.call(
-            "retrieve", RetrieveRequest([query], topk), deadline=deadline
-        )
+        request = RetrieveRequest([query], topk)
+        result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s)
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """An opponent's move (``actors.environments.base.Tools``)."""
         request = PlayRequest(msgspec.to_builtins(state), self.rng.getrandbits(62))
-        result: PlayResult = await self.shop.dispatcher.call(
-            f"player.{player}", request, deadline=self.settings.judge_deadline_s
-        )
+        result: PlayResult = await self._call(f"player.{player}", request, self.settings.judge_deadline_s)
         self.shop.counts["opponent_moves"] += 1
         return tuple(result.move)
 
@@ -306,12 +313,8 @@ class Context:
         return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed=self.rng.getrandbits(62))
 
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
-        return await self.shop.dispatcher.call(
-            "generate",
-            request,
-            deadline=self.settings.generate_deadline_s,
-            place=self.shop.fleet.call(self.tree.id, request, beside),
-        )
+        place = self.shop.fleet.call(self.tree.id, request, beside)
+        return await self._call("generate", request, self.settings.generate_deadline_s, place)
 
     def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
         """A sampled action as a node of the tree."""
@@ -341,9 +344,21 @@ class Context:
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         if judge == UNJUDGED:
             return [Judgement({}) for _ in turns]
-        deadline = self.settings.judge_deadline_s
-        result: JudgeResult = await self.shop.dispatcher.call(f"judge.{judge}", JudgeRequest(turns), deadline=deadline)
+        result: JudgeResult = await self._call(f"judge.{judge}", JudgeRequest(turns), self.settings.judge_deadline_s)
         return result.judgements
+
+    async def _judgements(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        """The run's judge on ``turns``, counted."""
+        judgements = await self._score(self.settings.judge, turns)
+        given, invalid = self.shop.judged.note(judgements)
+        self.shop.counts["judged_scores"] += given
+        self.shop.counts["invalid_judgements"] += invalid
+        return judgements
+
+    async def _call(self, service: str, request: msgspec.Struct, deadline: float, place: Place | None = None) -> Any:
+        """The dispatcher's ``call``, in this tree's name."""
+        caller = f"tree {self.tree.id}" + (f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else "")
+        return await self.shop.dispatcher.call(service, request, deadline=deadline, place=place, caller=caller)
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
         """Of a trajectory: turns, valid searches, whether it answered, tokens of the response, sampled ones and all (methods.md 2.4)."""
@@ -368,7 +383,6 @@ class Context:
         counts = self.shop.counts
         counts["actions"] += len(nodes)
         counts["invalid_actions"] += sum(not action.valid for action in actions)
-        counts["invalid_judgements"] += sum(len(node.invalid) for node in nodes)
 
 
 def _finite(scores: dict[str, float]) -> dict[str, float]:

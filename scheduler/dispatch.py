@@ -70,6 +70,7 @@ class Dispatcher:
         self.on_join: JoinHook | None = None
         self.on_leave: Callable[[Worker, str], None] | None = None
         self.on_event: Callable[[Event], None] | None = None
+        self.on_fault: Callable[[str, Fault, str], None] | None = None
         self._rng = random.Random(seed)
         # A worker that outlives this scheduler may answer the next one with an old number: no two may share numbers.
         self._numbers = itertools.count(time.time_ns())
@@ -100,12 +101,13 @@ class Dispatcher:
         place: Place | None = None,
         worker: str | None = None,
         on_partial: Callable[[Any], None] | None = None,
+        caller: str = "",
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
         deadline: seconds for the whole call, waiting and retries included. place: chooses among the workers and is told of every
         attempt; the least loaded without one. worker: the only worker to use, at once, once, even if it is full. on_partial gets each
-        piece of the answer (again from the first after a retry).
+        piece of the answer (again from the first after a retry). caller: in words, for ``on_fault``; without, it is told nothing.
 
         Raises the Fault that ended the call: InfrastructureFault when the deadline passed, ``max_attempts`` failed or the
         one ``worker`` is gone, DataFault or PolicyFault as the worker reported it; WireError when ``request`` cannot be sent.
@@ -115,7 +117,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         end = time.monotonic() + deadline
         result_type = service_types(service)[1]
-        pending = Pending(service, encode_body(request), result_type, end, place, worker, on_partial)
+        pending = Pending(service, encode_body(request), result_type, end, place, worker, on_partial, caller)
         self.counters["calls"] += 1
         self._open.add(pending)
         timer = loop.call_later(deadline, self._expire, pending, deadline)
@@ -279,6 +281,7 @@ class Dispatcher:
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
+        self._tell(pending, fault)
         if not infrastructure:
             pending.settle(fault)
             return
@@ -302,14 +305,24 @@ class Dispatcher:
         if pending.done.done():
             return
         self.counters["timeouts"] += 1
+        now = time.monotonic()
         on = ", ".join(attempt.worker.name for attempt in pending.attempts.values())
-        where = f"on {on}" if on else f"with no free worker ({len(self.workers(pending.service))} offer it)"
+        states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in self.workers(pending.service))
+        where = f"on {on}, which did not answer" if on else f"with no free worker: {states or 'none offers it'}"
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
         for attempt in pending.attempts.values():
-            attempt.worker.breaker.record(False, time.monotonic())
-        pending.settle(InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}"))
+            attempt.worker.breaker.record(False, now)
+        fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
+        self._tell(pending, fault)
+        pending.settle(fault)
         self._forget_waiting(pending)
         self._abandon(pending, "deadline")
+
+    def _tell(self, pending: Pending, fault: Fault) -> None:
+        """Of each fault, also where the call is tried again."""
+        if self.on_fault is not None and pending.caller:
+            log.warning("%s, called by %s: %s", pending.service, pending.caller, fault)
+            self.on_fault(pending.service, fault, pending.caller)
 
     def _hedge_later(self, pending: Pending) -> None:
         after = self._latencies[pending.service].quantile(self.config.hedge_quantile)
@@ -365,7 +378,7 @@ class Dispatcher:
             case Result(id=number) | Partial(id=number) | Error(id=number):
                 self._answer(worker, number, header, frames)
             case Heartbeat(stats=stats):
-                worker.stats = stats
+                worker.stats, worker.beat_at = stats, worker.heard
                 self._send(worker, Heartbeat(len(worker.in_flight), {}))
                 self._pump_all(worker)  # a rested worker may be usable again
             case Drain():

@@ -16,12 +16,13 @@ import msgspec
 
 from actors.environments import registry
 from actors.environments.base import Task
-from scheduler import baselines, best, evaluation, report, strategies
+from scheduler import baselines, best, evaluation, report, strategies, terminal
 from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
-from scheduler.context import Context, Shop
+from scheduler.context import ATTEMPTS, Context, Shop
 from scheduler.dispatch import Dispatcher, Worker
 from scheduler.fleet import Fleet
-from scheduler.journal import Journal, TreeRow
+from scheduler.journal import Journal, JournalError, TreeRow
+from scheduler.judged import Judged
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
 from scheduler.spread import Spread, Weights
@@ -41,6 +42,8 @@ INTERRUPTED = 130
 EVALUATIONS_AT_ONCE = 96
 WORK = ("environment_steps", "continuation_steps", "generated_tokens")
 """Counts of work that a run's curves are drawn against; they go on after a resume (work that a crash undid counts too)."""
+JUDGED = ("judged_scores", "invalid_judgements")
+"""Counts of the summary; they go on as well."""
 CHECK_S = 2.0
 """How soon a background task that died ends the run."""
 
@@ -72,6 +75,9 @@ class Run:
         self.dispatcher.on_event = self.metrics.event
         self.dispatcher.on_join = self._joined
         self.dispatcher.on_leave = self._left
+        self.dispatcher.on_fault = terminal.Faults().failed
+        self.attendance = terminal.Attendance(self.folder)
+        self.reminders = terminal.Reminders()
         self.environment = registry.load(process.environment, process.options)
         examined = process.options | self.settings.evaluation.options
         self.examination = (
@@ -89,7 +95,7 @@ class Run:
         self.pacing: Pacing
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
-        self.counts: Counter[str] = Counter(self.metrics.last(WORK))
+        self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *JUDGED)))
         self.outcomes: list[float] = []
         self.next_tree = self.journal.next_tree()
         self.shop = Shop(
@@ -102,6 +108,7 @@ class Run:
             self.stream.emit,
             process.most,
             fleet=Fleet(self.settings.budget, self.settings.placement.batch),
+            judged=Judged(self.settings.judge, self.folder),
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
         self.grow = strategies.load(self.settings.strategy)
@@ -129,8 +136,13 @@ class Run:
         if self.heldout:
             await self._evaluate("end")
         report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters)
-        await self.dispatcher.drain()
+        await self.dismiss()
         await self._workers_left(30.0)
+
+    async def dismiss(self) -> None:
+        """Ask every worker to leave: from here on none is missed."""
+        self.attendance.needed = ()
+        await self.dispatcher.drain()
 
     async def _wait_for_workers(self) -> None:
         services = {"generate": self.process.actors, "train": 1} | dict.fromkeys(self.process.services, 1)
@@ -141,8 +153,12 @@ class Run:
         }
         start = time.monotonic()
         print("waiting for workers: " + ", ".join(f"{count} x {name}" for name, count in services.items()), flush=True)
+        self.attendance.needed = services
         for service, count in services.items():
-            await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
+            try:
+                await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
+            except TimeoutError as missing:
+                raise InfrastructureFault(str(missing)) from None
         # The learner wrote its newest weights before it registered; a resumed run goes on from them.
         path = self.folder / "learner.json"
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
@@ -250,18 +266,20 @@ class Run:
         self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
 
     async def _attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
-        """Plant and grow, again after an infrastructure fault. Raises DataFault, and the fifth InfrastructureFault."""
+        """Plant and grow, again after an infrastructure fault. Raises DataFault, and the last InfrastructureFault."""
         try:
-            for attempt in range(5):
+            for attempt in range(1, ATTEMPTS + 1):
+                context.attempt = attempt
                 try:
                     await context.plant()
                     await grow(tree, context)
                     return
                 except InfrastructureFault as fault:
-                    log.warning("tree %d, attempt %d: %s", tree.id, attempt + 1, fault)
-                    if attempt == 4:
+                    log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
+                    if attempt == ATTEMPTS:
                         raise InfrastructureFault(
-                            f"tree {tree.id} failed five times; the last time: {fault}"
+                            f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or replace the worker (its log says"
+                            " more), then resume the run"
                         ) from fault
                     self.counts["tree_retries"] += 1
         finally:
@@ -277,7 +295,7 @@ class Run:
         else:
             self.pacing.withdraw()
         if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
-            raise RuntimeError(f"{self.counts['quarantined']} tasks were quarantined; the last reason: {reason}")
+            raise DataFault(f"{self.counts['quarantined']} tasks were quarantined; the last reason: {reason}")
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -286,6 +304,9 @@ class Run:
         start = time.monotonic()
         await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
+        doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
+        if self.shop.judged.share is not None:
+            values.setdefault("score/judge_valid", self.shop.judged.share)  # PPR's turns have it as a column
         values["time/spread"] = time.monotonic() - start
         values["time/training"] = time.monotonic() - self.training_since
         if self.outcomes:
@@ -295,9 +316,8 @@ class Run:
         values["count/over_stale"] = float(self.pacing.over_stale)
         values |= self.shop.fleet.residency.take().values()
         self.metrics.record(trained.version, values)
-        doubt = self.shop.fleet.residency.doubt()
-        for warning in [*trained.warnings, *([doubt] if doubt else [])]:
-            print(f"warning, update {trained.version}: {warning}", flush=True)
+        for warning in self.reminders.due(trained.version, [*trained.warnings, *filter(None, doubts)]):
+            terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
         await self._evaluate_if_due()
         self.moved.set()
@@ -307,10 +327,15 @@ class Run:
         self.stream.learner_joined(worker)
         if "load" in worker.hello.services:
             await self.spread.to(worker)
+        self.attendance.joined(worker.name, worker.hello.services)
 
     def _left(self, worker: Worker, reason: str) -> None:
         log.info("%s left: %s", worker.name, reason)
         self.shop.fleet.left(worker.name)
+        stay = [other for other in self.dispatcher.workers() if not other.draining]
+        self.attendance.left(
+            worker.hello.services, reason, {service for other in stay for service in other.hello.services}
+        )
 
     async def _workers_left(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -325,12 +350,18 @@ class Run:
             return {}
         if isinstance(self.tasks, Tasks):
             return evaluation.trivial_baselines(self.heldout, self.tasks.tasks)
-        shop = msgspec.structs.replace(self.shop, counts=Counter(), environment=self.examination)
+        shop = self._shop_aside()
 
         def context(task: Task, place: int) -> Context:
             return Context(shop, self.settings, task, Tree(-1, task.id, "baseline"), random.Random(f"baseline/{place}"))
 
         return await baselines.play(self.examination, self.heldout, context)
+
+    def _shop_aside(self) -> Shop:
+        """For held-out tasks: nothing is trained, nothing counts as the run's."""
+        return msgspec.structs.replace(
+            self.shop, emit=_keep, counts=Counter(), judged=Judged(), environment=self.examination
+        )
 
     async def _evaluate_if_due(self) -> None:
         """Every so many updates, once a version."""
@@ -362,7 +393,7 @@ class Run:
     ) -> tuple[Task, Tree] | None:
         async with room:
             tree, self.next_tree = Tree(self.next_tree, task.id, "heldout"), self.next_tree + 1
-            shop = msgspec.structs.replace(self.shop, emit=_keep, counts=Counter(), environment=self.examination)
+            shop = self._shop_aside()
             rng = random.Random(f"heldout/{position}")
             context = Context(shop, settings, task, tree, rng)
             self.journal.start_tree(tree, position, self.spread.weights.version)
@@ -401,7 +432,7 @@ async def run(process: SchedulerProcess) -> int:
     work = asyncio.create_task(made.main())
     try:
         if not await loop.or_signal(work):
-            await made.dispatcher.drain()
+            await made.dismiss()
             print(f"stopped; go on with: tools/launch --resume {process.run}", flush=True)
             return INTERRUPTED
         work.result()
@@ -414,7 +445,11 @@ def main() -> None:
     """The launcher's scheduler process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
-    sys.exit(loop.run(run(process)))
+    try:
+        sys.exit(loop.run(run(process)))
+    except (Fault, JournalError) as error:
+        log.error("the run ends: %s", error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """One record an update: RUN/metrics.jsonl, TensorBoard scalars, and a line of the live table."""
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,41 @@ _COLUMNS = [
     ("saved", "cache/tokens_saved", "{:.0f}"),
     ("seconds", "time/run", "{:.0f}"),
 ]
-"""Heading, metric and format of the live table; a column is shown once a record has it. judged is the share of judgements that could be
-read, search the searches of a trajectory. engine and learner are busy shares of wall time, per process; cache is the share of prompt
-tokens served from the prefix cache (docs/placement.md), saved their number."""
+"""Heading, metric and format of the live table; a column is shown once a record has it. judged is the share of the judge's
+scores that were valid, search the searches of a trajectory. engine and learner are busy shares of wall time, per process; cache is the
+share of prompt tokens served from the prefix cache (docs/placement.md), saved their number."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A worker's counters at its heartbeat of time ``at``, what was new since the call before, and how much of each came in a second."""
+
+    at: float
+    stats: dict[str, float]
+    new: dict[str, float] = {}
+    rates: dict[str, float] = {}
+
+
+def _grown(worker: Worker, before: Seen | None) -> Seen:
+    """The worker now; with the rates of before where no heartbeat came since."""
+    if before is None:
+        return Seen(worker.beat_at, worker.stats)
+    if worker.beat_at <= before.at:
+        return Seen(before.at, before.stats, {}, before.rates)
+    new = {name: max(0.0, value - before.stats.get(name, 0.0)) for name, value in worker.stats.items()}
+    rates = {name: value / (worker.beat_at - before.at) for name, value in new.items()}
+    return Seen(worker.beat_at, worker.stats, new, rates)
+
+
+def _busy(seen: Sequence[Seen]) -> float | None:
+    """The mean busy share. An engine that adds up requests side by side counts as busy all the time when they come to more than that."""
+    shares = [min(1.0, one.rates.get("busy_s", 0.0)) for one in seen if one.rates]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _rate(seen: Sequence[Seen], counter: str) -> float | None:
+    """How much of ``counter`` all of them do in a second."""
+    rates = [one.rates.get(counter, 0.0) for one in seen if one.rates]
+    return sum(rates) if rates else None
 
 
 class Metrics:
@@ -51,8 +82,8 @@ class Metrics:
             self._file.write(b"\n")  # a record was cut off by a crash
         self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
         self._trace = (run / "trace.jsonl").open("ab")
-        self._start = self._last = time.monotonic()
-        self._before: Counter[str] = Counter()
+        self._start = time.monotonic()
+        self._seen: dict[str, Seen] = {}
         self._lines = 0
         self._columns: set[str] = set()
 
@@ -78,9 +109,10 @@ class Metrics:
             self._show(values)
 
     def _show(self, values: dict[str, float]) -> None:
-        self._columns |= {key for _, key, _ in _COLUMNS if key in values}
+        known = self._columns
+        self._columns = known | {key for _, key, _ in _COLUMNS if key in values}
         columns = [column for column in _COLUMNS if column[1] in self._columns]
-        if self._lines % 20 == 0:
+        if self._lines % 20 == 0 or self._columns != known:
             print("  ".join(f"{name:>7}" for name, _, _ in columns), flush=True)
         self._lines += 1
         cells = [form.format(values[key]) if key in values else "-" for _, key, form in columns]
@@ -88,33 +120,33 @@ class Metrics:
         print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
-        """Rates and shares since the last call, from the workers' heartbeats."""
-        now = time.monotonic()
-        wall, self._last = max(1e-6, now - self._last), now
-        totals: Counter[str] = Counter()
-        kinds: Counter[str] = Counter()
-        for worker in workers:
-            kind = (
-                "engine"
-                if "generate" in worker.hello.services
-                else "learner"
-                if "train" in worker.hello.services
-                else ""
-            )
-            kinds[kind] += 1
-            totals.update({f"{kind}/{name}": value for name, value in worker.stats.items()})
-        # A worker that was restarted begins at zero: negative differences count as none.
-        new = {name: max(0.0, value - self._before[name]) for name, value in totals.items()}
-        self._before = totals
-        return {
-            "busy/engine": new.get("engine/busy_s", 0.0) / wall / max(1, kinds["engine"]),
-            "busy/learner": new.get("learner/busy_s", 0.0) / wall,
-            "rate/decoded_tokens": new.get("engine/decoded_tokens", 0.0) / wall,
-            "rate/learner_tokens": new.get("learner/learner/forwarded_tokens", 0.0) / wall,
-            "cache/tokens_saved": new.get("engine/cached_tokens", 0.0),
-            "cache/prefilled_over_ideal": new.get("engine/prefilled_tokens", 0.0)
-            / max(1.0, new.get("engine/ideal_prefill_tokens", 0.0)),
+        """What the workers' heartbeats tell that came since the last call.
+
+        Shares and rates are of the time between those heartbeats. A worker that sent none keeps its last ones; before its second, it has
+        none, and what no worker has is absent.
+        """
+        self._seen = {
+            worker.admission: _grown(worker, self._seen.get(worker.admission)) for worker in workers if worker.stats
         }
+        engines, learners = (self._of(workers, service) for service in ("generate", "train"))
+        prefilled, ideal, saved = (
+            sum(engine.new.get(name, 0.0) for engine in engines)
+            for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
+        )
+        made = {
+            "busy/engine": _busy(engines),
+            "busy/learner": _busy(learners),
+            "rate/decoded_tokens": _rate(engines, "decoded_tokens"),
+            "rate/learner_tokens": _rate(learners, "learner/forwarded_tokens"),
+            "cache/tokens_saved": saved,
+            "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
+        }
+        return {name: value for name, value in made.items() if value is not None}
+
+    def _of(self, workers: Sequence[Worker], service: str) -> list[Seen]:
+        """What was seen of the workers that offer ``service``."""
+        offering = [worker.admission for worker in workers if service in worker.hello.services]
+        return [self._seen[admission] for admission in offering if admission in self._seen]
 
     def event(self, event: Event) -> None:
         """One attempt of a call as a Chrome trace event (``tools`` of the field open the file)."""

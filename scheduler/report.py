@@ -48,6 +48,11 @@ def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Coun
         print(
             f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (tools/export --version best)"
         )
+    given, invalid = counts["judged_scores"], counts["invalid_judgements"]
+    if given and invalid:
+        print(
+            f"  {invalid} of {given} scores of the judge were invalid ({1 - invalid / given:.3f} valid): see tools/dump {run}"
+        )
     if summary["quarantined"]:
         print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
     for name in (

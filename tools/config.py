@@ -1,9 +1,11 @@
 """One TOML an experiment -> typed structs. An unknown key, a wrong type or a value without effect is refused with its path."""
 
 import difflib
+import math
 import tomllib
 import types
 import typing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,22 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load(path: Path, overrides: list[str]) -> Config:
     """The config of a TOML file with ``a.b=value`` overrides. Raises ConfigError."""
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = ", ".join(str(p) for p in sorted(Path("configs").glob("*.toml")))
-        raise ConfigError(f"config {path} does not exist; there are {near}") from None
+        raise ConfigError(f"config {path} does not exist; there are {_shipped()}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"config {path} is a folder: expected a TOML file; there are {_shipped()}") from None
+    except OSError as error:
+        raise ConfigError(f"config {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config {path} is not UTF-8 ({error}): save it in that encoding") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config {path} is not TOML: {error}") from None
     return convert(tree, overrides)
+
+
+def _shipped() -> str:
+    return ", ".join(str(path) for path in sorted(Path("configs").glob("*.toml")))
 
 
 def saved(config: Config) -> bytes:
@@ -129,33 +140,94 @@ def _struct(hint: Any) -> type | None:
     return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
 
 
+_RANGES: list[tuple[str, Callable[[float], bool], dict[str, str]]] = [
+    (
+        "more than 0",
+        lambda value: value > 0,
+        {
+            "": "threads",
+            "warm_start": "rows lr",
+            "scheduler": "k budget eta continuations updates questions_per_update max_action_tokens generate_deadline_s"
+            " judge_deadline_s startup_timeout_s watchdog_s",
+            "scheduler.dispatch": "heartbeat_s dead_after_s max_attempts",
+            "actors": "count max_batch capacity kv_cache_gib max_context prefill_tokens threads",
+            "actors.sglang": "start_timeout_s update_timeout_s request_timeout_s",
+            "judges.model": "threads max_context max_batch kv_cache_gib wait_s",
+            "retriever": "threads",
+            "learner": "count epochs minibatches lr grad_clip micro_tokens checkpoint_every keep threads collective_timeout_s",
+            "learner.lora": "alpha",
+            "learner.critic": "lr value_clip loss_factor grad_clip lora.alpha",
+            "learner.prm": "beta lr grad_clip lora.alpha",
+        },
+    ),
+    (
+        "0 or more",
+        lambda value: value >= 0,
+        {
+            "": "seed",
+            "warm_start": "steps warmup",
+            "scheduler": "top_k",
+            "scheduler.evaluation": "questions every temperature",
+            "scheduler.placement": "batch",
+            "actors.sglang": "gpus",
+            "learner": "constant_tokens kl_coef warmup_updates decay_updates weight_decay",
+            "learner.lora": "rank",
+            "learner.critic": "warmup_updates lora.rank",
+            "learner.prm": "warmup_updates lora.rank",
+            "learner.watch": "engine_gap sample_share clip_share mask_share entropy kl grad_norm turns",
+        },
+    ),
+    ("0 (synchronous) or more", lambda value: value >= 0, {"scheduler": "max_staleness"}),
+    ("more than 0, since training samples", lambda value: value > 0, {"scheduler": "temperature"}),
+    ("more than 0, at most 1", lambda value: 0 < value <= 1, {"scheduler": "top_p"}),
+    ("0 to 1", lambda value: 0 <= value <= 1, {"warm_start": "two_hop"}),
+    (
+        "0 or more, less than 1",
+        lambda value: 0 <= value < 1,
+        {"learner": "betas[0] betas[1]", "scheduler.dispatch": "hedge_quantile"},
+    ),
+]
+"""What is expected of numbers, whether one is it, and their keys by section."""
+
+_LIMITS = {
+    f"{section}.{key}".removeprefix("."): (expected, holds)
+    for expected, holds, sections in _RANGES
+    for section, keys in sections.items()
+    for key in keys.split()
+}
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """(path, value) of every number under ``path``, those among the options of plug-ins included."""
+    if isinstance(value, dict):
+        for key, inner in typing.cast(dict[str, Any], value).items():
+            yield from _numbers(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(typing.cast(Sequence[Any], value)):
+            yield from _numbers(inner, f"{path}[{place}]")
+    elif isinstance(value, int | float):
+        yield path, value
+
+
+def _check_numbers(config: Config) -> None:
+    """A number that is none (JSON, in which processes get theirs, has no NaN and no infinity), or out of range."""
+    for key, value in _numbers(msgspec.to_builtins(config), ""):
+        if not math.isfinite(value):
+            raise ConfigError(f"config: {key} = {value}: expected a finite number")
+        expected, holds = _LIMITS.get(key, ("", math.isfinite))
+        if not holds(value):
+            raise ConfigError(f"config: {key} = {value}: expected {expected}")
+
+
 def check(config: Config) -> None:
     """Values out of range, and settings that would silently do nothing."""
-    s, a, w = config.scheduler, config.actors, config.learner
-    positive = {
-        "scheduler.k": s.k,
-        "scheduler.budget": s.budget,
-        "scheduler.updates": s.updates,
-        "scheduler.questions_per_update": s.questions_per_update,
-        "scheduler.max_action_tokens": s.max_action_tokens,
-        "scheduler.eta": s.eta,
-        "scheduler.continuations": s.continuations,
-        "actors.count": a.count,
-        "actors.max_batch": a.max_batch,
-        "actors.capacity": a.capacity,
-        "learner.count": w.count,
-        "learner.lr": w.lr,
-        "learner.micro_tokens": w.micro_tokens,
-        "learner.keep": w.keep,
-        "learner.checkpoint_every": w.checkpoint_every,
-    }
-    for key, value in positive.items():
-        if value <= 0:
-            raise ConfigError(f"config: {key} = {value}: expected more than 0")
-    if s.max_staleness < 0:
-        raise ConfigError(f"config: scheduler.max_staleness = {s.max_staleness}: expected 0 (synchronous) or more")
-    if s.temperature <= 0:
-        raise ConfigError(f"config: scheduler.temperature = {s.temperature}: training samples, so expected more than 0")
+    _check_numbers(config)
+    s, a, d = config.scheduler, config.actors, config.scheduler.dispatch
+    if d.dead_after_s <= d.heartbeat_s:
+        raise ConfigError(
+            f"config: scheduler.dispatch.dead_after_s = {d.dead_after_s}: expected more than scheduler.dispatch.heartbeat_s ="
+            f" {d.heartbeat_s}, or every worker is given up between two beats"
+        )
     if s.k > a.max_batch:
         raise ConfigError(
             f"config: scheduler.k = {s.k} samples cannot decode together in actors.max_batch = {a.max_batch}"
@@ -335,9 +407,6 @@ def _check_judge_model(judges: JudgesConfig) -> None:
         raise ConfigError(
             f"config: [judges.model] has no effect: no endpoint of [judges.use] has url = {SERVED!r}; set one or remove the section"
         )
-    for key in ("threads", "max_context", "max_batch", "kv_cache_gib", "wait_s"):
-        if getattr(judges.model, key) <= 0:
-            raise ConfigError(f"config: judges.model.{key} = {getattr(judges.model, key)}: expected more than 0")
 
 
 def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[str, Any]:
@@ -376,10 +445,6 @@ def _check_learner(w: LearnerConfig) -> None:
         raise ConfigError(
             f"config: learner.constant_tokens = {w.constant_tokens} with learner.aggregation = {w.aggregation!r}: 'constant' needs"
             " a number of tokens, the others take none"
-        )
-    if min(w.epochs, w.minibatches) < 1:
-        raise ConfigError(
-            f"config: learner.epochs = {w.epochs}, learner.minibatches = {w.minibatches}: expected 1 or more"
         )
     near = sorted({"clip_low", "clip_high", "dual_clip"} & set(w.correction_options))
     if w.correction == "decoupled" and w.epochs * w.minibatches == 1 and near:

@@ -12,10 +12,13 @@ from typing import Any
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 
-_SHOWN_SCORES = (
+_FIRST = (
     "reward", "advantage", "think", "query", "answer", "optimal", "graded", "risk", "mc_value", "mc_error", "td", "outcome", "f1",
     "success", "completion",
 )  # fmt: skip
+"""Scores that are shown first, in this order; all others follow by name."""
+_IN_WORDS = ("valid", "judge_valid")
+"""Scores that a node's title says in words."""
 
 
 def chosen_rows(journal: Journal, given: argparse.Namespace) -> list[TreeRow]:
@@ -108,7 +111,8 @@ def _title(node: Node) -> str:
         parts.append(f"version {low}" if low == high else f"versions {low}-{high}")
     if node.kind == "action" and not node.scores.get("valid", 1.0):
         parts.append("INVALID")
-    parts += [f"{name} {node.scores[name]:+.3f}" for name in _SHOWN_SCORES if name in node.scores]
+    others = sorted(set(node.scores).difference(_FIRST, _IN_WORDS))
+    parts += [f"{name} {node.scores[name]:+.3f}" for name in (*_FIRST, *others) if name in node.scores]
     if node.invalid:
         parts.append(f"judge invalid: {', '.join(node.invalid)}")
     return "  ".join(parts)

@@ -6,6 +6,7 @@ Invariant: every task is a tree of the folder's journal and counts once, however
 import asyncio
 import fcntl
 import os
+import sqlite3
 import sys
 import time
 from collections import Counter
@@ -262,8 +263,13 @@ def conduct(evaluation: Callable[[], Playing[Found]], again: str, kept: str) -> 
     except NotStarted as error:
         print(f"tools/evaluate: {error}", file=sys.stderr)
         return 2
-    except (Fault, OSError) as fault:  # a JournalError, or a full disk under another file
-        print(f"tools/evaluate: {fault}\nwhat was {kept} is kept; go on with: {again}", file=sys.stderr)
+    except (Fault, OSError, sqlite3.Error) as fault:  # a JournalError, or a full disk under another file or a read
+        reason = (
+            f"a database of the evaluation failed ({fault}): is its disk full?"
+            if isinstance(fault, sqlite3.Error)
+            else fault
+        )
+        print(f"tools/evaluate: {reason}\nwhat was {kept} is kept; go on with: {again}", file=sys.stderr)
         return 1
     if result is None:
         print(f"stopped; go on with: {again}", file=sys.stderr)

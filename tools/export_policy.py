@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from actors.engines import weights
 from learner.config import LearnerProcess
 from tools import versions
+from tools.drafts import drafted
 from wire import published
 from wire.faults import InfrastructureFault
 
@@ -23,19 +25,33 @@ BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "
 def export(run: Path, folder: Path, version: int | str | None = None, dtype: str = "float32") -> int:
     """Write the policy version (a number, "best" on the held-out tasks, or the newest) of ``run``; returns the version.
 
-    Raises ValueError naming what is there when the version is not, InfrastructureFault for weights that fail their digest.
+    The folder appears whole or not at all. Raises ValueError for what is no run, a version that is not there (naming those that are) or a
+    folder that holds something, InfrastructureFault for weights that fail their digest, OSError for a disk that does not take them.
     """
-    process = msgspec.json.decode((run / "processes" / "learner.json").read_bytes(), type=LearnerProcess)
+    file = run / "processes" / "learner.json"
+    if not file.is_file():
+        raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
+    process = msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
     number, found = versions.chosen(run, version)
-    model: Any = AutoModelForCausalLM.from_pretrained(process.model, dtype=torch.float32)
-    if found is not None:
-        digest = msgspec.json.decode((found / published.NAME).read_bytes(), type=published.Manifest).digest
-        weights.apply(model, Path(process.model), *weights.verified_file(found, digest))
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    for pattern in BESIDE:
-        for path in Path(process.model).glob(pattern):
-            shutil.copy(path, folder / path.name)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"--out {folder} holds something already: choose another folder, or remove that one")
+    with drafted(folder, "--out") as draft:
+        model: Any = AutoModelForCausalLM.from_pretrained(process.model, dtype=torch.float32)
+        if found is not None:
+            digest = msgspec.json.decode((found / published.NAME).read_bytes(), type=published.Manifest).digest
+            weights.apply(model, Path(process.model), *weights.verified_file(found, digest))
+        try:
+            _save(model.to(getattr(torch, dtype)), Path(process.model), draft)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"the policy could not be written to {folder}: {error}; free some space") from None
     return number
+
+
+def _save(model: Any, source: Path, folder: Path) -> None:
+    model.save_pretrained(folder)
+    for pattern in BESIDE:
+        for path in source.glob(pattern):
+            shutil.copy(path, folder / path.name)
 
 
 def main(arguments: list[str] | None = None) -> int:

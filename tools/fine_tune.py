@@ -4,14 +4,12 @@ Packing reads a batch as one forest (learner/trees.py): equal prefixes, such as 
 row attends to another. The loss is the mean over the batch's completion tokens however the batch is cut into forwards.
 """
 
-import contextlib
 import functools
 import math
-import os
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +26,7 @@ from learner.model import check_head
 from learner.trees import Path as TokenPath
 from learner.trees import cuts, micro_batches, pack
 from scheduler.text import Text
+from tools.drafts import drafted
 from tools.process.record import content
 from wire.hardware import compute_dtype
 
@@ -119,29 +118,6 @@ def fine_tune(
         losses = train(model, examples, draft, recipe, threads, held_out)
         shutil.rmtree(out, ignore_errors=True)
     return losses
-
-
-@contextlib.contextmanager
-def drafted(out: Path, flag: str = "") -> Iterator[Path]:
-    """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written is known then; at the end it is ``out``.
-
-    What ends the work early removes it. Raises OSError; flag: the option that named ``out``.
-    """
-    draft = out.with_name(f"{out.name}.draft{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)  # of a dead process with our number
-    try:
-        draft.mkdir(parents=True)
-    except OSError as error:
-        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()) from None
-    try:
-        yield draft
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    try:
-        draft.rename(out)
-    except OSError as error:
-        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; all is in {draft}".lstrip()) from None
 
 
 def train(

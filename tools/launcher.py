@@ -1,16 +1,19 @@
 """The command tools/launch: config -> assets -> run folder -> processes -> summary."""
 
 import argparse
+import errno
 import fcntl
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tools import assets, plan
-from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load, saved
-from tools.supervise import Supervisor
+from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from tools.evaluation_folder import write_whole
+from tools.supervise import Supervisor, existing, no_space
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -44,7 +47,20 @@ def resolve(given: argparse.Namespace) -> tuple[Config, Path]:
     saved = given.resume / "config.json"
     if not saved.is_file():
         raise ConfigError(f"--resume {given.resume}: no config.json there; expected the folder of a run")
-    return convert(msgspec.json.decode(saved.read_bytes()), overrides), given.resume
+    try:
+        tree = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--resume {given.resume}: its config.json is torn ({error}): restore it, or start anew"
+        ) from None
+    return convert(tree, overrides), given.resume
+
+
+def _check_place(run: Path) -> None:
+    """Refuse a run folder that cannot be, before the set-up is paid for."""
+    place = existing(run)
+    if not place.is_dir():
+        raise ConfigError(f"run folder {run}: {place} is a file, expected a folder: choose another --run-folder")
 
 
 def main(command: list[str] | None = None) -> int:
@@ -52,32 +68,35 @@ def main(command: list[str] | None = None) -> int:
     given = arguments(command)
     try:
         config, run = resolve(given)
+        _check_place(run)
         if given.dry_run:
             return dry_run(config, run)
         found = assets.prepare(config)
-    except (ConfigError, FileNotFoundError, ValueError, MemoryError) as error:
+    except (ConfigError, OSError, ValueError, MemoryError) as error:
         print(f"tools/launch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
         return 130
     run = run.resolve()
+    try:
+        return _launch(config, found, run)
+    except (OSError, ValueError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        print(f"tools/launch: {no_space(run) if full else error}", file=sys.stderr)
+        return 2
+
+
+def _launch(config: Config, found: assets.Assets, run: Path) -> int:
+    """The run folder, for this launch alone, and the processes in it. Raises OSError, and ValueError with the remedy."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(
-                f"tools/launch: {run} is in use by another launch: stop that one, or choose --run-folder",
-                file=sys.stderr,
-            )
-            return 2
-        (run / "config.json").write_bytes(saved(config))
-        try:
-            made = plan.make(config, found, run)
-        except ValueError as error:
-            print(f"tools/launch: {error}", file=sys.stderr)
-            return 2
+            raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
+        write_whole(run / "config.json", config)
+        made = plan.make(config, found, run)
         if warning := plan.memory_warning(config, _weights_gib(Path(found.model))):
             print(warning, flush=True)
         print(f"run folder {run}", flush=True)

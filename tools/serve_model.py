@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import ipaddress
+import math
 import os
 import sys
 from pathlib import Path
@@ -82,8 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
 def check(given: argparse.Namespace) -> None:
     """Raises ValueError for a number out of range."""
     for name in ("threads", "max_context", "max_batch", "kv_cache_gib"):
-        if getattr(given, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected more than 0")
+        if not 0 < getattr(given, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
     if not 0 <= given.port < 2**16:
         raise ValueError(f"--port {given.port}: expected 0 (a free one) to {2**16 - 1}")
 

@@ -3,8 +3,10 @@
 A vital process (scheduler, learner rank) that dies ends the run with the end of its log; any other is started again with backoff.
 """
 
+import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,26 @@ from tools.plan import Process
 
 MOST_RESTARTS = 5
 GRACE_S = 30.0
+_FULL_BYTES = 2**24
+"""Of free space: a version's weights, or a few minutes of logs and journal, find no room in less."""
+_FULL_SAID = ("No space left on device", "disk is full")
+"""How Python and SQLite say so, whatever is free afterwards: what did not fit was removed again."""
 _PR_SET_PDEATHSIG = 1
+
+
+def existing(path: Path) -> Path:
+    """``path``, or the nearest folder above it that is there (or a file in the place of one)."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def no_space(run: Path) -> str:
+    """What to tell, and do, when the run's disk is full."""
+    again = f"tools/launch --resume {run}" if (run / "config.json").is_file() else "start again"
+    return f"{run}'s disk has {_free_bytes(run) / 1e6:.1f} MB free: the processes cannot write; free some, then {again}"
+
+
+def _free_bytes(run: Path) -> int:
+    return shutil.disk_usage(existing(run)).free
 
 
 def _die_with_parent() -> None:
@@ -51,7 +72,6 @@ class Child:
             self.spec.module,
             str(self.run / "processes" / f"{self.spec.file}.json"),
         ]
-        self.log.parent.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
             show = subprocess.PIPE if self.spec.name == "scheduler" else log
             return subprocess.Popen(command, stdout=show, stderr=log, env=environment, preexec_fn=_die_with_parent)
@@ -75,12 +95,12 @@ class Supervisor:
         self.interrupted = threading.Event()
 
     def start(self) -> None:
-        """Start the scheduler, wait for its endpoint, start the rest."""
+        """Start the scheduler, wait for its endpoint, start the rest. Raises OSError."""
         (self.run / "endpoint").unlink(missing_ok=True)
+        (self.run / "logs").mkdir(exist_ok=True)
+        copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
         self.children["scheduler"] = scheduler = Child(self.plan[0], self.run)
-        threading.Thread(
-            target=_relay, args=(scheduler.process.stdout, self.run / "logs" / "scheduler.out"), daemon=True
-        ).start()
+        threading.Thread(target=_relay, args=(scheduler.process.stdout, copy), daemon=True).start()
         while (
             not (self.run / "endpoint").exists() and scheduler.process.poll() is None and not self.interrupted.is_set()
         ):
@@ -90,9 +110,16 @@ class Supervisor:
                 self.children[spec.name] = Child(spec, self.run)
 
     def watch(self) -> int:
-        """Until the scheduler ends; returns the run's exit status."""
+        """Until the scheduler ends; returns the run's exit status. Raises OSError for a folder that cannot be written, with all stopped."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self.interrupted.set())
+        try:
+            return self._watch()
+        except OSError:
+            self.stop()
+            raise
+
+    def _watch(self) -> int:
         self.start()
         scheduler = self.children["scheduler"].process
         while scheduler.poll() is None:
@@ -135,8 +162,10 @@ class Supervisor:
     def _fail(self, child: Child) -> int:
         time.sleep(0.5)  # let the relay show the scheduler's last lines
         self.stop()
-        print(f"\n{child.spec.name} ended with status {child.process.poll()}; the end of {child.log}:\n{child.tail()}")
-        print(f"go on with: tools/launch --resume {self.run}", flush=True)
+        tail = child.tail()
+        print(f"\n{child.spec.name} ended with status {child.process.poll()}; the end of {child.log}:\n{tail}")
+        full = _free_bytes(self.run) < _FULL_BYTES or any(words in tail for words in _FULL_SAID)
+        print(no_space(self.run) if full else f"go on with: tools/launch --resume {self.run}", flush=True)
         return 1
 
     def stop(self) -> None:
@@ -164,17 +193,17 @@ class Supervisor:
             time.sleep(0.05)
 
 
-def _relay(source: IO[bytes] | None, copy: Path) -> None:
-    """The scheduler's lines to the terminal and to a file; a reader that went away (``| head``) does not block the scheduler."""
+def _relay(source: IO[bytes] | None, copy: IO[bytes]) -> None:
+    """The scheduler's lines to the terminal and to a file; neither a reader that went away (``| head``) nor a full disk blocks it."""
     assert source is not None
     read = True
-    with copy.open("ab") as file:
+    with copy:
         for line in source:
             if read:
                 try:
                     sys.stdout.buffer.write(line)
                     sys.stdout.flush()
-                except BrokenPipeError:
+                except OSError:
                     read = False
-            file.write(line)
-            file.flush()
+            with contextlib.suppress(OSError):
+                copy.write(line)

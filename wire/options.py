@@ -12,10 +12,11 @@ import msgspec
 def checked(section: str, what: str, function: Callable[..., Any], options: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]:  # fmt: skip
     """``options`` as ``function`` takes them beside the arguments ``given``. Raises ValueError naming key, value and what is expected."""
     hints = typing.get_type_hints(function)
-    takes = [name for name in inspect.signature(function).parameters if name not in given]
+    parameters = inspect.signature(function).parameters.values()  # of a class without __init__: *args, **kwargs
+    takes = [p.name for p in parameters if p.name not in given and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = set(options) - set(takes)
     if unknown:
-        raise ValueError(f"{section}: {sorted(unknown)} unknown to {what}, which takes {takes}")
+        raise ValueError(f"{section}: {sorted(unknown)} unknown to {what}, which takes {takes or 'no options'}")
     made = {}
     for name, value in options.items():
         try:

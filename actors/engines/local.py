@@ -120,7 +120,7 @@ class LocalEngine:
         if needed > free:
             raise MemoryError(
                 f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights, keys and values), {free / 2**30:.1f} GiB are"
-                " free: use a smaller model, fewer actors or a smaller actors.kv_cache_gib"
+                " free: use a smaller model, fewer processes or a smaller cache (actors.kv_cache_gib, --kv-cache-gib)"
             )
 
     async def died(self) -> str:

@@ -78,9 +78,12 @@ class SearchQA:
         self.template = path.read_text().strip()
         if "{question}" not in self.template:
             raise ValueError(f"prompt file {path} has no {{question}} placeholder")
-        self.topk, self.max_observation_characters = topk, max_observation_characters
+        for key, value in (("topk", topk), ("max_observation_characters", max_observation_characters)):
+            if value < 1:
+                raise ValueError(f"{key} = {value}: expected 1 or more")
         if newlines < 0:
-            raise ValueError(f"newlines {newlines}: expected 0 or more")
+            raise ValueError(f"newlines = {newlines}: expected 0 or more")
+        self.topk, self.max_observation_characters = topk, max_observation_characters
         self.think, self.newlines = think, newlines
 
     @property

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.environments import registry
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
 from judges.exact_match import extract_answer
@@ -112,8 +113,14 @@ async def test_an_information_block_stands_between_as_many_newlines_as_asked() -
     action = environment.parse("<think> t </think> <search> capital </search>")
     moved = await environment.step(environment.initial(TASK), action, Shelf())
     assert moved.observation == "\n\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n\n"
-    with pytest.raises(ValueError, match="newlines -1"):
+    with pytest.raises(ValueError, match="newlines = -1"):
         SearchQA(newlines=-1)
+
+
+@pytest.mark.parametrize("key", ["topk", "max_observation_characters"])
+def test_a_search_that_would_show_nothing_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} = 0: expected 1 or more"):
+        registry.load("search_qa", {key: 0})
 
 
 async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:

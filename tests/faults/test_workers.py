@@ -36,7 +36,9 @@ class Floor:
             stderr=asyncio.subprocess.PIPE,
         )
         self.processes.append(process)
-        await self.dispatcher.wait_for("score", len(self.dispatcher.workers()) + 1, 30)
+        async with asyncio.timeout(60):
+            while name not in [worker.name for worker in self.dispatcher.workers()]:
+                await asyncio.sleep(0.01)
         return process
 
     def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[ScoreResult]:

@@ -253,6 +253,14 @@ async def test_the_slate_judge_over_a_real_server_of_the_embedded_engine(llama: 
     assert engine.counts["decoded_tokens"] > 0
 
 
+SHAPES: dict[str, Any] = {
+    "text": [Judgement({"a": "0.5"})],  # pyright: ignore[reportArgumentType]
+    "none": [Judgement({"a": None})],  # pyright: ignore[reportArgumentType]
+    "plain": [{"a": 1.0}],
+    "nothing": None,
+}
+
+
 class Odd(Judge):
     """Misbehaves as the question asks."""
 
@@ -269,12 +277,23 @@ class Odd(Judge):
             return []
         if what == "unknown":
             return [Judgement({"c": 1.0})]
+        if what in SHAPES:
+            return SHAPES[what]
         return [Judgement({"a": math.nan, "b": 1.0})]
 
 
 @pytest.mark.parametrize(
     ("question", "message"),
-    [("raise", "on purpose"), ("short", "0 judgements"), ("unknown", "declares"), ("hang", "took over")],
+    [
+        ("raise", "on purpose"),
+        ("short", "0 judgements"),
+        ("unknown", "declares"),
+        ("hang", "took over"),
+        ("text", r"judge odd returned '0.5' \(str\) in column 'a'; expected a number"),
+        ("none", r"judge odd returned None \(NoneType\) in column 'a'; expected a number"),
+        ("plain", r"judge odd returned \{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
+        ("nothing", r"judge odd returned None \(NoneType\); expected a list of Judgement"),
+    ],
 )
 async def test_a_judge_that_misbehaves_is_a_fault_that_says_how(tmp_path: Path, question: str, message: str) -> None:
     async with bench(tmp_path) as b:

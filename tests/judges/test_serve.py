@@ -16,6 +16,8 @@ from judges.serve import BUILT_IN, Batcher, JudgeProcess, connection, make_worke
 from tests.services import Bench, bench
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
+from wire.service import Service
+from wire.sockets import RunKeys
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -300,8 +302,57 @@ def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
 def test_a_folder_that_is_not_a_started_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"not a started run.*tools/launch"):
         connection(tmp_path)
-    with pytest.raises(FileNotFoundError, match="tools/launch"):
-        plug_in(["exact_match", "--run", str(tmp_path)])
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a started run, and beside it the plug-ins of a user who stands there."""
+    run = tmp_path / "run"
+    RunKeys.create(run / "keys")
+    (run / "endpoint").write_text("tcp://127.0.0.1:1")
+    body = "from judges.base import Judge\nclass Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
+    (tmp_path / "plugs.py").write_text(body)
+    (tmp_path / "torn.py").write_text("class (")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("plugs", "torn"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["exact_match", "--run", "nowhere"], "nowhere is not a started run"),
+        (["exact_match", "--run", "plugs.py"], "plugs.py is not a started run"),
+        (["exact", "--run", "run"], "judge 'exact': expected one of"),
+        (["plugs:Nope", "--run", "run"], "judge 'plugs:Nope': module 'plugs' has no attribute 'Nope'"),
+        (["nomod:Nope", "--run", "run"], "judge 'nomod:Nope': No module named 'nomod'; expected module:Class"),
+        (["torn:Nope", "--run", "run"], "judge 'torn:Nope': invalid syntax (torn.py, line 1)"),
+        (["plugs:made", "--run", "run"], "judge 'plugs:made': made is no class"),
+        (["plugs:Plain", "--run", "run", "--option", "a=1"], "['a'] unknown to plugs:Plain, which takes no options"),
+        (["plugs:Plain", "--run", "run", "--option", "a"], "option 'a': expected KEY=VALUE"),
+    ],
+)
+@pytest.mark.usefixtures("started")
+def test_a_judge_that_cannot_be_plugged_in_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plug_in(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tools/serve: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_judge_of_a_run_that_has_ended_says_so(
+    started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("judges.serve.Service", lambda *given: Service(*given, give_up_s=0.0))
+    assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
+    error = capsys.readouterr().err
+    assert "tools/serve: plain-plugin: no scheduler answered for 0 s; giving up" in error
+    assert "Traceback" not in error
 
 
 async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(tmp_path: Path) -> None:

@@ -104,6 +104,24 @@ async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path
             await b.dispatcher.call("score", ask(), deadline=0.2)
 
 
+async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that_hang(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("hanger", {"score": hang}, capacity=1)
+        for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
+            with pytest.raises(InfrastructureFault, match=f"score took over 0.1 s .*{state}"):
+                await b.dispatcher.call("score", ask(), deadline=0.1)
+
+
+async def test_a_call_that_waited_for_a_full_worker_says_how_full(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("full", {"score": hang}, capacity=1)
+        held, waits = (asyncio.create_task(b.dispatcher.call("score", ask(), deadline=d)) for d in (60, 0.2))
+        with pytest.raises(InfrastructureFault, match="no free worker: full has 1 requests in flight of at most 1"):
+            await waits
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+
+
 async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_path: Path) -> None:
     entered, cancelled = asyncio.Event(), asyncio.Event()
 

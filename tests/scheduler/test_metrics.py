@@ -1,8 +1,12 @@
-"""Counts of work survive the process that counted them."""
+"""Counts of work survive the process that counted them; shares are right however heartbeats and updates fall; the table explains itself."""
 
 from pathlib import Path
 
+import pytest
+
+from scheduler.dispatch import Worker
 from scheduler.metrics import Metrics
+from wire.messages import Register
 
 
 def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -> None:
@@ -22,3 +26,62 @@ def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -
     again.record(3, {"count/environment_steps": 40.0}, show=False)
     again.close()
     assert Metrics(tmp_path).last(["environment_steps"]) == {"environment_steps": 40}
+
+
+# ------------------------------------------------------------------------------------------ busy shares
+
+
+def worker(name: str, *services: str) -> Worker:
+    return Worker(name.encode(), Register(name, list(services), 4, 1, "here"), 0.0, name)
+
+
+def beat(worker: Worker, at: float, **counters: float) -> None:
+    worker.beat_at, worker.stats = at, counters
+
+
+def test_busy_shares_are_of_the_time_between_heartbeats_however_short_the_updates(tmp_path: Path) -> None:
+    metrics, actor, learner = Metrics(tmp_path), worker("actor-0", "generate"), worker("learner-0", "train")
+    workers = [actor, learner]
+    assert "busy/engine" not in metrics.counters(workers)  # no heartbeat yet
+    beat(actor, 1.0, busy_s=10.0, decoded_tokens=0.0, cached_tokens=100.0)
+    beat(learner, 1.0, busy_s=0.0)
+    assert "busy/engine" not in metrics.counters(workers)  # what it did before is not of this run's time
+    beat(actor, 3.0, busy_s=11.5, decoded_tokens=200.0, cached_tokens=160.0)
+    found = metrics.counters(workers)
+    assert (found["busy/engine"], found["rate/decoded_tokens"], found["cache/tokens_saved"]) == (0.75, 100, 60)
+    assert "busy/learner" not in found
+    for _ in range(3):  # updates that are shorter than a heartbeat
+        again = metrics.counters(workers)
+        assert (again["busy/engine"], again["rate/decoded_tokens"], again["cache/tokens_saved"]) == (0.75, 100, 0)
+    beat(actor, 7.0, busy_s=12.5, decoded_tokens=600.0, cached_tokens=160.0)
+    beat(learner, 5.0, busy_s=1.0)
+    found = metrics.counters(workers)
+    assert (found["busy/engine"], found["busy/learner"]) == (0.25, 0.25)
+    metrics.close()
+
+
+def test_a_busy_share_is_a_mean_over_engines_none_of_which_counts_more_than_all_its_time(tmp_path: Path) -> None:
+    metrics, actors = Metrics(tmp_path), [worker(f"actor-{i}", "generate") for i in range(2)]
+    for actor in actors:
+        beat(actor, 0.0, busy_s=5.0)
+    metrics.counters(actors)
+    beat(actors[0], 2.0, busy_s=13.0)  # four requests side by side
+    beat(actors[1], 2.0, busy_s=0.0)  # was started anew
+    assert metrics.counters(actors)["busy/engine"] == 0.5
+    metrics.close()
+
+
+def test_the_table_tells_its_headings_again_when_a_column_comes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.record(1, {"score/reward": 1.0})
+    metrics.record(2, {"score/reward": 1.0})
+    metrics.record(3, {"score/reward": 1.0, "score/judge_valid": 0.5})
+    metrics.close()
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:3] for line in shown if line[0] == "update"] == [
+        ["update", "reward", "seconds"],
+        ["update", "reward", "judged"],
+    ]
+    assert shown[-1][2] == "0.50"

@@ -12,9 +12,11 @@ import pytest
 
 from actors.environments import hub, registry
 from actors.environments.task_files import listed, load_tasks
+from judges.config import JudgeModelConfig, JudgesConfig
+from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
 from tools import assets, plan
-from tools.config import DEFAULT_CONFIG, ConfigError, convert, load
+from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.plan import gpus_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -116,6 +118,11 @@ def test_set_changes_a_key() -> None:
         ("data.environment=tictactoe", "['topk']"),
         ("data.options.topk=two", "data.options.topk = 'two': expected a whole number"),
         ("data.options.prompt=shrt", "expected one of"),
+        ("data.options.topk=0", "topk = 0: expected 1 or more"),
+        ("learner.betas=[0.9, 1.0]", r"learner\.betas\[1\] = 1\.0: expected 0 or more, less than 1"),
+        ("scheduler.top_p=1.5", "scheduler.top_p = 1.5: expected more than 0, at most 1"),
+        ("warm_start.two_hop=1.5", "warm_start.two_hop = 1.5: expected 0 to 1"),
+        ("scheduler.dispatch.dead_after_s=2", "expected more than scheduler.dispatch.heartbeat_s = 2.0"),
         ("data.train=questions.json", "data.train: 'questions.json': expected a .jsonl or .parquet path, or a hub"),
         ("data.heldout=['a.jsonl', 'b c']", "data.heldout: 'b c': expected"),
         ("data.train=['a.jsonl', 'a.jsonl']", "data.train: 'a.jsonl' is named twice"),
@@ -129,6 +136,48 @@ def test_a_bad_key_or_value_is_refused_with_its_path(override: str, message: str
     tree = tomllib.loads(DEFAULT.read_text()) | {"seed": 0}
     with pytest.raises(ConfigError, match=message):
         convert(tree, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("learner.lr=nan", "learner.lr = nan"),
+        ("scheduler.temperature=inf", "scheduler.temperature = inf"),
+        ("learner.betas=[0.9, nan]", "learner.betas[1] = nan"),
+        ("learner.prm.threshold=-inf", "learner.prm.threshold = -inf"),
+        ("learner.correction_options.clip_low=nan", "learner.correction_options.clip_low = nan"),
+        ("scheduler.evaluation.options={second = nan}", "scheduler.evaluation.options.second = nan"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_wherever_it_stands(override: str, named: str) -> None:
+    """JSON has none: the processes would read null from their files, and the run would wait for them."""
+    with pytest.raises(ConfigError) as caught:
+        load(DEFAULT, [override])
+    assert str(caught.value) == f"config: {named}: expected a finite number"
+
+
+_ANY = {"warm_start.seed", "scheduler.bonus", "learner.entropy_coef", "learner.prm.threshold"}
+"""Numbers that may be negative."""
+
+
+def _numeric(tree: dict[str, Any], path: str = "") -> list[str]:
+    """The keys of all numbers."""
+    inner = [
+        key for name, value in tree.items() if isinstance(value, dict) for key in _numeric(value, f"{path}{name}.")
+    ]
+    own = [name for name, value in tree.items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    return [*inner, *(f"{path}{name}" for name in own)]
+
+
+def test_every_number_of_the_config_has_a_range() -> None:
+    lora = LoraConfig()
+    learner = LearnerConfig(critic=CriticConfig(lora=lora), prm=PrmConfig(lora=lora))
+    whole = Config("all", learner=learner, judges=JudgesConfig(model=JudgeModelConfig()))
+    keys = _numeric(msgspec.to_builtins(whole))
+    assert {"threads", "actors.kv_cache_gib", "judges.model.wait_s", "learner.prm.lora.rank", *_ANY} <= set(keys)
+    for key in set(keys) - _ANY:
+        with pytest.raises(ConfigError, match=rf"config: {re.escape(key)} = -1(\.0)?: expected"):
+            convert(msgspec.to_builtins(whole), [f"{key}=-1"])
 
 
 def test_a_setting_without_effect_is_refused() -> None:
@@ -160,6 +209,13 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("a = = 1")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
         load(tmp_path / "bad.toml", [])
+    (tmp_path / "latin.toml").write_bytes("# Größe".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.toml is not UTF-8"):
+        load(tmp_path / "latin.toml", [])
+    with pytest.raises(ConfigError, match=f"config {re.escape(str(tmp_path))} is a folder: expected a TOML file"):
+        load(tmp_path, [])
+    with pytest.raises(ConfigError, match=r"bad\.toml/x\.toml cannot be read: Not a directory"):
+        load(tmp_path / "bad.toml" / "x.toml", [])
 
 
 VPR = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
@@ -379,3 +435,13 @@ def test_a_run_that_this_machine_has_no_room_for_is_told_before_it_starts(monkey
     assert plan.memory_warning(config, 0.25) == ""
     monkeypatch.setattr(plan.hardware, "visible_gpus", lambda: ["0"])
     assert plan.memory_warning(config, 10.0) == ""
+
+
+def test_the_memory_estimate_is_near_what_the_default_run_was_measured_to_take() -> None:
+    """20.5 GiB with 4 actors and 4 ranks, of which 2.1 an actor and 2.9 a rank."""
+    four, fewer = (
+        load(DEFAULT, ["actors.count=4", "learner.count=4"]),
+        load(DEFAULT, ["actors.count=3", "learner.count=3"]),
+    )
+    assert plan.memory_gib(four, 0.25) == pytest.approx(20.5, abs=0.5)
+    assert plan.memory_gib(four, 0.25) - plan.memory_gib(fewer, 0.25) == pytest.approx(2.1 + 2.9, abs=0.3)

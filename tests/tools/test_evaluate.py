@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -373,6 +374,20 @@ def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
         assert "No space left on device\nwhat was played is kept; go on with: " in capsys.readouterr().err
     assert (tmp_path / "old" / "evaluation.json").stat().st_mtime_ns == before, "settings are written once"
     assert result(out)["overall"]["games"] == 2, "the result of before is whole"
+
+
+def test_a_journal_that_cannot_be_made_on_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr("tools.evaluation_folder.Journal", full)
+    out = tmp_path / "new"
+    assert main(["tictactoe", "--baseline", "first", "--opponent", "random", "--games", "2", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "tools/evaluate: a database of the evaluation failed (disk I/O error): is its disk full?\n" in said
+    assert f"--out {out}" in said
 
 
 def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:

@@ -436,12 +436,18 @@ def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_
         assert (found == [one]) == (key in reached), key
 
 
+def test_an_option_without_a_value_is_refused_with_the_usage(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.parse(["--judge", "pprm_rules", "--option", "view"])
+    assert capsys.readouterr().err.endswith("error: option 'view': expected KEY=VALUE\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--judge", "slate_rules"], "columns"),
         (["--judge", "none"], "expected one of"),
-        (["--judge", "nope:X"], "judge nope:X: No module named 'nope'; expected module:Class"),
+        (["--judge", "nope:X"], "judge 'nope:X': No module named 'nope'; expected module:Class"),
         (["--judge", "judges.pprm:Nope"], "no attribute 'Nope'; expected module:Class"),
         (["--threshold", "1.5"], "--threshold 1.5: expected a score"),
         (["--deadline", "0"], "--deadline 0: expected more than 0"),

@@ -30,13 +30,14 @@ from scheduler.tree import Tree
 from tests.tools.test_evaluate import chat, served
 from tools.dump_tree import main as dump
 from tools.evaluation_folder import Measured
-from tools.qa.evaluation import macro
+from tools.qa.evaluation import Result, macro, settings_of
 from tools.qa.main import main
 from tools.qa.methods import PROMPTS as QA_PROMPTS
 from tools.qa.methods import filled
 from tools.qa.retrieval import CachedRetrieval
 from tools.qa.scoring import score
 from tools.qa.sets import HUB, PAPER, read_sets, subset
+from tools.qa.table import notes
 from wire.messages import Passage, RetrieveRequest
 from wire.published import Manifest
 
@@ -172,9 +173,14 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     path = write(tmp_path / "q.jsonl", {"good?": "a"}, reward_model="r", extra_info=["i"], hops=2)
     rows = [json.dumps({"question": "q", "golden_answers": ["a"], **more}) + "\n" for more in bad]
     rows.append('{"prompt": ["Question: who"], "golden_answers": ["a"]}\n')
+    rows += ['{"question": "q"}\n', '{"question": "torn\n']
     path.write_text(path.read_text() + "".join(rows))
     (found,) = read_sets([f"x={path}"], None, 0)
-    assert ([task.id for task in found.tasks], found.rejected) == (["good?"], 4)
+    reasons = {"evidence or hops": 3, "no question": 1, "no gold answer": 1, "not JSON": 1}
+    assert ([task.id for task in found.tasks], found.rejected) == (["good?"], reasons)
+    (said,) = notes(Result(settings_of([found], 0), []))
+    told = "3 evidence or hops, 1 no question, 1 no gold answer, 1 not JSON"
+    assert said == f"x: 6 rows of its file cannot be used: {told}"
 
 
 def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_it_serves_at_the_address_it_prints_until_it_is_interrupted(llama: Path)
         (["--port", "70000"], "70000"),
         (["--max-batch", "0"], "--max-batch 0"),
         (["--kv-cache-gib", "-1"], "--kv-cache-gib -1"),
+        (["--kv-cache-gib", "nan"], "--kv-cache-gib nan: expected a number above 0"),
+        (["--kv-cache-gib", "inf"], "--kv-cache-gib inf: expected a number above 0"),
     ],
 )
 def test_what_cannot_be_served_is_one_clear_line(
@@ -57,6 +59,12 @@ def test_what_cannot_be_served_is_one_clear_line(
     assert re.search(reason, said)
     assert said.startswith("tools/serve-model: ")
     assert said.count("\n") == 1
+
+
+def test_a_cache_without_room_is_refused_by_its_option(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(llama), "--kv-cache-gib", "1000000"])
+    assert "or a smaller cache (actors.kv_cache_gib, --kv-cache-gib)" in capsys.readouterr().err
 
 
 def test_an_address_that_is_taken_is_one_clear_line(llama: Path) -> None:

@@ -598,19 +598,22 @@ def train_command(llama: Path, folder: Path) -> list[str]:
     return ["train", "--model", str(llama), "--rows", str(rows_path), "--out", str(folder / "o"), "--steps", "1", "--threads", "1"]  # fmt: skip
 
 
-def test_ctrl_c_in_a_training_ends_it_with_one_line(
-    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_training_ends_it_with_one_line(
+    number: signal.Signals, llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> float:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         return 0.0
 
     monkeypatch.setattr(Student, "learn", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job begins with it ignored
+    ending = signal.getsignal(signal.SIGTERM)
     try:
         assert main(train_command(llama, tmp_path)) == 130
     finally:
         signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(signal.SIGTERM) is ending, "who calls main has the handler it had"
     assert capsys.readouterr().err == "tools/sft train: stopped; nothing was saved\n"
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 

@@ -146,8 +146,12 @@ class _Judge(argparse.Action):
         elif self.dest == "name":
             judges[-1]["name"] = values
         else:
-            key, value = option(values)
-            judges[-1]["options"][key] = value
+            try:
+                key, value = option(values)
+            except ValueError as error:
+                parser.error(str(error))
+            else:
+                judges[-1]["options"][key] = value
 
 
 def add_judges(parser: argparse.ArgumentParser) -> None:

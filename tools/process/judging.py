@@ -85,10 +85,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def make(asked: Asked) -> Judge:
     """The judge. Raises ValueError for one that is not there or does not score a step by one number."""
-    try:
-        worker = make_worker(asked.spec, asked.options)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"judge {asked.spec}: {error}; expected module:Class, importable from this folder") from None
+    worker = make_worker(asked.spec, asked.options)
     if not isinstance(worker, Judge):
         raise ValueError(f"{asked.spec!r} is an opponent: expected a judge")
     _column(worker)

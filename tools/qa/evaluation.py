@@ -34,14 +34,15 @@ from wire.messages import Sample
 _COUNTERS = ("prompt_tokens", "cached_tokens", "prefilled_tokens", "decoded_tokens", "busy_s", "requests", "retries")
 
 
-class SetSettings(msgspec.Struct, frozen=True):
-    """A column. digest: of its questions and golds."""
+class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A column. rejected: rows of the file that cannot work, reasons: how many for which. digest: of its questions and golds."""
 
     name: str
     source: str
     questions: int
     rejected: int
     digest: str
+    reasons: dict[str, int] = {}
 
 
 class TableSettings(msgspec.Struct, frozen=True):
@@ -80,7 +81,10 @@ class Result(msgspec.Struct, frozen=True):
 
 def settings_of(sets: Sequence[QuestionSet], seed: int) -> TableSettings:
     """The settings that all rows share."""
-    return TableSettings([SetSettings(s.name, s.source, len(s.tasks), s.rejected, s.digest) for s in sets], seed)
+    columns = [
+        SetSettings(s.name, s.source, len(s.tasks), sum(s.rejected.values()), s.digest, s.rejected) for s in sets
+    ]
+    return TableSettings(columns, seed)
 
 
 class Evaluation:

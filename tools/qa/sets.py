@@ -2,12 +2,14 @@
 
 import hashlib
 import random
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from actors.environments.base import Task
+from actors.environments.base import Rejected, Task
 from actors.environments.hub import chosen
 from actors.environments.task_files import load_tasks
 
@@ -21,12 +23,15 @@ SPLITS = ("test", "dev", "validation", "train")
 
 
 class QuestionSet(msgspec.Struct, frozen=True):
-    """A column of the table. source: where it was asked for, with the split that was chosen; rejected: rows of the file that cannot work."""
+    """A column of the table. source: where it was asked for, with the split that was chosen.
+
+    rejected: how many rows of the file cannot work, by reason.
+    """
 
     name: str
     source: str
     tasks: list[Task]
-    rejected: int
+    rejected: dict[str, int]
 
     @property
     def digest(self) -> str:
@@ -65,7 +70,9 @@ def _by_hops(path: Path, count: int | None, seed: int) -> list[QuestionSet]:
     tasks, rejected = load_tasks(str(path))
     words = {1: "one_hop", 2: "two_hop"}
     return [
-        QuestionSet(words[hops], "built-in", subset([t for t in tasks if t.hops == hops], count, seed), len(rejected))
+        QuestionSet(
+            words[hops], "built-in", subset([t for t in tasks if t.hops == hops], count, seed), _counted(rejected)
+        )
         for hops in sorted(words)
     ]
 
@@ -76,7 +83,12 @@ def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
         tasks, rejected = load_tasks(source)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--set {name}={source}: {error}") from None
-    return QuestionSet(name, source, subset(tasks, count, seed), len(rejected))
+    return QuestionSet(name, source, subset(tasks, count, seed), _counted(rejected))
+
+
+def _counted(rejected: Sequence[Rejected]) -> dict[str, int]:
+    """By the words of a reason before its details."""
+    return dict(Counter(re.split("[:,(]", row.reason)[0].strip() for row in rejected))
 
 
 def subset(tasks: Sequence[Task], count: int | None, seed: int) -> list[Task]:

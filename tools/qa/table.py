@@ -33,8 +33,10 @@ def notes(result: Result) -> list[str]:
             made.append(f"  not finished, scored 0: {task}: {reason}")
         if len(row.failed) > 2:
             made.append(f"  not finished, scored 0: {len(row.failed) - 2} more, see {row.name}/result.json")
-    rejected = {s.name: s.rejected for s in result.settings.sets if s.rejected}
-    made += [f"{name}: {count} rows of its file have no question or no answer" for name, count in rejected.items()]
+    for one in result.settings.sets:
+        if one.rejected:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
+            made.append(f"{one.name}: {one.rejected} rows of its file cannot be used: {reasons}")
     return made
 
 

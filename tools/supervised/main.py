@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ MODEL_MAKERS = ("train", "warm-start")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     given = parse(arguments)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing half made
     try:
         if given.command not in MODEL_MAKERS:
             files.check(given)
@@ -30,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (Fault, OSError, ValueError, MemoryError) as error:
         print(f"tools/sft {given.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, Fault) else 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _left(given: argparse.Namespace) -> str:

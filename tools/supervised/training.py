@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.drafts import drafted
 from tools.evaluation_folder import write_whole
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ def train(given: argparse.Namespace) -> None:
     """Rows -> a fine-tuned model folder."""
     _check_new(given.out)
     _check(given)
-    from tools.fine_tune import drafted
-
     with drafted(given.out, "--out") as draft:
         _train(given, draft)
     print(f"model in {given.out}")
@@ -111,7 +110,6 @@ def warm_start(given: argparse.Namespace) -> None:
     _check_new(given.out)
     from tools import assets
     from tools.config import load
-    from tools.fine_tune import drafted
 
     with drafted(given.out, "--out") as draft:
         made = assets.prepare(load(given.config, given.set)).model

@@ -1,0 +1,186 @@
+"""The terminal is told what matters once, and again when it goes on or gets worse."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler import main
+from scheduler.judged import Judged
+from scheduler.strategies import slate
+from scheduler.terminal import EVERY_S, EVERY_UPDATES, Attendance, Faults, Reminders
+from tests.scheduler.test_strategies import RIGHT, Stage
+from tests.services import bench
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import Judgement, ScoreRequest, ScoreResult
+from wire.service import Call
+
+GROWTH = "wrong trajectories have {} turns, {} times as many as at first (watch.turns = 1.5), and a judged turn pays {}"
+
+
+def told(clock: list[float]) -> tuple[Faults, list[str]]:
+    lines: list[str] = []
+    return Faults(lines.append, lambda: clock[0]), lines
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+def test_the_first_fault_of_a_service_is_told_at_once_with_its_cause_and_where() -> None:
+    faults, lines = told([0.0])
+    faults.failed("judge.raises", InfrastructureFault("raises-plugin: KeyError: 'my bug'"), "tree 7, attempt 1 of 5")
+    assert lines == [
+        "judge.raises fails: raises-plugin: KeyError: 'my bug' (tree 7, attempt 1 of 5; more in logs/scheduler.log)"
+    ]
+
+
+def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_for_itself() -> None:
+    clock = [100.0]
+    faults, lines = told(clock)
+    for _ in range(30):
+        faults.failed("judge.a", InfrastructureFault("no"), "tree 1")
+        clock[0] += EVERY_S / 10
+    assert len(lines) == 3
+    assert lines[1] == "judge.a fails, 10 times in the last 60 s: no (tree 1; more in logs/scheduler.log)"
+    faults.failed("retrieve", InfrastructureFault("no"), "tree 1")
+    assert lines[3].startswith("retrieve fails: no")
+
+
+def test_a_fault_is_one_short_line_that_names_its_service_once() -> None:
+    faults, lines = told([0.0])
+    faults.failed("judge.a", InfrastructureFault("judge.a took over 8.0 s on w\n" + "detail " * 200), "tree 1")
+    assert lines[0].startswith("judge.a fails: took over 8.0 s on w detail")
+    assert "\n" not in lines[0]
+    assert len(lines[0]) < 400
+
+
+async def test_a_strategy_calls_in_the_name_of_its_tree_and_attempt(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[RIGHT] * 3])
+    call, callers = stage.services.call, []
+
+    async def listening(service: str, request: Any, **settings: Any) -> Any:
+        callers.append((service, settings["caller"]))
+        return await call(service, request, **settings)
+
+    stage.services.call = listening
+    stage.context.attempt = 2
+    await stage.grow(slate)
+    assert callers == [
+        (service, "tree 0, attempt 2 of 5") for service in ("generate", "judge.slate_rules", "judge.exact_match")
+    ]
+
+
+async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried_again(tmp_path: Path) -> None:
+    heard: list[tuple[str, str, str]] = []
+    faults: list[Exception] = [KeyError("my bug"), DataFault("not this one")]
+
+    async def failing(request: ScoreRequest, call: Call) -> ScoreResult:
+        raise faults.pop(0)
+
+    async with bench(tmp_path) as b:
+        b.dispatcher.on_fault = lambda service, fault, caller: heard.append((service, str(fault), caller))
+        await b.work("w", {"score": failing})
+        ask = ScoreRequest(np.zeros(1, np.float32))
+        with pytest.raises(DataFault):
+            await b.dispatcher.call("score", ask, deadline=5, caller="tree 7")
+        faults.append(DataFault("nobody asks"))
+        with pytest.raises(DataFault):
+            await b.dispatcher.call("score", ask, deadline=5)
+    assert heard == [("score", "w: KeyError: 'my bug'", "tree 7"), ("score", "w: not this one", "tree 7")]
+
+
+def test_a_run_that_ends_with_a_fault_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ends(process: Any) -> int:
+        raise InfrastructureFault("tree 0 failed 5 times; the last time: judge.hang took over 8.0 s on w")
+
+    monkeypatch.setattr(main, "run", ends)
+    monkeypatch.setattr(main.msgspec.json, "decode", lambda *_, **__: None)
+    (tmp_path / "process.json").write_text("{}")
+    monkeypatch.setattr(main.sys, "argv", ["scheduler", str(tmp_path / "process.json")])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 1
+    assert [record.getMessage() for record in caplog.records][-1] == (
+        "the run ends: tree 0 failed 5 times; the last time: judge.hang took over 8.0 s on w"
+    )
+    assert not any(record.exc_info for record in caplog.records)
+
+
+# ------------------------------------------------------------------------------------------ workers
+
+
+def test_the_last_worker_of_a_needed_service_that_goes_and_the_next_that_comes_are_told() -> None:
+    lines: list[str] = []
+    attendance = Attendance(Path("runs/a"), lines.append)
+    attendance.left(["judge.x"], "drained", set())  # nobody waits for it yet
+    attendance.needed = {"judge.x": 1, "retrieve": 1}
+    attendance.joined("x-plugin", ["judge.x"])
+    attendance.left(["judge.x"], "drained", {"judge.x"})
+    attendance.left(["judge.other"], "drained", set())
+    assert not lines
+    attendance.left(["judge.x", "judge.y"], "drained", {"retrieve"})
+    attendance.left(["judge.x"], "drained", {"retrieve"})
+    attendance.left(["retrieve"], "silent for 21 s", set())
+    attendance.joined("x-again", ["judge.x"])
+    attendance.joined("x-third", ["judge.x"])
+    assert lines == [
+        "judge.x: its last worker left (drained); waiting for one: tools/serve ... --run runs/a",
+        "retrieve: its last worker left (silent for 21 s); waiting for one",
+        "judge.x: x-again is here, going on",
+    ]
+
+
+# ------------------------------------------------------------------------------------------ warnings
+
+
+def test_a_warning_that_stays_is_told_every_tenth_update() -> None:
+    reminders = Reminders()
+    found = [
+        version
+        for version in range(1, 25)
+        if reminders.due(version, [GROWTH.format(version / 3, 1.5 + version, f"{-version / 7:+.2f}")])
+    ]
+    assert found == [1, 1 + EVERY_UPDATES, 1 + 2 * EVERY_UPDATES]
+
+
+def test_a_warning_that_was_gone_and_one_of_another_kind_are_told_at_once() -> None:
+    reminders = Reminders()
+    growth, norm = GROWTH.format(4.0, 2.0, "+0.10"), "gradient norm 1.3e-05 is 12 times its median"
+    assert reminders.due(1, [growth]) == [growth]
+    assert reminders.due(2, [growth, norm]) == [norm]
+    assert reminders.due(3, [norm.replace("1.3e-05", "200")]) == []
+    assert reminders.due(4, [growth]) == [growth]
+
+
+# ------------------------------------------------------------------------------------------ judged
+
+
+def given(valid: int, invalid: int) -> list[Judgement]:
+    return [Judgement({"think": 0.0, "query": 0.0})] * valid + [Judgement({"think": 0.0}, ["query"])] * invalid
+
+
+def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_columns_numbers_and_remedy() -> None:
+    judged = Judged("slate", Path("runs/a"))
+    assert judged.take() == ""
+    assert judged.share is None
+    assert judged.note(given(10, 0)) == (20, 0)
+    assert judged.take() == ""
+    assert judged.share == 1
+    assert judged.note(given(5, 5)) == (20, 5)
+    warning = judged.take()
+    assert judged.share == 0.75
+    assert "judge slate gave 5 invalid scores of 20" in warning
+    assert "(query 5 of 10)" in warning
+    assert "tools/dump runs/a" in warning
+    assert "runs/a/logs" in warning
+    judged.note(given(4, 6))
+    assert judged.take() == ""  # no worse level
+    judged.note([Judgement({}, ["think", "query"])])
+    assert "2 invalid scores of 2" in judged.take()
+    judged.note([Judgement({}, ["think"])])
+    assert judged.take() == ""
+    assert judged.take() == ""
+    assert judged.share == 0  # nothing was judged since

@@ -1,0 +1,63 @@
+"""tools/export: the folder appears whole or not at all, and what cannot be exported is one line."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import AutoModelForCausalLM
+
+from learner.config import LearnerConfig, LearnerProcess
+from tools import export_policy
+from tools.export_policy import main
+
+
+@pytest.fixture
+def run(llama: Path, tmp_path: Path) -> Path:
+    """A run whose only version is the model of its start."""
+    folder = tmp_path / "run"
+    (folder / "processes").mkdir(parents=True)
+    process = LearnerProcess("learner", str(folder), 0, str(llama), 1, 1.0, LearnerConfig())
+    (folder / "processes" / "learner.json").write_bytes(msgspec.json.encode(process))
+    return folder
+
+
+def test_a_full_disk_leaves_no_folder_and_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, limits = export_policy._save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(*given: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            save(*given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(export_policy, "_save", full)
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert main([str(run), "--out", str(out)]) == 2
+    assert f"tools/export: the policy could not be written to {out}: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_is_no_run_or_no_new_folder_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said == f"tools/export: {tmp_path}: no processes/learner.json there; expected the folder of a run\n"
+    assert main([str(run), "--out", str(run)]) == 2
+    assert f"--out {run} holds something already: choose another" in capsys.readouterr().err
+    assert main([str(run), "--out", str(run / "processes" / "learner.json" / "out")]) == 2
+    assert "out cannot be written: Not a directory; choose another folder\n" in capsys.readouterr().err
+
+
+def test_an_empty_folder_takes_the_policy(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert main([str(run), "--out", str(out)]) == 0
+    AutoModelForCausalLM.from_pretrained(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

@@ -1,0 +1,152 @@
+"""tools/launch: what it says of folders it cannot use, of torn configs and of a full disk; what its supervisor leaves behind."""
+
+import errno
+import io
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tools.assets import Assets
+from tools.launcher import main
+from tools.plan import Process
+from tools.supervise import Supervisor, _relay
+
+ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A launcher takes the signals of its process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def assets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set-up that is done."""
+    made = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
+    monkeypatch.setattr("tools.launcher.assets.prepare", lambda config: made)
+    monkeypatch.setattr("tools.launcher.plan.make", lambda config, found, run: [ENDS_AT_ONCE])
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
+    dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launcher.assets.prepare", lambda config: pytest.fail("set up"))
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["--run-folder", str(file / "sub" / "run"), *dry]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} is a file, expected a folder: choose another --run-folder\n" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("content", "said"), [(b'{"name": "x"', "is torn"), (b"[]", "config.json")])
+def test_a_torn_config_of_a_run_is_named(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert main(["--resume", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"--resume {tmp_path}" in error
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("assets")
+@pytest.mark.parametrize("what", ["mkdir", "open", "write_bytes"])
+def test_a_full_disk_at_the_start_is_one_line(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = tmp_path / "run", getattr(Path, what)
+
+    def full(path: Path, *given: Any, **more: Any) -> Any:
+        if path.is_relative_to(run):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, *given, **more)
+
+    monkeypatch.setattr(Path, what, full)
+    assert main(["--run-folder", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tools/launch: {run}'s disk has ")
+    assert error.endswith(" MB free: the processes cannot write; free some, then start again\n")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("assets")
+def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write = tmp_path / "run", Path.write_bytes
+    assert main(["--run-folder", str(run)]) == 1
+    config = (run / "config.json").read_bytes()
+
+    def full(path: Path, content: bytes) -> None:
+        write(path, content[:5])
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    capsys.readouterr()
+    assert main(["--resume", str(run)]) == 2
+    assert f"free some, then tools/launch --resume {run}\n" in capsys.readouterr().err
+    assert (run / "config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize(
+    ("free", "last"),
+    [
+        (
+            100_000,
+            "{run}'s disk has 0.1 MB free: the processes cannot write; free some, then tools/launch --resume {run}",
+        ),
+        (2**40, "go on with: tools/launch --resume {run}"),
+    ],
+)
+def test_a_process_that_died_of_a_full_disk_says_so_though_its_log_cannot(
+    free: int, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
+    (tmp_path / "config.json").touch()
+    assert Supervisor(tmp_path, [ENDS_AT_ONCE]).watch() == 1
+    said = capsys.readouterr().out
+    assert "scheduler ended with status 1; the end of" in said
+    assert said.splitlines()[-1] == last.format(run=tmp_path)
+
+
+def test_what_a_log_says_of_a_full_disk_counts_whatever_is_free_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "scheduler.log").write_text("JournalError: database or disk is full\n")
+    assert Supervisor(tmp_path, [ENDS_AT_ONCE]).watch() == 1
+    assert "the processes cannot write" in capsys.readouterr().out
+
+
+class Full(io.BytesIO):
+    """A file on a full disk."""
+
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["copy", "terminal"])
+def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take_them(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the scheduler would stand still at its next line."""
+    source, sound = io.BytesIO(b"one\ntwo\n"), (tmp_path / "lines").open("wb", buffering=0)
+    copy: IO[bytes] = Full() if where == "copy" else sound
+    terminal = io.TextIOWrapper(Full() if where == "terminal" else sound, write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    _relay(source, copy)
+    assert source.read() == b""
+    assert (tmp_path / "lines").read_bytes() == b"one\ntwo\n"

@@ -1,0 +1,30 @@
+"""A folder that appears whole or not at all."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def drafted(out: Path, flag: str = "") -> Iterator[Path]:
+    """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written is known then; at the end it is ``out``.
+
+    What ends the work early removes it. Raises OSError; flag: the option that named ``out``.
+    """
+    draft = out.with_name(f"{out.name}.draft{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)  # of a dead process with our number
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()) from None
+    try:
+        yield draft
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    try:
+        draft.rename(out)
+    except OSError as error:
+        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; all is in {draft}".lstrip()) from None
