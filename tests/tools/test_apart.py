@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_a_process_that_is_killed_is_told_at_once() -> None:
         apart(_die)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A background job, such as a CI run may be, begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_it_after_its_own_cleaning_up(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
