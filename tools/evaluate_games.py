@@ -26,8 +26,9 @@ from scheduler.tasks import HELD_OUT_SEEDS
 from scheduler.together import together
 from scheduler.tree import Tree
 from tools import players
+from tools.drafts import write_whole
 from tools.evaluate_match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
-from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, claim, conduct, write_whole
+from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, claim, conduct
 from tools.in_process import InProcess, Seat, without_model
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Sample

@@ -18,6 +18,7 @@ import msgspec
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
+from tools.drafts import DRAFT, write_whole
 from wire import loop
 from wire.faults import Fault, InfrastructureFault
 from wire.messages import Sample
@@ -28,7 +29,6 @@ PATIENCE_S = 3600.0
 HOPELESS = 10
 """So many tasks that could not be done, before one that could, end the evaluation."""
 SETTINGS = "evaluation.json"
-_DRAFT = ".draft"
 GAUGES = ("version", "running", "kv_cache_bytes")
 """Of an engine's stats, what cannot be summed over sessions."""
 
@@ -65,7 +65,7 @@ def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msg
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: expected a folder, of this evaluation or not there yet")
     saved = out / SETTINGS
-    ours = {"lock", f"{SETTINGS}{_DRAFT}"}
+    ours = {"lock", f"{SETTINGS}{DRAFT}"}
     if out.exists() and not saved.is_file() and any(path.name not in ours for path in out.iterdir()):
         raise ValueError(f"--out {out}: it holds something else (no {SETTINGS}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -112,17 +112,6 @@ def check_same(saved: Path, settings: msgspec.Struct, what: str) -> None:
                 f"{what} was begun with {key} = {before.get(key)!r}, now it is {given.get(key)!r}:"
                 " give the same settings, or choose another --out"
             )
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """``value`` as JSON; a full disk or the process's death leaves what was there before."""
-    draft = path.with_name(f"{path.name}{_DRAFT}")
-    try:
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def cut_torn_tail(path: Path) -> None:

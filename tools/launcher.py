@@ -12,7 +12,7 @@ import msgspec
 
 from tools import assets, plan
 from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
-from tools.evaluation_folder import write_whole
+from tools.drafts import write_whole
 from tools.supervise import Supervisor, existing, no_space
 
 

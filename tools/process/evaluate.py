@@ -16,7 +16,8 @@ import msgspec
 
 from judges.serve import option
 from scheduler.evaluation import estimate
-from tools.evaluation_folder import INTERRUPTED, Measured, claim, write_whole
+from tools.drafts import write_whole
+from tools.evaluation_folder import INTERRUPTED, Measured, claim
 from tools.process import judging, record
 from tools.process.judging import Answers, Asked
 from tools.process.record import CATEGORIES, THRESHOLD, Item

@@ -18,7 +18,8 @@ import msgspec
 from judges.base import Judge, checked
 from judges.serve import BUILT_IN, make_worker
 from scheduler.together import together
-from tools.evaluation_folder import HOPELESS, check_same, cut_torn_tail, write_whole
+from tools.drafts import write_whole
+from tools.evaluation_folder import HOPELESS, check_same, cut_torn_tail
 from tools.process import record
 from tools.process.record import Trajectory
 from wire import loop

@@ -21,7 +21,8 @@ from scheduler.context import Context, Shop
 from scheduler.evaluation import Estimate, estimate
 from scheduler.together import together
 from scheduler.tree import Tree
-from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, write_whole
+from tools.drafts import write_whole
+from tools.evaluation_folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted
 from tools.in_process import InProcess, Seat
 from tools.qa import methods
 from tools.qa.retrieval import CachedRetrieval

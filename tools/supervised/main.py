@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.evaluation_folder import INTERRUPTED, locked, write_whole
+from tools.drafts import write_whole
+from tools.evaluation_folder import INTERRUPTED, locked
 from tools.process import build, judging, record
 from tools.process.evaluate import add_deadline, check_threshold
 from tools.process.record import THRESHOLD, Labelled, Step, Trajectory

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.drafts import drafted
-from tools.evaluation_folder import write_whole
+from tools.drafts import drafted, write_whole
 
 if TYPE_CHECKING:
     from tools.fine_tune import Example  # which imports torch
