@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learner.attention import FOREST, NAME, Layout
+from learner.attention import FOREST, NAME, Backend, Layout
 from learner.config import LearnerConfig, LoraConfig
 from learner.head import token_logprobs
 from learner.ranks import Ranks, whole
@@ -125,12 +125,12 @@ class TreeModel:
         """Every trained parameter whole, on the CPU. A collective when sharded."""
         return {name: whole(p) for name, p in self._trained.items()}
 
-    def row(self, paths: Sequence[Path]) -> Row:
-        """The packed row of some paths, shared where that pays."""
+    def row(self, paths: Sequence[Path], attention: Backend | None = None) -> Row:
+        """The packed row of some paths, shared where that pays. attention: another backend than the configured one."""
         forest = pack(paths)
         if forest.token_ratio < SHARE_FROM:
             forest = pack(paths, share=False)
-        layout = Layout(forest, self.config.attention, self.device)
+        layout = Layout(forest, attention or self.config.attention, self.device)
         return Row(layout.forest.tokens, layout.forest.depth, forest.read, forest.target, layout, forest.nodes)
 
     def plain_row(self, path: Path) -> Row:
@@ -138,9 +138,11 @@ class TreeModel:
         n, start = len(path.tokens), path.start
         return Row(path.tokens, torch.arange(n), torch.arange(start - 1, n - 1), path.tokens[start:], None, n)
 
-    def read(self, row: Row, initial: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tower's two outputs [targets]."""
-        return self.tower(row, self.device, self.compute, initial)
+    def read(
+        self, row: Row, initial: bool = False, compute: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tower's two outputs [targets]. compute: another number type than the run's."""
+        return self.tower(row, self.device, compute or self.compute, initial)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -168,10 +170,6 @@ class Policy(TreeModel):
     def logprobs(self, paths: Sequence[Path]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies [trained tokens], paths in order."""
         return self.read(self.row(paths))
-
-    def plain_logprobs(self, path: Path) -> torch.Tensor:
-        """Log-probabilities of one path without a forest."""
-        return self.read(self.plain_row(path))[0]
 
     def reference_logprobs(self, paths: Sequence[Path]) -> torch.Tensor:
         """Log-probabilities under the initial policy, no gradient: the adapters switched off, or the frozen copy."""

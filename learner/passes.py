@@ -29,9 +29,9 @@ class Rows(msgspec.Struct, frozen=True):
         """Length of the token axis."""
         return len(self.behaviour)
 
-    def index(self, rows: Sequence[int]) -> torch.Tensor:
-        """Token indices of some paths, in order, int64."""
-        return torch.cat([torch.arange(self.spans[i].start, self.spans[i].stop) for i in rows])
+    def index(self, rows: Sequence[int]) -> np.ndarray:
+        """Token indices of some paths, in order, int64. No tensor: numpy takes a tensor of one element for a scalar."""
+        return np.concatenate([np.arange(self.spans[i].start, self.spans[i].stop) for i in rows])
 
 
 def rows_of(turns: list[TurnTokens]) -> Rows:

@@ -71,10 +71,9 @@ class PolicyStep:
         """Backward of one forest's share of the objective; returns that share."""
         c, device = self.config, self.policy.device
         index = known.rows.index(chosen)
-        live = torch.as_tensor(known.rows.sampled[index])
-        index = index[live]
-        current, entropy = self.policy.logprobs([known.rows.paths[i] for i in chosen])
-        current, entropy = current[live.to(device)], entropy[live.to(device)]
+        sampled = known.rows.sampled[index]
+        index, live = index[sampled], torch.as_tensor(sampled, device=device)
+        current, entropy = (made[live] for made in self.policy.logprobs([known.rows.paths[i] for i in chosen]))
 
         def here(column: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(column[index], device=device)
@@ -93,7 +92,7 @@ class PolicyStep:
             _note(noted, index, current, entropy, kl, made)
         return float(objective.detach())
 
-    def _compared(self, known: Known, index: torch.Tensor, current: torch.Tensor) -> Logprobs:
+    def _compared(self, known: Known, index: np.ndarray, current: torch.Tensor) -> Logprobs:
         """The log-probabilities a correction compares, with its segments as they are outside this micro-batch."""
         rows, device, level = known.rows, current.device, self.correct.level
         proximal, behaviour = (torch.as_tensor(a[index], device=device) for a in (known.proximal, rows.behaviour))
@@ -113,7 +112,7 @@ class PolicyStep:
 
 
 def _note(
-    noted: torch.Tensor, index: torch.Tensor, current: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, made: Surrogate
+    noted: torch.Tensor, index: np.ndarray, current: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, made: Surrogate
 ) -> None:  # fmt: skip
     """Keep what the watch reads; a token is written by the one rank that forwarded it."""
     cut = made.clipped.float() + 2 * made.masked.float()

@@ -4,6 +4,7 @@ parameters are sharded, applies FSDP2.
 With sharding every forward and backward is a collective: each rank must make as many as the others (learner/passes.py sees to it).
 """
 
+import math
 import os
 from datetime import timedelta
 from typing import Any, Literal
@@ -41,7 +42,8 @@ class Ranks:
         """The module on this rank's device, its parameters sharded over the ranks if so configured.
 
         layer: class name of the decoder layers, the units that are gathered together. Gradients are summed, not averaged: the
-        weights of an update are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients reduced in float32.
+        weights of an update are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients reduced in float32;
+        autocast, not FSDP2, narrows activations, so that the self-check can compute in float32.
         """
         module = module.to(self.device)
         if not self.sharded:
@@ -50,7 +52,7 @@ class Ranks:
         plugin.transformer_cls_names_to_wrap = [layer]
         plugin.mixed_precision_policy = None
         if compute == torch.bfloat16:
-            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         module = fsdp2_prepare_model(self.accelerator, module)
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -92,6 +94,13 @@ class Ranks:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values.cpu()
+
+    def largest(self, value: torch.Tensor) -> float:
+        """The largest over the ranks of a number; not a number counts as infinite."""
+        value = value.detach().float().nan_to_num(nan=math.inf, posinf=math.inf)
+        if self.count > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

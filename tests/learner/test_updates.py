@@ -77,8 +77,9 @@ def test_the_first_batch_is_checked_against_the_plain_path(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(llama, tmp_path)
-    plain = made.policy.plain_logprobs
-    monkeypatch.setattr(made.policy, "plain_logprobs", lambda path: plain(path) + 0.5)
+    plain = made.policy.plain_row
+    shifted = lambda path: msgspec.structs.replace(plain(path), positions=torch.arange(len(path.tokens)) * 2)  # noqa: E731
+    monkeypatch.setattr(made.policy, "plain_row", shifted)
     with pytest.raises(PackingError, match="differ from"):
         made.update(batch(9, 0))
 
