@@ -22,7 +22,7 @@ from tools import ranges
 from tools.drafts import as_json
 from tools.warm_start import WarmStart
 
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "slate-cpu.toml"
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "slate-tiny.toml"
 
 
 class ConfigError(ValueError):

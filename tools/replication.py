@@ -47,6 +47,8 @@ class Study(msgspec.Struct, frozen=True):
 
 
 _PPR, _SLATE = "ppr-cpu", "slate-tiny"
+_ALONE = ["actors.count=1", "learner.count=1", "scheduler.max_staleness=0"]
+"""Arms are compared with each other: synchronous, so that no arm trains on older data than another."""
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = ["scheduler.judge=slate_em", "scheduler.bonus=0.0", "judges.use={exact_match={}, slate_em={}}"]
 _OR = ["learner.scheme=outcome"]
@@ -69,12 +71,12 @@ STUDIES = {
     "slate": Study(
         "em",
         {
-            "SLATE": Arm(_SLATE),
-            "(a) whole trajectories": Arm(_SLATE, ["scheduler.strategy=full", "learner.scheme=slate_full"]),
-            "(b) rule rewards": Arm(_SLATE, ["judges.use.slate_rules.query=format"]),
-            "(c) exact match only": Arm(_SLATE, _EM_ONLY),
+            "SLATE": Arm(_SLATE, _ALONE),
+            "(a) whole trajectories": Arm(_SLATE, [*_ALONE, "scheduler.strategy=full", "learner.scheme=slate_full"]),
+            "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
+            "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
         }
-        | {f"k = {k}": Arm(_SLATE, [f"scheduler.k={k}"]) for k in (1, 3, 7)},
+        | {f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.k={k}"]) for k in (1, 3, 7)},
     ),
     "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}),
     "vpr-sudoku": Study(

@@ -16,11 +16,12 @@ from judges.config import JudgeModelConfig, JudgesConfig
 from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
 from tools import assets, plan
-from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from tools.config import Config, ConfigError, convert, load
 from tools.plan import gpus_of
 
 ROOT = Path(__file__).parent.parent.parent
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
+"""The default task with a language model and adapters: most settings have an effect there."""
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
@@ -312,7 +313,7 @@ _ROUTED = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.worke
 def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], said: str) -> None:
     clean = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
     with pytest.raises(ConfigError, match=said):
-        load(DEFAULT_CONFIG, [*clean, *overrides])
+        load(DEFAULT, [*clean, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], sai
 def test_a_server_that_an_actor_starts_takes_the_learners_adapters(
     overrides: list[str], arguments: dict[str, Any]
 ) -> None:
-    made = load(DEFAULT_CONFIG, ["actors.engine=sglang", "actors.dtype=auto", "actors.kv_cache_gib=1.0", *overrides])
+    made = load(DEFAULT, ["actors.engine=sglang", "actors.dtype=auto", "actors.kv_cache_gib=1.0", *overrides])
     assert made.actors.sglang.arguments == arguments
 
 
@@ -397,8 +398,8 @@ def test_what_ppr_cannot_use_is_refused(overrides: list[str], said: str) -> None
 @pytest.mark.parametrize(
     ("path", "overrides", "said"),
     [
-        (DEFAULT_CONFIG, ["learner.scheme=turn_grpo"], "'ppr' does not give"),
-        (DEFAULT_CONFIG, ["learner.scheme=grpo"], "needs scheduler.strategy = 'full'"),
+        (DEFAULT, ["learner.scheme=turn_grpo"], "'ppr' does not give"),
+        (DEFAULT, ["learner.scheme=grpo"], "needs scheduler.strategy = 'full'"),
         (VPR, [], "is for search"),
     ],
 )
@@ -409,7 +410,7 @@ def test_pprs_rounds_are_refused_where_they_give_nothing_to_learn(path: Path, ov
 
 def test_slate_full_needs_the_components_of_its_judge() -> None:
     with pytest.raises(ConfigError, match=r"learner\.scheme = 'slate_full' reads"):
-        load(DEFAULT_CONFIG, ["scheduler.strategy=full", "learner.scheme=slate_full", "scheduler.judge=exact_match"])
+        load(DEFAULT, ["scheduler.strategy=full", "learner.scheme=slate_full", "scheduler.judge=exact_match"])
 
 
 @pytest.mark.parametrize(("gpus", "shown"), [("01234567", "6,7"), ("0123", None), ("", None)])

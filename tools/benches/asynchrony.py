@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tools.benches.slate_shape import model_folder
 from tools.bootstrap import ROOT
-from tools.config import DEFAULT_CONFIG
 
 UPDATES = 12
 
@@ -49,7 +48,7 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
         sys.executable,
         str(ROOT / "tools" / "launch"),
         "--config",
-        str(DEFAULT_CONFIG),
+        str(ROOT / "configs" / "slate-cpu.toml"),
         "--run-folder",
         str(run),
     ]
