@@ -10,6 +10,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from scheduler.dispatch import Event, Worker
+from scheduler.terminal import width
 
 # The generated protobuf modules define their messages at import, which a type checker cannot see.
 _Scalars: Any = vars(event_pb2)["Event"]
@@ -38,6 +39,17 @@ _COLUMNS = [
 """Heading, metric and format of the live table; a column is shown once a record has it. judged is the share of the judge's
 scores that were valid, search the searches of a trajectory. engine and learner are busy shares of wall time, per process; cache is the
 share of prompt tokens served from the prefix cache (docs/placement.md), saved their number."""
+_LEAST = ("saved", "judged", "turns", "think", "cache", "outcome", "search", "tok/s")
+"""Columns that a narrow terminal goes without, the first first; metrics.jsonl has them all."""
+
+
+def _that_fit(columns: list[tuple[str, str, str]], width: int) -> list[tuple[str, str, str]]:
+    """The columns, without the least of them until a line of cells of seven, two spaces between, is at most ``width`` wide."""
+    for least in _LEAST:
+        if 9 * len(columns) - 2 <= width:
+            break
+        columns = [column for column in columns if column[0] != least]
+    return columns
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -111,13 +123,12 @@ class Metrics:
     def _show(self, values: dict[str, float]) -> None:
         known = self._columns
         self._columns = known | {key for _, key, _ in _COLUMNS if key in values}
-        columns = [column for column in _COLUMNS if column[1] in self._columns]
+        columns = _that_fit([column for column in _COLUMNS if column[1] in self._columns], width())
         if self._lines % 20 == 0 or self._columns != known:
             print("  ".join(f"{name:>7}" for name, _, _ in columns), flush=True)
         self._lines += 1
         cells = [form.format(values[key]) if key in values else "-" for _, key, form in columns]
-        widths = [max(7, len(name)) for name, _, _ in columns]
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
+        print("  ".join(f"{cell:>7}" for cell in cells), flush=True)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """What the workers' heartbeats tell that came since the last call.

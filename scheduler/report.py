@@ -8,13 +8,14 @@ import msgspec
 from scheduler import best
 from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
+from scheduler.terminal import folded
 
 
 def heldout_line(name: str, found: HeldOut, seconds: float) -> str:
     """One line for the terminal, the headline first."""
     names = sorted(found.measures, key=lambda measure: (measure != found.headline, measure))
     shown = ", ".join(f"{measure} {found.measures[measure]}" for measure in names)
-    return f"held-out {name} (version {found.version}, {found.questions} tasks): {shown}, {seconds:.0f} s"
+    return folded(f"held-out {name} (version {found.version}, {found.questions} tasks): {shown}, {seconds:.0f} s")
 
 
 def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Counter[str], calls: Counter[str]) -> None:

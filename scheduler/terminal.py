@@ -6,6 +6,7 @@ Pure but for ``say`` and the injected clock.
 
 import math
 import re
+import shutil
 import textwrap
 import time
 from collections import Counter
@@ -19,6 +20,20 @@ EVERY_UPDATES = 10
 _LONGEST = 300
 """Characters of a fault's text that are shown; all of it is in the log."""
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
+
+
+UNLIMITED = 10_000
+"""The width of a file or pipe: nothing is folded or left out there."""
+
+
+def width() -> int:
+    """Columns of the terminal that the launcher prints to (it passes them on as COLUMNS)."""
+    return shutil.get_terminal_size((UNLIMITED, 24)).columns
+
+
+def folded(line: str) -> str:
+    """``line``, at most as wide as the terminal."""
+    return textwrap.fill(line, width(), subsequent_indent="  ", break_long_words=False)
 
 
 def say(line: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.dispatch import Worker
-from scheduler.metrics import Metrics
+from scheduler.metrics import _COLUMNS, _LEAST, Metrics
 from wire.messages import Register
 
 
@@ -72,8 +72,9 @@ def test_a_busy_share_is_a_mean_over_engines_none_of_which_counts_more_than_all_
 
 
 def test_the_table_tells_its_headings_again_when_a_column_comes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     metrics = Metrics(tmp_path)
     metrics.record(1, {"score/reward": 1.0})
     metrics.record(2, {"score/reward": 1.0})
@@ -85,3 +86,21 @@ def test_the_table_tells_its_headings_again_when_a_column_comes(
         ["update", "reward", "judged"],
     ]
     assert shown[-1][2] == "0.50"
+
+
+@pytest.mark.parametrize(("columns", "gone"), [(None, 0), (135, 1), (80, 8), (40, 8)])
+def test_a_narrow_terminal_goes_without_the_least_columns(
+    columns: int | None, gone: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    names = {name: key for name, key, _ in _COLUMNS if name not in ("process", "search")}
+    metrics = Metrics(tmp_path)
+    metrics.record(1, dict.fromkeys(names.values(), 1.0))
+    metrics.close()
+    heading, cells = capsys.readouterr().out.splitlines()
+    shown = [name for name in names if name not in _LEAST[:gone]]
+    assert heading.split() == shown
+    assert len(cells.split()) == len(shown)
+    assert len(cells) <= max(columns or 10_000, 79)
