@@ -103,7 +103,9 @@ class Leader:
             metrics = await asyncio.to_thread(self._update, batch)
             due = self.trainer.version - self.durable >= self.config.checkpoint_every
             if due:
+                start = time.monotonic()
                 await asyncio.to_thread(self._checkpoint)
+                metrics["time/checkpoint"] = time.monotonic() - start
             self._answer(batch, metrics, due)
             heard = time.monotonic()
         if self.durable < self.trainer.version:

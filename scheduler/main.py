@@ -6,6 +6,7 @@ error that says what failed, or a signal after which ``tools/launch --resume`` g
 
 import asyncio
 import logging
+import os
 import random
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+import scheduler
 from actors.environments import registry
 from actors.environments.base import Task
 from scheduler import baselines, best, evaluation, report, strategies, terminal
@@ -25,13 +27,14 @@ from scheduler.journal import Journal, JournalError, TreeRow
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
+from scheduler.phases import SUMMED, Phases, Training
 from scheduler.spread import Spread, Weights
 from scheduler.stream import Stream
 from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Node, Tree
-from wire import loop
+from wire import loop, published
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import Trained
 from wire.sockets import RunKeys
@@ -61,11 +64,23 @@ def frontier(run: Path) -> Frontier:
     return msgspec.json.decode(found[-1].read_bytes(), type=Frontier) if found else Frontier()
 
 
+def command_began() -> float | None:
+    """When the command began that started this process, if it said so."""
+    process, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
+    return float(at) if process == str(os.getppid()) else None
+
+
 class Run:
     """One run of the scheduler."""
 
+    training: Training
+
     def __init__(self, process: SchedulerProcess):
         self.process, self.settings = process, process.scheduler
+        began = command_began()
+        self.phases = Phases("set-up", scheduler.STARTED if began is None else began)
+        self.phases.enter("starting processes", scheduler.STARTED)
+        self.growth = Phases("no trees")
         self.folder = Path(process.run)
         self.journal = Journal(self.folder / "journal.sqlite")
         self.dispatcher = Dispatcher(
@@ -95,7 +110,9 @@ class Run:
         self.pacing: Pacing
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
+        self.begun = asyncio.Event()
         self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *JUDGED)))
+        self.totals: Counter[str] = Counter()
         self.outcomes: list[float] = []
         self.next_tree = self.journal.next_tree()
         self.shop = Shop(
@@ -117,6 +134,11 @@ class Run:
 
     async def main(self) -> None:
         """From the first worker to the summary."""
+        if (held := frontier(self.folder).version) and not self.next_tree:
+            raise DataFault(
+                f"{self.folder} holds weights of version {held} and an empty journal: they belong to another run;"
+                " choose another folder, or remove this one while nothing runs in it"
+            )
         if self.tasks.rejected:
             first = self.tasks.rejected[0]
             print(
@@ -130,51 +152,74 @@ class Run:
         if trivial:
             shown = ", ".join(f"{k} {v:.3f}" for k, v in trivial.items())
             print(f"held-out {self.environment.headline} without a model: {shown}", flush=True)
-        if self.heldout and not any(name == "start" for _, name, _ in self.journal.evaluations()):
-            await self._evaluate("start")
-        await self._train()
+        await together([self._begin(), self._train()])
+        await self._dismiss_learner()
         if self.heldout:
             await self._evaluate("end")
-        report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters)
+        self.phases.enter("stopping")
         await self.dismiss()
         await self._workers_left(30.0)
+        spent = self.phases.seconds()
+        report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
+
+    async def _begin(self) -> None:
+        """The evaluation "start" is of version 0 alone: no newer weights reach an actor before its result is durable.
+
+        Only the trees of the first update grow beside it, so the learner is never further than one version ahead of the actors.
+        """
+        if self.heldout and not any(name == "start" for _, name, _ in self.journal.evaluations()):
+            await self._evaluate("start")
+        self.begun.set()
+        self.moved.set()
 
     async def dismiss(self) -> None:
         """Ask every worker to leave: from here on none is missed."""
         self.attendance.needed = ()
         await self.dispatcher.drain()
 
+    async def _dismiss_learner(self) -> None:
+        """Its last checkpoint is written beside the last evaluation. It stays where an actor may yet ask it for weights out of memory."""
+        weights = self.spread.weights
+        if not weights.version or published.read(Path(weights.path), weights.digest).memory is None:
+            self.attendance.needed = [service for service in self.attendance.needed if service != "train"]
+            await self.dispatcher.drain("train")
+
     async def _wait_for_workers(self) -> None:
-        services = {"generate": self.process.actors, "train": 1} | dict.fromkeys(self.process.services, 1)
+        """Until everybody is there who grows trees; the learner may be later."""
+        services = {"generate": self.process.actors} | dict.fromkeys(self.process.services, 1)
         services |= {
             f"judge.{name}": 1
             for name in (self.settings.judge, self.environment.outcome_judge)
             if name not in ("", UNJUDGED)
         }
-        start = time.monotonic()
-        print("waiting for workers: " + ", ".join(f"{count} x {name}" for name, count in services.items()), flush=True)
-        self.attendance.needed = services
+        expected = ", ".join(f"{count} x {name}" for name, count in {**services, "train": 1}.items())
+        print(f"waiting for workers: {expected}", flush=True)
+        self.attendance.needed = [*services, "train"]
         for service, count in services.items():
-            try:
-                await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
-            except TimeoutError as missing:
-                raise InfrastructureFault(str(missing)) from None
+            await self._wait_for(service, count)
+
+    async def _wait_for(self, service: str, count: int = 1) -> None:
+        try:
+            await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
+        except TimeoutError as missing:
+            raise InfrastructureFault(str(missing)) from None
+
+    async def _wait_for_learner(self) -> None:
+        """All workers are there, and the actors hold the learner's version."""
+        await self._wait_for("train")
         # The learner wrote its newest weights before it registered; a resumed run goes on from them.
         path = self.folder / "learner.json"
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
         self.stream.version = weights.version
-        if weights.version and not self.journal.next_tree():
-            raise DataFault(
-                f"{self.folder} holds weights of version {weights.version} and an empty journal: they belong to another run;"
-                " choose another folder, or remove this one while nothing runs in it"
-            )
-        await self.spread.everywhere(weights)
-        print(
-            f"all workers are here after {time.monotonic() - start:.0f} s; policy version {weights.version}",
-            flush=True,
-        )
+        if weights.version:
+            await self.begun.wait()
+            await self.spread.everywhere(weights)
+        waited = time.monotonic() - scheduler.STARTED
+        print(f"all workers are here after {waited:.0f} s; policy version {weights.version}", flush=True)
+        self.phases.enter("updates")
 
     async def _train(self) -> None:
+        await self._wait_for_learner()
         self.journal.forget_training_after(self.spread.weights.version)
         held = frontier(self.folder)
         self.journal.adopt_frontier(held.trained, held.version)
@@ -182,13 +227,13 @@ class Run:
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, self.spread.weights.version, len(left))
         self.metrics.counters(self.dispatcher.workers())
-        self.training_since = time.monotonic()
+        first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), time.monotonic()
         for row in left:
             self._take_up(row)
         await self._evaluate_if_due()  # a crash may have come between an update and its evaluation
         moved_at = time.monotonic()
         while not self.pacing.finished:
-            while self.pacing.may_start():
+            while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < s.questions_per_update):
                 self._plant()
             self._check()
             self.moved.clear()
@@ -201,6 +246,15 @@ class Run:
                     print(
                         f"  no progress for {s.watchdog_s:.0f} s; waiting for {self.dispatcher.waiting()}", flush=True
                     )
+
+        self.training = Training.of(
+            first,
+            self.pacing.version,
+            time.monotonic() - self.training_since,
+            self.totals,
+            self.metrics.busy(),
+            self.growth.spent("no trees") - idle,
+        )
 
     def _check(self) -> None:
         """A background task that died stops the run with its error."""
@@ -268,23 +322,28 @@ class Run:
     async def _attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
         """Plant and grow, again after an infrastructure fault. Raises DataFault, and the last InfrastructureFault."""
         try:
-            for attempt in range(1, ATTEMPTS + 1):
-                context.attempt = attempt
-                try:
-                    await context.plant()
-                    await grow(tree, context)
-                    return
-                except InfrastructureFault as fault:
-                    log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
-                    if attempt == ATTEMPTS:
-                        raise InfrastructureFault(
-                            f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or replace the worker (its log says"
-                            " more), then resume the run"
-                        ) from fault
-                    self.counts["tree_retries"] += 1
+            with self.growth.over("trees"):
+                await self._attempt(tree, context, grow)
         finally:
             self.shop.fleet.ended(tree.id)
             self.dispatcher.look_again("generate")
+            self.moved.set()
+
+    async def _attempt(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            context.attempt = attempt
+            try:
+                await context.plant()
+                await grow(tree, context)
+                return
+            except InfrastructureFault as fault:
+                log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
+                if attempt == ATTEMPTS:
+                    raise InfrastructureFault(
+                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or replace the worker (its log says"
+                        " more), then resume the run"
+                    ) from fault
+                self.counts["tree_retries"] += 1
 
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)
@@ -301,6 +360,7 @@ class Run:
 
     async def _trained(self, trained: Trained) -> None:
         """A new version: spread it, then let pacing move on."""
+        await self.begun.wait()
         start = time.monotonic()
         await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
@@ -315,6 +375,7 @@ class Run:
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
         values["count/over_stale"] = float(self.pacing.over_stale)
         values |= self.shop.fleet.residency.take().values()
+        self.totals.update({name: values.get(name, 0.0) for name in SUMMED})
         self.metrics.record(trained.version, values)
         for warning in self.reminders.due(trained.version, [*trained.warnings, *filter(None, doubts)]):
             terminal.say(f"warning, update {trained.version}: {warning}")
@@ -372,8 +433,13 @@ class Run:
             await self._evaluate(f"v{version}")
 
     async def _evaluate(self, name: str) -> None:
+        with self.phases.over({"start": "first evaluation", "end": "last evaluation"}.get(name, "evaluations between")):
+            await self._evaluate_now(name)
+
+    async def _evaluate_now(self, name: str) -> None:
         start = time.monotonic()
-        version = self.spread.weights.version
+        weights = self.spread.weights
+        version = weights.version
         e = self.settings.evaluation
         settings = msgspec.structs.replace(self.settings, k=1, temperature=e.temperature)
         room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
@@ -381,7 +447,7 @@ class Run:
         found = evaluation.summarise(version, self.examination, [pair for pair in pairs if pair is not None])
         self.journal.save_evaluation(version, name, msgspec.to_builtins(found))
         if found.headline in found.measures:
-            best.keep(self.folder, self.spread.weights, found.headline, found.measures[found.headline].mean)
+            best.keep(self.folder, weights, found.headline, found.measures[found.headline].mean)
         values = {f"heldout/{key}": measured.mean for key, measured in found.measures.items()}
         values |= {f"heldout/{key}_half": measured.half for key, measured in found.measures.items()}
         values |= {f"count/{key}": float(self.counts[key]) for key in WORK}

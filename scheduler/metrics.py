@@ -1,6 +1,7 @@
 """One record an update: RUN/metrics.jsonl, TensorBoard scalars, and a line of the live table."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,10 @@ def _busy(seen: Sequence[Seen]) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
+_KINDS = {"generate": "actors", "judge": "judges", "player": "players", "retrieve": "retriever"}
+"""What a summary calls the workers that offer a service."""
+
+
 def _rate(seen: Sequence[Seen], counter: str) -> float | None:
     """How much of ``counter`` all of them do in a second."""
     rates = [one.rates.get(counter, 0.0) for one in seen if one.rates]
@@ -96,6 +101,8 @@ class Metrics:
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = time.monotonic()
         self._seen: dict[str, Seen] = {}
+        self._busy: Counter[str] = Counter()
+        self._watched: Counter[str] = Counter()
         self._lines = 0
         self._columns: set[str] = set()
 
@@ -136,9 +143,13 @@ class Metrics:
         Shares and rates are of the time between those heartbeats. A worker that sent none keeps its last ones; before its second, it has
         none, and what no worker has is absent.
         """
+        before = self._seen
         self._seen = {
-            worker.admission: _grown(worker, self._seen.get(worker.admission)) for worker in workers if worker.stats
+            worker.admission: _grown(worker, before.get(worker.admission)) for worker in workers if worker.stats
         }
+        for worker in workers:
+            if worker.admission in before:
+                self._add_busy(worker, self._seen[worker.admission], before[worker.admission].at)
         engines, learners = (self._of(workers, service) for service in ("generate", "train"))
         prefilled, ideal, saved = (
             sum(engine.new.get(name, 0.0) for engine in engines)
@@ -153,6 +164,17 @@ class Metrics:
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
         }
         return {name: value for name, value in made.items() if value is not None}
+
+    def _add_busy(self, worker: Worker, seen: Seen, since: float) -> None:
+        busy = [seconds for name, seconds in seen.new.items() if name.endswith("busy_s")]
+        for kind in {_KINDS.get(service.split(".")[0]) for service in worker.hello.services} if busy else ():
+            if kind is not None:
+                self._busy[kind] += min(seen.at - since, sum(busy))
+                self._watched[kind] += seen.at - since
+
+    def busy(self) -> dict[str, float]:
+        """Busy shares by kind of worker of all the time between heartbeats that ``counters`` has seen."""
+        return {kind: self._busy[kind] / watched for kind, watched in self._watched.items()}
 
     def _of(self, workers: Sequence[Worker], service: str) -> list[Seen]:
         """What was seen of the workers that offer ``service``."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler import best
+from scheduler import best, phases
 from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
 from scheduler.terminal import folded
@@ -18,8 +18,16 @@ def heldout_line(name: str, found: HeldOut, seconds: float) -> str:
     return folded(f"held-out {name} (version {found.version}, {found.questions} tasks): {shown}, {seconds:.0f} s")
 
 
-def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Counter[str], calls: Counter[str]) -> None:
-    """RUN/summary.json and the closing lines."""
+def write(
+    run: Path,
+    journal: Journal,
+    baselines: dict[str, float],
+    counts: Counter[str],
+    calls: Counter[str],
+    spent: dict[str, float],
+    training: phases.Training,
+) -> None:
+    """RUN/summary.json and the closing lines. spent: seconds of this start of the run by phase."""
     found = {name: (version, result) for version, name, result in journal.evaluations()}
     summary = {
         "baselines": baselines,
@@ -27,6 +35,7 @@ def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Coun
         "counts": dict(counts),
         "calls": dict(calls),
         "quarantined": journal.quarantined(),
+        "seconds": {"this_start": sum(spent.values()), "phases": spent, "training": msgspec.to_builtins(training)},
     }
     kept = best.read(run)
     if kept is not None:
@@ -56,6 +65,7 @@ def write(run: Path, journal: Journal, baselines: dict[str, float], counts: Coun
         )
     if summary["quarantined"]:
         print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
+    print("\n".join(phases.table(spent, training)))
     for name in (
         "config.json",
         "journal.sqlite",

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +22,8 @@ def ensure(*extras: str) -> None:
     """Return inside the project's environment, with ``extras`` installed; elsewhere, make it and start the command again there."""
     if sys.version_info < (3, 11):
         sys.exit(f"Coppice needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    if not os.environ.get("COPPICE_STARTED", "").startswith(f"{os.getpid()} "):  # a command started again keeps its id
+        os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
     venv = Path(os.environ.get("COPPICE_VENV", ROOT / ".venv"))
     hardware = os.environ.get("COPPICE_EXTRA") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     wanted = sorted({hardware, *extras})

@@ -1,0 +1,109 @@
+"""Where the seconds go. Invariant: every moment belongs to one phase, so the phases add up to the time since the start.
+
+Pure but for the injected clock.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+
+LOADING = "loading"
+SUMMED = {
+    "learner/seconds": "updates",
+    "time/publish": "publishing weights",
+    "time/checkpoint": "checkpoints",
+    "time/spread": LOADING,
+}
+"""Seconds in the records of updates, and what the table calls them."""
+
+
+class Phases:
+    """The phase that runs now, and the seconds of all phases so far.
+
+    ``enter`` ends the phase before. ``over`` covers whatever phases come and go inside its block: what runs beside has no row of its own.
+    """
+
+    def __init__(self, first: str, start: float | None = None, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._name = clock, first
+        self._since = clock() if start is None else start
+        self._over: list[str] = []
+        self._spent: Counter[str] = Counter()
+
+    def enter(self, name: str, at: float | None = None) -> None:
+        """``name`` begins now, or began ``at`` a moment after the last change."""
+        self._book(at)
+        self._name = name
+
+    @contextmanager
+    def over(self, name: str) -> Iterator[None]:
+        """The time of the block is ``name``'s."""
+        self._book()
+        self._over.append(name)
+        try:
+            yield
+        finally:
+            self._book()
+            self._over.remove(name)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase until now, in the order in which the phases first came; one that took no time is left out."""
+        self._book()
+        return {name: seconds for name, seconds in self._spent.items() if seconds}
+
+    def spent(self, name: str) -> float:
+        """Seconds of one phase until now."""
+        return self.seconds().get(name, 0.0)
+
+    def _book(self, at: float | None = None) -> None:
+        now = self._clock() if at is None else at
+        self._spent[self._over[-1] if self._over else self._name] += now - self._since
+        self._since = now
+
+
+class Training(msgspec.Struct, frozen=True):
+    """The seconds from the first tree of this start to its last update in force, updates beside the first evaluation included.
+
+    first, last: versions before and after. learner: seconds of one rank, which add up. busy: shares of processes, by what they are.
+    without_trees: seconds in which nothing grew. loading: seconds in which new weights were on their way to the actors.
+    """
+
+    first: int
+    last: int
+    seconds: float
+    learner: dict[str, float]
+    busy: dict[str, float]
+    without_trees: float
+    loading: float
+
+    @classmethod
+    def of(
+        cls, first: int, last: int, seconds: float, sums: Mapping[str, float], busy: dict[str, float], idle: float
+    ) -> "Training":
+        """sums: of the updates' records, by the names in ``SUMMED``. idle: seconds without trees."""
+        learner = {name: sums.get(metric, 0.0) for metric, name in SUMMED.items()}
+        loading = learner.pop(LOADING)
+        learner["waiting for trees"] = max(0.0, seconds - sum(learner.values()))
+        return cls(first, last, seconds, learner, busy, idle, loading)
+
+
+def table(phases: Mapping[str, float], training: Training) -> list[str]:
+    """Lines of less than 80 characters: the phases of this start, then what happened inside its updates."""
+    wall, made = sum(phases.values()), training.last - training.first
+    resumed = f" (resumed at version {training.first})" if training.first else ""
+    lines = [f"  where the {wall:.1f} s of this start went{resumed}"]
+    lines += [_line(name, seconds, wall) for name, seconds in phases.items()]
+    if not made:
+        return lines
+    rows = {f"learner: {name}": seconds for name, seconds in training.learner.items()}
+    rows |= {f"{name}: busy": share * training.seconds for name, share in training.busy.items()}
+    rows |= {"actors: no tree may grow": training.without_trees, "actors: new weights on their way": training.loading}
+    each = training.seconds / made
+    lines.append(f"  {made} updates in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process")
+    return lines + [_line(name, seconds, training.seconds) for name, seconds in rows.items()]
+
+
+def _line(name: str, seconds: float, whole: float) -> str:
+    return f"    {name:<34} {seconds:>8.1f} s {seconds / max(whole, 1e-9):>6.1%}"

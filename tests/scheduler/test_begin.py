@@ -1,0 +1,163 @@
+"""The first evaluation beside the first update: its result is of version 0 alone, whatever the learner did meanwhile, also after a crash.
+
+The run and its dispatcher are real; the engine and the learner are stand-ins that hold back what a test wants to see held back.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from scheduler.journal import Journal
+from scheduler.main import Run
+from scheduler.spread import Weights
+from wire import published
+from wire.faults import DataFault
+from wire.messages import Closed, GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
+from wire.messages import Trained, TrainGroup, TreeClosed
+from wire.service import Call, Service
+from wire.sockets import RunKeys
+
+QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
+
+
+class House:
+    """A run with an actor and a learner. held: evaluations of version 0 wait until it says so. loads: evaluations known at each load."""
+
+    def __init__(self, folder: Path, model: Path, held: Callable[["House"], bool], version: int = 0):
+        settings = SchedulerConfig(
+            strategy="chain",
+            judge="none",
+            updates=UPDATES,
+            questions_per_update=QUESTIONS,
+            max_action_tokens=4,
+            evaluation=EvaluationConfig(questions=HELD_OUT),
+        )
+        options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
+        process = SchedulerProcess(
+            "scheduler", str(folder), 0, str(model), "tictactoe", options, "", "", 1, [], 16, settings
+        )
+        self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
+        self.loads: list[tuple[int, list[str]]] = []
+        self.in_force = 0
+        self.waiting: list[asyncio.Future[Trained]] = []
+
+    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+        while request.sampling.temperature == 0.0 and not self.in_force and self.held(self):
+            await asyncio.sleep(0.001)
+        one = np.ones(1, np.int32)
+        sample = Sample(65 * one, np.zeros(1, np.float32), self.in_force * one, "stop")
+        return GenerateResult([sample] * request.n, len(request.tokens), 0)
+
+    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+        self.loads.append((request.version, [name for _, name, _ in self.run.journal.evaluations()]))
+        self.in_force = request.version
+        return LoadResult(request.version, request.digest, 0.0)
+
+    async def train(self, group: TrainGroup, call: Call) -> Trained:
+        answer: asyncio.Future[Trained] = asyncio.get_running_loop().create_future()
+        self.waiting.append(answer)
+        if len(self.waiting) == QUESTIONS:
+            self.trained += 1
+            weights = publish(self.folder, self.trained)
+            for one in self.waiting:
+                one.set_result(Trained(weights.version, weights.path, weights.digest, True, {}, []))
+            self.waiting.clear()
+        return await answer
+
+    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+        return Closed()
+
+    async def live(self, until: Callable[["House"], bool]) -> None:
+        """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
+        keys, endpoint = RunKeys.load(self.folder / "keys"), self.run.dispatcher.endpoint
+        actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
+        learner = Service("learner", {"train": self.train, "close": self.close}, 64)
+        main = asyncio.create_task(self.run.main())
+        workers = [asyncio.create_task(each.run(endpoint, keys, signals=False)) for each in (actor, learner)]
+        try:
+            async with asyncio.timeout(60):
+                while not main.done() and not until(self):
+                    await asyncio.sleep(0.001)
+                if main.done():
+                    main.result()
+        finally:
+            for task in (main, *workers):
+                task.cancel()
+            await asyncio.gather(main, *workers, return_exceptions=True)
+            await self.run.close()
+
+
+def publish(folder: Path, version: int) -> Weights:
+    """A version's folder, and the word of it."""
+    path = folder / "weights" / f"v{version:06d}"
+    path.mkdir(parents=True, exist_ok=True)
+    published.Manifest(version, "full", "digest").write(path)
+    weights = Weights(version, str(path), "digest")
+    (folder / "learner.json").write_bytes(msgspec.json.encode(weights))
+    return weights
+
+
+def check(folder: Path) -> None:
+    """All is evaluated by the version that the result names, and every tree was trained once."""
+    journal = Journal(folder / "journal.sqlite", readonly=True)
+    assert [(version, name) for version, name, _ in journal.evaluations()] == [(0, "start"), (UPDATES, "end")]
+    examined = [journal.tree(row) for row in journal.trees("split='heldout' AND status='closed'")]
+    for tree, row in zip(examined, journal.trees("split='heldout' AND status='closed'"), strict=True):
+        sampled = [set(node.versions.tolist()) for node in tree.nodes.values() if node.versions is not None]
+        assert sampled == [{row.version}] * len(sampled) != []
+    assert sorted(row.version for row in journal.trees("split='heldout' AND status='closed'")) == (
+        [0] * HELD_OUT + [UPDATES] * HELD_OUT
+    )
+    rows = journal.trees("split='train'")
+    assert [row.position for row in rows] == list(range(QUESTIONS * UPDATES))
+    assert [[version for _, version in journal.groups(row.id)] for row in rows] == [[1], [1], [2], [2]]
+
+
+async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_is_of_version_0(
+    tmp_path: Path, llama: Path
+) -> None:
+    grown: list[int] = []
+
+    def held(house: House) -> bool:
+        if house.run.stream.version:
+            grown.append(len(house.run.journal.trees("split='train'")))
+        return not house.run.stream.version  # until the scheduler knows of version 1
+
+    house = House(tmp_path, llama, held)
+    await house.live(until=lambda house: False)
+    check(tmp_path)
+    assert grown[0] == QUESTIONS  # the trees of one update, no more
+    assert house.loads == [(1, ["start"]), (2, ["start"])]
+
+
+async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation_evaluates_version_0_first(
+    tmp_path: Path, llama: Path
+) -> None:
+    dead = House(tmp_path, llama, held=lambda house: True)
+    await dead.live(until=lambda house: house.run.stream.version == 1)
+    assert dead.loads == []
+    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
+    assert journal.evaluations() == []
+    (tmp_path / "checkpoints" / "v000001").mkdir(parents=True)
+    state = {"version": 1, "trained": [group for row in journal.trees() for group, _ in journal.groups(row.id)]}
+    (tmp_path / "checkpoints" / "v000001" / "state.json").write_bytes(msgspec.json.encode(state))
+    resumed = House(tmp_path, llama, held=lambda house: False, version=1)
+    await resumed.live(until=lambda house: False)
+    check(tmp_path)
+    assert resumed.loads == [(1, ["start"]), (2, ["start"])]
+
+
+async def test_weights_without_a_journal_are_refused_before_anything_is_written_into_it(
+    tmp_path: Path, llama: Path
+) -> None:
+    (tmp_path / "checkpoints" / "v000004").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "v000004" / "state.json").write_bytes(b'{"version": 4, "trained": []}')
+    house = House(tmp_path, llama, held=lambda house: False)
+    with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
+        await house.live(until=lambda house: False)
+    assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees()

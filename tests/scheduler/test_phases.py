@@ -1,0 +1,118 @@
+"""Where the seconds of a run go: the phases add up whatever runs beside what, and the table says what it covers."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.metrics import Metrics
+from scheduler.phases import Phases, Training, table
+from tests.scheduler.test_metrics import beat, worker
+
+NAMES = st.sampled_from(["starting processes", "updates", "stopping"])
+MOVES = st.lists(st.tuples(st.floats(0.0, 100.0), st.one_of(NAMES, st.sampled_from(["open", "close"]))), max_size=30)
+
+
+@given(MOVES)
+def test_the_phases_add_up_to_the_time_since_the_start_however_they_overlap(moves: list[tuple[float, str]]) -> None:
+    clock = [50.0]
+    phases, blocks = Phases("set-up", 20.0, lambda: clock[0]), []
+    for seconds, move in moves:
+        clock[0] += seconds
+        if move == "open":
+            blocks.append(phases.over(f"evaluation {len(blocks)}"))
+            blocks[-1].__enter__()
+        elif move == "close" and blocks:
+            blocks.pop(0).__exit__(None, None, None)  # the first that began may end first
+        elif move != "close":
+            phases.enter(move)
+    assert sum(phases.seconds().values()) == pytest.approx(clock[0] - 20.0)
+
+
+def test_what_covers_a_phase_takes_its_time_and_gives_way_to_the_phase_of_the_moment() -> None:
+    clock = [0.0]
+    phases = Phases("set-up", -3.0, lambda: clock[0])
+    phases.enter("starting", -1.0)
+    clock[0] = 10.0
+    with phases.over("first evaluation"):
+        clock[0] = 14.0
+        phases.enter("updates")
+        clock[0] = 20.0
+    clock[0] = 50.0
+    assert phases.seconds() == {"set-up": 2.0, "starting": 11.0, "first evaluation": 10.0, "updates": 30.0}
+
+
+def test_a_phase_counts_while_any_of_its_blocks_is_open() -> None:
+    clock = [0.0]
+    growth = Phases("no trees", clock=lambda: clock[0])
+    first, second = growth.over("trees"), growth.over("trees")
+    for moment, step in ((2.0, first.__enter__), (3.0, second.__enter__)):
+        clock[0] = moment
+        step()
+    for moment, block in ((5.0, first), (9.0, second)):
+        clock[0] = moment
+        block.__exit__(None, None, None)
+    clock[0] = 10.0
+    assert growth.seconds() == {"no trees": 3.0, "trees": 7.0}
+
+
+def trained(first: int, last: int) -> Training:
+    sums = Counter({"learner/seconds": 30.0, "time/publish": 2.0, "time/checkpoint": 4.0, "time/spread": 1.5})
+    return Training.of(first, last, 60.0, sums, {"actors": 0.75, "judges": 0.01}, 12.0)
+
+
+def test_what_a_learner_did_in_its_updates_adds_up_to_their_time() -> None:
+    made = trained(0, 10)
+    assert made.learner == {"updates": 30.0, "publishing weights": 2.0, "checkpoints": 4.0, "waiting for trees": 24.0}
+    assert made.loading == 1.5
+
+
+PHASES = {"set-up": 2.0, "starting processes": 8.0, "first evaluation": 20.0, "updates": 50.0, "stopping": 20.0}
+
+
+def test_the_table_has_every_phase_with_its_share_and_fits_a_terminal() -> None:
+    lines = table(PHASES, trained(0, 10))
+    assert lines[0] == "  where the 100.0 s of this start went"
+    assert [line.split()[-3:] for line in lines[1:6]] == [
+        [f"{seconds:.1f}", "s", f"{seconds:.1f}%"] for seconds in PHASES.values()
+    ]
+    assert lines[6] == "  10 updates in 60.0 s, 6.0 s each; meanwhile, per process"
+    assert [line.split("  ")[2] for line in lines[7:]] == [
+        "learner: updates",
+        "learner: publishing weights",
+        "learner: checkpoints",
+        "learner: waiting for trees",
+        "actors: busy",
+        "judges: busy",
+        "actors: no tree may grow",
+        "actors: new weights on their way",
+    ]
+    assert lines[11].split()[-3:] == ["45.0", "s", "75.0%"]
+    assert max(map(len, lines)) < 80
+
+
+def test_a_resumed_start_says_where_it_went_on_and_counts_its_own_updates() -> None:
+    lines = table(PHASES, trained(6, 10))
+    assert lines[0].endswith("(resumed at version 6)")
+    assert lines[6].startswith("  4 updates in 60.0 s, 15.0 s each")
+    finished = table(PHASES, Training.of(10, 10, 0.0, Counter(), {}, 0.0))
+    assert len(finished) == 1 + len(PHASES)
+
+
+def test_busy_shares_are_of_all_the_time_that_heartbeats_cover(tmp_path: Path) -> None:
+    metrics, actor = Metrics(tmp_path), worker("actor-0", "generate", "load")
+    workers = [actor, worker("judges", "judge.a", "judge.b"), worker("learner-0", "train")]
+    for each in workers:
+        beat(each, 0.0, busy_s=100.0)
+    beat(workers[1], 0.0, **{"judge.a.busy_s": 1.0, "judge.b.busy_s": 1.0})
+    metrics.counters(workers)
+    beat(actor, 2.0, busy_s=101.0)
+    beat(workers[1], 4.0, **{"judge.a.busy_s": 1.5, "judge.b.busy_s": 2.5})
+    metrics.counters(workers)
+    metrics.counters(workers)  # no heartbeat came: nothing is counted twice
+    beat(actor, 10.0, busy_s=121.0)  # requests side by side are no more than all the time
+    metrics.counters(workers)
+    assert metrics.busy() == {"actors": 0.9, "judges": 0.5}
+    metrics.close()
