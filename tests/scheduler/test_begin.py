@@ -17,8 +17,17 @@ from scheduler.main import Run
 from scheduler.spread import Weights
 from wire import published
 from wire.faults import DataFault
-from wire.messages import Closed, GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
-from wire.messages import Trained, TrainGroup, TreeClosed
+from wire.messages import (
+    Closed,
+    GenerateRequest,
+    GenerateResult,
+    LoadRequest,
+    LoadResult,
+    Sample,
+    Trained,
+    TrainGroup,
+    TreeClosed,
+)
 from wire.service import Call, Service
 from wire.sockets import RunKeys
 
