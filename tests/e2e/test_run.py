@@ -119,6 +119,23 @@ def check_groups(run: Path, updates: int, questions: int) -> None:
     assert sorted(state["trained"]) == sorted(g for g, _ in groups)
 
 
+def check_seconds(run: Path, first: int, most: float) -> None:
+    """The phases of the start that began with version ``first`` add up to no more than the command took, ``most`` seconds."""
+    spent = json.loads((run / "summary.json").read_text())["seconds"]
+    phases, training = spent["phases"], spent["training"]
+    assert {"starting processes", "updates", "last evaluation", "stopping"} <= set(phases)
+    assert ("first evaluation" in phases) == (first == 0)
+    assert sum(phases.values()) == pytest.approx(spent["this_start"])
+    assert 0 < training["seconds"] < spent["this_start"] <= most
+    assert (training["first"], training["last"]) == (first, UPDATES)
+    assert sum(training["learner"].values()) == pytest.approx(training["seconds"])
+    assert training["learner"]["updates"] > 0
+    journal = Journal(run / "journal.sqlite", readonly=True)
+    for row in journal.trees("split='heldout' AND status='closed'"):
+        sampled = [node.versions for node in journal.tree(row).nodes.values() if node.versions is not None]
+        assert {version for versions in sampled for version in versions.tolist()} == {row.version}
+
+
 def left_over(run: Path) -> list[str]:
     """Processes of the run that still live."""
     found = subprocess.run(["pgrep", "-fa", str(run)], capture_output=True, text=True, check=False).stdout
@@ -126,11 +143,12 @@ def left_over(run: Path) -> list[str]:
 
 
 def test_a_run_trains_to_its_end_and_leaves_what_it_promises(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, began = tmp_path / "run", time.monotonic()
     process = launch(config, run)
     out = finish(process)
     assert process.returncode == 0, out
     check_whole(run)
+    check_seconds(run, 0, time.monotonic() - began)
     assert "held-out start" in out
     assert "held-out end" in out
     assert "1 tasks quarantined" in out
@@ -192,10 +210,13 @@ def gone(run: Path) -> None:
 def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     kill(run, launch(config, run))
-    resumed = launch(config, run, "--resume", str(run))
+    resumed, began = launch(config, run, "--resume", str(run)), time.monotonic()
     out = finish(resumed)
     assert resumed.returncode == 0, out
     check_whole(run)
+    first = json.loads((run / "summary.json").read_text())["seconds"]["training"]["first"]
+    assert f"(resumed at version {first})" in out
+    check_seconds(run, first, time.monotonic() - began)
 
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(config: Path, tmp_path: Path) -> None:
