@@ -115,6 +115,7 @@ class Run:
         self.totals: Counter[str] = Counter()
         self.outcomes: list[float] = []
         self.next_tree = self.journal.next_tree()
+        self.resumed = self.next_tree > 0
         self.shop = Shop(
             self.dispatcher,
             self.journal,
@@ -134,7 +135,7 @@ class Run:
 
     async def main(self) -> None:
         """From the first worker to the summary."""
-        if (held := frontier(self.folder).version) and not self.next_tree:
+        if (held := frontier(self.folder).version) and not self.resumed:
             raise DataFault(
                 f"{self.folder} holds weights of version {held} and an empty journal: they belong to another run;"
                 " choose another folder, or remove this one while nothing runs in it"
@@ -248,8 +249,8 @@ class Run:
                     )
 
         self.training = Training.of(
-            first,
-            self.pacing.version,
+            (first, self.pacing.version),
+            self.resumed,
             time.monotonic() - self.training_since,
             self.totals,
             self.metrics.busy(),

@@ -66,12 +66,13 @@ class Phases:
 class Training(msgspec.Struct, frozen=True):
     """The seconds from the first tree of this start to its last update in force, updates beside the first evaluation included.
 
-    first, last: versions before and after. learner: seconds of one rank, which add up. busy: shares of processes, by what they are.
+    first, last: versions before and after. resumed: whether there was a start before this one. learner: seconds of one rank, which add up. busy: shares of processes, by what they are.
     without_trees: seconds in which nothing grew. loading: seconds in which new weights were on their way to the actors.
     """
 
     first: int
     last: int
+    resumed: bool
     seconds: float
     learner: dict[str, float]
     busy: dict[str, float]
@@ -80,19 +81,25 @@ class Training(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, first: int, last: int, seconds: float, sums: Mapping[str, float], busy: dict[str, float], idle: float
+        cls,
+        versions: tuple[int, int],
+        resumed: bool,
+        seconds: float,
+        sums: Mapping[str, float],
+        busy: dict[str, float],
+        idle: float,
     ) -> "Training":
         """sums: of the updates' records, by the names in ``SUMMED``. idle: seconds without trees."""
         learner = {name: sums.get(metric, 0.0) for metric, name in SUMMED.items()}
         loading = learner.pop(LOADING)
         learner["waiting for trees"] = max(0.0, seconds - sum(learner.values()))
-        return cls(first, last, seconds, learner, busy, idle, loading)
+        return cls(*versions, resumed, seconds, learner, busy, idle, loading)
 
 
 def table(phases: Mapping[str, float], training: Training) -> list[str]:
     """Lines of less than 80 characters: the phases of this start, then what happened inside its updates."""
     wall, made = sum(phases.values()), training.last - training.first
-    resumed = f" (resumed at version {training.first})" if training.first else ""
+    resumed = f" (resumed at version {training.first})" if training.resumed else ""
     lines = [f"  where the {wall:.1f} s of this start went{resumed}"]
     lines += [_line(name, seconds, wall) for name, seconds in phases.items()]
     if not made:

@@ -60,7 +60,7 @@ def test_a_phase_counts_while_any_of_its_blocks_is_open() -> None:
 
 def trained(first: int, last: int) -> Training:
     sums = Counter({"learner/seconds": 30.0, "time/publish": 2.0, "time/checkpoint": 4.0, "time/spread": 1.5})
-    return Training.of(first, last, 60.0, sums, {"actors": 0.75, "judges": 0.01}, 12.0)
+    return Training.of((first, last), first > 0, 60.0, sums, {"actors": 0.75, "judges": 0.01}, 12.0)
 
 
 def test_what_a_learner_did_in_its_updates_adds_up_to_their_time() -> None:
@@ -97,7 +97,7 @@ def test_a_resumed_start_says_where_it_went_on_and_counts_its_own_updates() -> N
     lines = table(PHASES, trained(6, 10))
     assert lines[0].endswith("(resumed at version 6)")
     assert lines[6].startswith("  4 updates in 60.0 s, 15.0 s each")
-    finished = table(PHASES, Training.of(10, 10, 0.0, Counter(), {}, 0.0))
+    finished = table(PHASES, Training.of((10, 10), True, 0.0, Counter(), {}, 0.0))
     assert len(finished) == 1 + len(PHASES)
 
 
