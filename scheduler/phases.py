@@ -108,7 +108,9 @@ def table(phases: Mapping[str, float], training: Training) -> list[str]:
     rows |= {f"{name}: busy": share * training.seconds for name, share in training.busy.items()}
     rows |= {"actors: no tree may grow": training.without_trees, "actors: new weights on their way": training.loading}
     each = training.seconds / made
-    lines.append(f"  {made} updates in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process")
+    lines.append(
+        f"  {made} update{'s' * (made > 1)} in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process"
+    )
     return lines + [_line(name, seconds, training.seconds) for name, seconds in rows.items()]
 
 
