@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from learner import checkpoint
 from learner.main import pack_batch, unpack_batch
+from tests.learner.planted import FAULTS
 from tests.learner.rank_process import Scenario
 from tests.updates import batch, episodes, everything, process, trainer
 
@@ -38,6 +39,13 @@ SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
 }
 """Ranks, LoRA rank (0: every weight), settings."""
 
+CHECKED: dict[str, dict[str, object]] = {
+    "checked_float32": {},
+    "checked_bfloat16": {"dtype": "bfloat16"},
+    "checked_sharded_bfloat16": {"dtype": "bfloat16", "sharding": "fsdp"},
+}
+"""Four ranks that check planted faults."""
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
@@ -45,7 +53,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "slate").write_bytes(pack_batch(batch(5, 0)))
     (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
-    probes = [socket.socket() for _ in range(len(SCENARIOS) + 5)]
+    probes = [socket.socket() for _ in range(len(SCENARIOS) + len(CHECKED) + 5)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
@@ -62,6 +70,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     made["full_disk"] = msgspec.structs.replace(made["sharded_lora"], full_disk=1, updates=1, port=ports.pop())
     resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
     made["fewer"] = msgspec.structs.replace(made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop())
+    for name, settings in CHECKED.items():
+        checked = process(llama, folder, 4, **settings)
+        made[name] = msgspec.structs.replace(made["lora"], process=checked, faults=True, port=ports.pop())
     (folder / "scenarios.json").write_bytes(msgspec.json.encode(made))
     place = os.environ | {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "tests.learner.rank_process", str(folder)], env=place, check=True, timeout=400, cwd=ROOT)  # fmt: skip
@@ -102,6 +113,16 @@ def test_sharded_bfloat16_ranks_keep_float32_weights_and_move_as_float32_does(
     assert {value.dtype for value in mixed.values()} == {torch.float32}
     steps = [torch.cat([(made[key] - start[key]).reshape(-1) for key in start]) for made in (exact, mixed)]
     assert torch.cosine_similarity(steps[0], steps[1], dim=0) > 0.9
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_four_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_never(ran: Path, name: str) -> None:
+    assert json.loads((ran / "codes.json").read_text())[name] == [0] * 4
+    for rank in range(4):
+        found = json.loads((ran / f"{name}-{rank}.faults").read_text())
+        assert found.pop("") == ""
+        assert set(found) == set(FAULTS)
+        assert all("in float32" in sentence for sentence in found.values()), found
 
 
 def test_a_sharded_checkpoint_is_read_by_one_rank_and_by_three(ran: Path, tmp_path: Path, llama: Path) -> None:
