@@ -78,6 +78,14 @@ def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Traine
     return Trainer(process(model, run, rank, **settings), Ranks(60))
 
 
+def steady(made: Trainer) -> Trainer:
+    """The trainer with an epsilon of Adam far above rounding: by default Adam divides a gradient that is rounding alone by its own
+    size, and so moves a weight by up to the learning rate in a direction that depends on the processor."""
+    for _, stepper in made.parts().values():
+        stepper.adamw.param_groups[0]["eps"] = 1e-3
+    return made
+
+
 def state(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in the policy."""
     return {name: p.clone() for name, p in made.policy.gathered().items()}

@@ -18,7 +18,7 @@ from learner.ranks import Ranks
 from learner.trainer import Trainer
 from tests.learner.forests import forest
 from tests.learner.planted import refused
-from tests.updates import everything
+from tests.updates import everything, steady
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ def full(*_: object) -> None:
 def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
     """One rank: updates, a checkpoint, then the weights of everything that trains."""
     ranks = Ranks(30, scenario.process.learner.sharding)
-    made = Trainer(scenario.process, ranks)
+    made = steady(Trainer(scenario.process, ranks))
     if scenario.faults:
         (folder / f"{name}-{rank}.faults").write_bytes(msgspec.json.encode(refused(made, forest(3))))
         ranks.close()
