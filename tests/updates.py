@@ -36,6 +36,17 @@ def batch(seed: int, version: int) -> Batch:
     return Batch(version, 3, made, nodes)
 
 
+def few(*sampled: list[bool]) -> Batch:
+    """One question whose candidates have these tokens: True where the policy sampled one, False where it was forced."""
+    own = [TreeNode(0, -1, "prompt", np.arange(6, dtype=np.int32))]
+    for i, mask in enumerate(sampled):
+        n = len(mask)
+        tokens, logprobs = np.arange(20 + 9 * i, 20 + 9 * i + n, dtype=np.int32), np.full(n, -5.5, np.float32)
+        own.append(TreeNode(i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.array(mask, bool)))
+    turns = [Turn(i + 1, i, 1, {"reward": float(i + 1)}) for i in range(len(sampled))]
+    return Batch(0, 1, [TrainGroup(1, 1, own, turns)], [(1, node) for node in own])
+
+
 def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2, fresh: bool = False) -> Batch:
     """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo values; uneven lengths.
 

@@ -17,7 +17,7 @@ from learner import checkpoint
 from learner.main import pack_batch, unpack_batch
 from tests.learner.planted import FAULTS
 from tests.learner.rank_process import Scenario
-from tests.updates import batch, episodes, everything, process, steady, trainer
+from tests.updates import batch, episodes, everything, few, process, steady, trainer
 
 ROOT = Path(__file__).parent.parent.parent
 UPDATES = 2
@@ -29,6 +29,9 @@ ALL_MODELS: dict[str, object] = {
 }  # fmt: skip
 """Policy, critic and reward model, reference and proximal passes, two epochs of two minibatches."""
 
+FEW: dict[str, object] = {"kl_coef": 0.05, "correction": "icepop", "correction_options": {"level": "turn"}}
+"""Forests of one sampled token or none, a batch of one turn, one of no sampled token: some ranks have nothing to forward."""
+
 SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
     "lora": (4, 4, {}),
     "full": (4, 0, {}),
@@ -36,6 +39,12 @@ SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
     "sharded_lora": (4, 4, {"sharding": "fsdp"}),
     "sharded_full": (4, 0, {"sharding": "fsdp", "gradient_checkpointing": True}),
     "sharded_all": (2, 4, ALL_MODELS | {"sharding": "fsdp"}),
+    "few": (4, 4, FEW),
+    "turn": (4, 4, FEW),
+    "none": (4, 4, FEW),
+    "sharded_few": (4, 4, FEW | {"sharding": "fsdp"}),
+    "sharded_turn": (4, 4, FEW | {"sharding": "fsdp"}),
+    "sharded_none": (4, 4, FEW | {"sharding": "fsdp"}),
 }
 """Ranks, LoRA rank (0: every weight), settings."""
 
@@ -52,6 +61,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     """A folder with the outcome of every scenario: codes.json, checkpoints, and the trained weights of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "slate").write_bytes(pack_batch(batch(5, 0)))
+    (folder / "few.batch").write_bytes(pack_batch(few([True], [False, False], [True], [True] * 3)))
+    (folder / "turn.batch").write_bytes(pack_batch(few([True])))
+    (folder / "none.batch").write_bytes(pack_batch(few([False], [False, False])))
     (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
     probes = [socket.socket() for _ in range(len(SCENARIOS) + len(CHECKED) + 5)]
     for probe in probes:
@@ -80,7 +92,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
 
 
 def _batch(name: str) -> str:
-    return "episodes" if name.endswith("all") else "slate"
+    last = name.rpartition("_")[2]
+    return f"{last}.batch" if last in ("few", "turn", "none") else "episodes" if last == "all" else "slate"
 
 
 def alone(folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATES) -> dict[str, torch.Tensor]:
