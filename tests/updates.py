@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from learner.config import LearnerConfig, LearnerProcess, LoraConfig
@@ -106,3 +107,16 @@ def everything(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in policy, critic and reward model. A collective when sharded."""
     parts = made.parts().items()
     return {f"{part}/{name}": p.clone() for part, (model, _) in parts for name, p in model.gathered().items()}
+
+
+def gradient(made: Trainer, some: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The policy's gradient of the update, flat."""
+    found: list[torch.Tensor] = []
+
+    def keep() -> None:
+        found.append(torch.cat([p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.stepper.adamw, "step", keep)
+        made.update(msgspec.structs.replace(some, version=made.version))
+    return torch.cat(found) if found else torch.zeros(1)
