@@ -52,7 +52,9 @@ class Ranks:
         plugin.transformer_cls_names_to_wrap = [layer]
         plugin.mixed_precision_policy = None
         if compute == torch.bfloat16:
-            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, cast_forward_inputs=False
+            )
         module = fsdp2_prepare_model(self.accelerator, module)
         for part in module.modules():
             if isinstance(part, FSDPModule):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from learner.model import SHARE_FROM, Policy
-from learner.trees import Path, pack
+from learner.trees import Path, cuts, micro_batches, pack
 
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-3, 1e-2
 """float32: largest difference of a log-probability, and of the whole gradient relative to its norm. Rounding is far below."""
@@ -25,8 +25,8 @@ NOISE_BOUND = 4.0
 LOGPROB_NOISE, GRADIENT_NOISE = 0.02, 0.1
 """The least noise that is assumed: a few tokens may happen to be hardly rounded on the plain path."""
 
-SAMPLES = 3
-"""Paths that each rank compares, taken across the micro-batch; each rank takes others."""
+SAMPLES = 2
+"""Paths that each rank compares: the last of its forest and one in the middle, for the first branches off from nothing."""
 
 
 class PackingError(RuntimeError):
@@ -41,8 +41,10 @@ def check(policy: Policy, paths: Sequence[Path]) -> bool:
     """
     if pack(paths).token_ratio < SHARE_FROM:
         return False
-    each = min(SAMPLES, len(paths))
-    sample = [(i * len(paths) // each + policy.ranks.rank) % len(paths) for i in range(each)]
+    # A few neighbours are enough, and each rank takes others: twice the longest path holds two of them at least.
+    forests, _ = micro_batches(cuts(paths), 2 * max(len(path.tokens) for path in paths))
+    paths = [paths[i] for i in forests[policy.ranks.rank % len(forests)]]
+    sample = [((i + 1) * len(paths) // SAMPLES - 1) % len(paths) for i in range(SAMPLES)]
     exact, narrow = torch.float32, policy.compute != torch.float32
     # Flex would compile for minutes to run once in float32. Its rule is the dense mask's, and its own kernel is checked below.
     attention = "dense" if narrow and policy.device.startswith("cuda") else policy.config.attention

@@ -56,7 +56,7 @@ class Trainer:
         )
         if "prm" in self.scheme.needs:
             self.prm = ImplicitPrm(folder, c, prm, ranks, seed, process.temperature)
-        self.watch = watch.Watch(c.watch)
+        self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
         self.version = 0
         self.checked = False

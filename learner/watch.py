@@ -84,8 +84,8 @@ def _group(name: str, chosen: np.ndarray, gap: np.ndarray, ratio: np.ndarray, m:
 class Watch:
     """Holds the thresholds, the recent gradient norms and the first lengths; ``warnings`` speaks when a threshold is passed."""
 
-    def __init__(self, config: WatchConfig):
-        self.config = config
+    def __init__(self, config: WatchConfig, bfloat16: bool = False):
+        self.config, self.bfloat16 = config, bfloat16
         self._norms: deque[float] = deque(maxlen=20)
         self.lengths = Lengths()
 
@@ -99,7 +99,7 @@ class Watch:
                 made.append(f"{what} is {values[key]:.3g} (watch.{threshold} = {limit:g}): {remedy}")
 
         above(
-            "watch/engine_gap_p99", "engine_gap", "log-probability difference of engine and learner on fresh turns (p99)",
+            "watch/engine_gap_p99", "engine_gap_bfloat16" if self.bfloat16 else "engine_gap", "log-probability difference of engine and learner on fresh turns (p99)",
             "same weights should agree: compare dtype, temperature and attention of both; until then use correction = 'tis' or 'icepop'",
         )  # fmt: skip
         above(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from learner.config import LearnerConfig, LearnerProcess, LoraConfig
@@ -34,6 +35,17 @@ def batch(seed: int, version: int) -> Batch:
     """Three questions of one group each."""
     made, nodes = groups(seed)
     return Batch(version, 3, made, nodes)
+
+
+def few(*sampled: list[bool]) -> Batch:
+    """One question whose candidates have these tokens: True where the policy sampled one, False where it was forced."""
+    own = [TreeNode(0, -1, "prompt", np.arange(6, dtype=np.int32))]
+    for i, mask in enumerate(sampled):
+        n = len(mask)
+        tokens, logprobs = np.arange(20 + 9 * i, 20 + 9 * i + n, dtype=np.int32), np.full(n, -5.5, np.float32)
+        own.append(TreeNode(i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.array(mask, bool)))
+    turns = [Turn(i + 1, i, 1, {"reward": float(i + 1)}) for i in range(len(sampled))]
+    return Batch(0, 1, [TrainGroup(1, 1, own, turns)], [(1, node) for node in own])
 
 
 def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2, fresh: bool = False) -> Batch:
@@ -78,6 +90,14 @@ def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Traine
     return Trainer(process(model, run, rank, **settings), Ranks(60))
 
 
+def steady(made: Trainer) -> Trainer:
+    """The trainer with an epsilon of Adam far above rounding: by default Adam divides a gradient that is rounding alone by its own
+    size, and so moves a weight by up to the learning rate in a direction that depends on the processor."""
+    for _, stepper in made.parts().values():
+        stepper.adamw.param_groups[0]["eps"] = 1e-3
+    return made
+
+
 def state(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in the policy."""
     return {name: p.clone() for name, p in made.policy.gathered().items()}
@@ -87,3 +107,16 @@ def everything(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in policy, critic and reward model. A collective when sharded."""
     parts = made.parts().items()
     return {f"{part}/{name}": p.clone() for part, (model, _) in parts for name, p in model.gathered().items()}
+
+
+def gradient(made: Trainer, some: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The policy's gradient of the update, flat."""
+    found: list[torch.Tensor] = []
+
+    def keep() -> None:
+        found.append(torch.cat([p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.stepper.adamw, "step", keep)
+        made.update(msgspec.structs.replace(some, version=made.version))
+    return torch.cat(found) if found else torch.zeros(1)

@@ -39,7 +39,7 @@ _RANGES: list[tuple[str, Callable[[float], bool], dict[str, str]]] = [
             "learner.lora": "rank",
             "learner.critic": "warmup_updates lora.rank",
             "learner.prm": "warmup_updates lora.rank",
-            "learner.watch": "engine_gap sample_share clip_share mask_share entropy kl grad_norm turns",
+            "learner.watch": "engine_gap engine_gap_bfloat16 sample_share clip_share mask_share entropy kl grad_norm turns",
         },
     ),
     ("0 (synchronous) or more", lambda value: value >= 0, {"scheduler": "max_staleness"}),

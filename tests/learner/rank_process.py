@@ -16,14 +16,16 @@ from learner.config import LearnerProcess
 from learner.main import unpack_batch
 from learner.ranks import Ranks
 from learner.trainer import Trainer
-from tests.updates import everything
+from tests.learner.forests import forest
+from tests.learner.planted import refused
+from tests.updates import everything, steady
 
 
 class Scenario(msgspec.Struct, frozen=True):
     """Ranks that train on a batch some times.
 
     dies: a rank that exits in the first update; full_disk: one that cannot write its part of the checkpoint; resume: a checkpoint's
-    folder.
+    folder; faults: no update, but the self-check of each planted fault, whose sentences are written beside the scenarios.
     """
 
     process: LearnerProcess
@@ -34,6 +36,7 @@ class Scenario(msgspec.Struct, frozen=True):
     dies: int = -1
     full_disk: int = -1
     resume: str = ""
+    faults: bool = False
 
 
 def full(*_: object) -> None:
@@ -44,7 +47,11 @@ def full(*_: object) -> None:
 def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
     """One rank: updates, a checkpoint, then the weights of everything that trains."""
     ranks = Ranks(30, scenario.process.learner.sharding)
-    made = Trainer(scenario.process, ranks)
+    made = steady(Trainer(scenario.process, ranks))
+    if scenario.faults:
+        (folder / f"{name}-{rank}.faults").write_bytes(msgspec.json.encode(refused(made, forest(3))))
+        ranks.close()
+        return
     if scenario.resume:
         checkpoint.restore(made, Path(scenario.resume))
     for _ in range(scenario.updates):

@@ -12,7 +12,7 @@ from learner.model import Row, TreeModel
 from learner.table import build
 from learner.trainer import Trainer
 from learner.trees import Path as Tokens
-from tests.updates import episodes, everything, trainer
+from tests.updates import episodes, everything, steady, trainer
 
 BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
 
@@ -95,7 +95,7 @@ def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_
     settings |= {"correction_options": {"clip_low": 0.1, "clip_high": 0.1}, "epochs": 2, "minibatches": 2}
 
     def trained(micro_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        made = shaken(trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings))
+        made = steady(shaken(trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)))
         before = everything(made)
         made.update(BATCH)
         return before, everything(made)
@@ -105,10 +105,10 @@ def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_
     one_by_one(monkeypatch)
     _, plain = trained(1)
     moved = {part: max(_gap(plain[n], before[n]) for n in plain if n.startswith(part)) for part in ("policy", "critic")}
-    assert min(moved.values()) > 0.01
+    assert min(moved.values()) > 1e-3
     for name, value in plain.items():
-        torch.testing.assert_close(packed[name], value, atol=1e-4, rtol=1e-3)
-        torch.testing.assert_close(cut[name], value, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(packed[name], value, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(cut[name], value, atol=1e-5, rtol=1e-4)
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:

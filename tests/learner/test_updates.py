@@ -15,23 +15,25 @@ from learner.main import pack_batch, unpack_batch
 from learner.publish import publish
 from learner.selfcheck import PackingError
 from learner.trainer import Batch
-from tests.updates import batch, groups, state, trainer
+from tests.updates import batch, episodes, gradient, groups, state, trainer
 from tools.export_policy import export
 from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(tmp_path: Path, llama: Path, rank: int) -> None:
-    straight = trainer(llama, tmp_path, rank)
+@pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")])
+def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
+    tmp_path: Path, llama: Path, rank: int, dtype: str
+) -> None:
+    straight = trainer(llama, tmp_path, rank, dtype=dtype)
     for version in range(4):
         straight.update(batch(version, version))
-    first = trainer(llama, tmp_path, rank)
+    first = trainer(llama, tmp_path, rank, dtype=dtype)
     for version in range(2):
         first.update(batch(version, version))
     first.watch.lengths.first["wrong"] = [2.0, 3.0]  # what lengths are compared with is part of the run
     checkpoint.save(first, tmp_path, {1, 2}, 3)
-    resumed = trainer(llama, tmp_path, rank)
+    resumed = trainer(llama, tmp_path, rank, dtype=dtype)
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert checkpoint.restore(resumed, found).trained == [1, 2]
@@ -40,6 +42,20 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(tmp_path: Path, ll
         resumed.update(batch(version, version))
     for name, value in state(straight).items():
         assert torch.equal(value, state(resumed)[name]), name
+
+
+@pytest.mark.parametrize("scheme", ["slate", "oprl", "gae"])
+@pytest.mark.parametrize("correction", ["ppo_clip", "decoupled", "tis", "icepop", "cispo", "gspo"])
+def test_an_updates_gradient_in_bfloat16_points_where_that_in_float32_does(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, correction: str
+) -> None:
+    exact, fast = (
+        gradient(
+            trainer(llama, tmp_path, scheme=scheme, correction=correction, dtype=dtype), episodes(8, 0), monkeypatch
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    assert torch.cosine_similarity(exact, fast, dim=0) > 0.95
 
 
 def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipped(tmp_path: Path, llama: Path) -> None:

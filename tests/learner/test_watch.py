@@ -112,6 +112,14 @@ def test_a_warning_fires_exactly_past_its_threshold_names_it_and_the_remedy_and_
     assert Watch(WatchConfig(**{threshold: 0.0})).warnings({metric: past}, None) == []
 
 
+def test_rounding_of_bfloat16_is_no_engine_gap_there_but_one_in_float32() -> None:
+    rounding, fault = ({"watch/engine_gap_p99": value} for value in (0.2, 0.41))
+    assert len(Watch(WatchConfig()).warnings(rounding, None)) == 1
+    assert Watch(WatchConfig(), bfloat16=True).warnings(rounding, None) == []
+    (sentence,) = Watch(WatchConfig(), bfloat16=True).warnings(fault, None)
+    assert "watch.engine_gap_bfloat16 = 0.4" in sentence
+
+
 def test_without_measurements_nothing_is_said() -> None:
     assert Watch(WatchConfig()).warnings({}, None) == []
 
