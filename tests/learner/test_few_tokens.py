@@ -1,6 +1,7 @@
 """Batches with hardly a token: one sampled token, none in a forest or in the whole batch, one turn; at every correction and level."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,7 +29,7 @@ def test_few_tokens_give_the_gradient_of_one_forest_at_every_level(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, correction: str
 ) -> None:
     for level in LEVELS:
-        settings: dict[str, object] = {"correction": correction, "correction_options": {"level": level}}
+        settings: dict[str, Any] = {"correction": correction, "correction_options": {"level": level}}
         made = trainer(llama, tmp_path, kl_coef=0.05, entropy_coef=0.01, grad_clip=1e9, **settings)
         for name, (some, micro_tokens) in BATCHES.items():
             slopes = []
@@ -45,7 +46,7 @@ def test_critic_and_reward_model_learn_from_few_tokens(tmp_path: Path, llama: Pa
     some, micro_tokens = BATCHES[name]
     scored = [msgspec.structs.replace(t, scores={"outcome": float(i)}) for i, t in enumerate(some.groups[0].turns)]
     some = msgspec.structs.replace(some, groups=[msgspec.structs.replace(some.groups[0], turns=scored)])
-    settings: dict[str, object] = {"scheme": "oprl", "scheme_options": {"base": "ppo"}, "dtype": dtype}
+    settings: dict[str, Any] = {"scheme": "oprl", "scheme_options": {"base": "ppo"}, "dtype": dtype}
     made = trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)
     metrics = made.update(some)
     assert all(np.isfinite(value) for value in metrics.values()), metrics
