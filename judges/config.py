@@ -25,9 +25,11 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [judges]. use: built-in name or "module:Class" -> constructor options. One process serves them, another the
-    built-in opponents. model: what an endpoint with the url "served" asks, in a process of its own."""
+    built-in opponents. outside: names of judges and opponents that the run asks and ``tools/serve ... --run RUN`` serves to it. model:
+    what an endpoint with the url "served" asks, in a process of its own."""
 
     use: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"slate_rules": {}, "exact_match": {}})
+    outside: list[str] = []
     model: JudgeModelConfig | None = None
 
 

@@ -5,7 +5,6 @@
 
 import argparse
 import asyncio
-import importlib
 import inspect
 import logging
 import sys
@@ -50,16 +49,9 @@ def built_in_service(name: str) -> str:
     return f"judge.{name}" if name in BUILT_IN else f"player.{name}" if name in PLAYERS else ""
 
 
-def check_options(spec: str, given: dict[str, Any]) -> None:
-    """Refuse options a built-in judge or opponent cannot take, without keeping it. A plug-in is checked when it is served."""
-    if built_in_service(spec):
-        make_worker(spec, given)
-
-
-def columns_of(name: str) -> list[str]:
-    """The columns of a built-in judge; none for a plug-in, which announces its own."""
-    module, _, kind = BUILT_IN.get(name, "").partition(":")
-    return list(getattr(importlib.import_module(module), kind).columns) if module else []
+def service_of(worker: Judge | Player) -> str:
+    """The service that a judge or an opponent offers."""
+    return f"judge.{worker.name}" if isinstance(worker, Judge) else f"player.{worker.name}"
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,17 +68,11 @@ _EXPECTED = "expected a subclass of judges.base.Judge with a name and columns, o
 def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
     """A built-in judge or opponent by name, or ``module:Class``. Raises ValueError saying what was expected."""
     place = BUILT_IN.get(spec) or PLAYERS.get(spec) or spec
-    module, colon, name = place.partition(":")
-    if not colon:
-        raise ValueError(f"judge {spec!r}: expected one of {sorted([*BUILT_IN, *PLAYERS])}, or module:Class")
-    if place == spec:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
-        raise ValueError(f"judge {spec!r}: {error}; expected module:Class, importable from {Path.cwd()}") from None
+    if ":" not in place:
+        options.known(f"judge {spec!r}", spec, [*BUILT_IN, *PLAYERS], ", or module:Class")
+    kind = options.imported(f"judge {spec!r}", place)
     if not isinstance(kind, type):
-        raise ValueError(f"judge {spec!r}: {name} is no class; {_EXPECTED}")
+        raise ValueError(f"judge {spec!r}: {place.partition(':')[2]} is no class; {_EXPECTED}")
     taken = options.checked(f"judges.use.{spec}", spec, kind.__init__, given, ("self",))
     if missing := [name for name in _required(kind) if name not in taken]:
         raise ValueError(f"judges.use.{spec}: {spec} needs {missing}: see docs/judges.md")
@@ -94,6 +80,8 @@ def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
         made = kind(**taken)
     except ValueError as error:
         raise ValueError(f"judges.use.{spec}: {error}") from None
+    except Exception as error:  # noqa: BLE001 whatever a plug-in raises while it is made is what is wrong with it
+        raise ValueError(f"judges.use.{spec}: {type(error).__name__}: {error}") from None
     named = bool(getattr(made, "name", ""))
     if not (isinstance(made, Player) and named) and not (isinstance(made, Judge) and named and made.columns):
         raise ValueError(f"judge {spec!r}: {_EXPECTED}")
@@ -186,9 +174,9 @@ async def serve(
     workers: list[Judge | Player], name: str, endpoint: str, keys: RunKeys | None, signals: bool = True
 ) -> None:
     """Offer ``judge.<name>`` for each judge and ``player.<name>`` for each opponent until drained."""
-    batchers = {f"judge.{judge.name}": Batcher(judge) for judge in workers if isinstance(judge, Judge)}
+    batchers = {service_of(judge): Batcher(judge) for judge in workers if isinstance(judge, Judge)}
     handlers: dict[str, Handler] = {service: batcher.handle for service, batcher in batchers.items()}
-    handlers |= {f"player.{player.name}": playing(player) for player in workers if isinstance(player, Player)}
+    handlers |= {service_of(player): playing(player) for player in workers if isinstance(player, Player)}
     capacity = sum(worker.concurrency for worker in workers)
 
     def stats() -> dict[str, float]:
@@ -237,14 +225,25 @@ def plug_in(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"tools/serve: {error}", file=sys.stderr)
         return 2
-    what = f"judge.{worker.name} {list(worker.columns)}" if isinstance(worker, Judge) else f"player.{worker.name}"
-    print(f"serving {what} to {endpoint}; Ctrl-C drains and leaves", flush=True)
+    what = service_of(worker) + (f" {list(worker.columns)}" if isinstance(worker, Judge) else "")
+    while True:
+        print(f"serving {what} to {endpoint}; Ctrl-C drains and leaves", flush=True)
+        try:
+            loop.run(serve([worker], given.name or f"{worker.name}-plugin", endpoint, keys))
+            return 0
+        except (Fault, OSError) as error:  # Rejected, or a model server that does not answer
+            before, endpoint = endpoint, _endpoint_now(given.run)
+            if endpoint in (before, ""):
+                print(f"tools/serve: {error}", file=sys.stderr)
+                return 1
+
+
+def _endpoint_now(run: Path) -> str:
+    """A resumed run has another endpoint than before, and the same keys; "" when it has none."""
     try:
-        loop.run(serve([worker], given.name or f"{worker.name}-plugin", endpoint, keys))
-    except (Fault, OSError) as error:  # Rejected, or a model server that does not answer
-        print(f"tools/serve: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return connection(run)[0]
+    except FileNotFoundError:
+        return ""
 
 
 def option(text: str) -> tuple[str, Any]:

@@ -5,16 +5,22 @@ sampled it, as the engine recorded it); r = current / behaviour. ``level`` says 
 action) or "sequence" (all the policy's tokens of a trajectory); a segment's ratio is the product over its tokens, and each of its
 tokens carries it: the gradient of a term is C A grad log current with C the correction's coefficient, so any split into
 micro-batches gives the same gradient. On-policy every coefficient is 1 and every correction has the gradient of ``none``.
+
+All is said with the methods of tensors: the launcher checks a correction's options without importing torch.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import torch
 
-from wire.options import checked
+from wire.options import checked, known
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any
 
 Level = Literal["token", "turn", "sequence"]
 
@@ -26,17 +32,17 @@ class Segments(msgspec.Struct, frozen=True):
     - log behaviour summed over the segment's tokens that are not here. tokens: float32 [segments], all its tokens.
     """
 
-    ids: torch.Tensor
-    outside: torch.Tensor
-    tokens: torch.Tensor
+    ids: Tensor
+    outside: Tensor
+    tokens: Tensor
 
 
 class Logprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of sampled tokens, each [tokens]; segments by level ("turn", "sequence") where a ratio is taken there."""
 
-    current: torch.Tensor
-    proximal: torch.Tensor
-    behaviour: torch.Tensor
+    current: Tensor
+    proximal: Tensor
+    behaviour: Tensor
     segments: dict[str, Segments] = {}
 
 
@@ -44,22 +50,22 @@ class Surrogate(msgspec.Struct, frozen=True):
     """term: [tokens], maximised, with gradient. coefficient: [tokens], the weight of a token's score function, 0 where the
     gradient is cut. clipped, masked: bool [tokens], cut because the step would go too far, or because the data is too far off."""
 
-    term: torch.Tensor
-    coefficient: torch.Tensor
-    clipped: torch.Tensor
-    masked: torch.Tensor
+    term: Tensor
+    coefficient: Tensor
+    clipped: Tensor
+    masked: Tensor
 
 
 Correction = Callable[..., Surrogate]
 
 
-def log_ratio(logprobs: Logprobs, level: Level, against: Literal["current", "proximal"] = "current") -> torch.Tensor:
+def log_ratio(logprobs: Logprobs, level: Level, against: Literal["current", "proximal"] = "current") -> Tensor:
     """log of (current or proximal) / behaviour over each token's segment [tokens], without gradient."""
     newer = logprobs.current.detach() if against == "current" else logprobs.proximal
     return _over(newer - logprobs.behaviour, logprobs, level)
 
 
-def mean_log_ratio(logprobs: Logprobs, level: Level) -> torch.Tensor:
+def mean_log_ratio(logprobs: Logprobs, level: Level) -> Tensor:
     """The same divided by the segment's tokens: the log of the geometric mean of its token ratios."""
     total = log_ratio(logprobs, level)
     if level == "token":
@@ -68,54 +74,52 @@ def mean_log_ratio(logprobs: Logprobs, level: Level) -> torch.Tensor:
     return total / segments.tokens[segments.ids]
 
 
-def _over(token: torch.Tensor, logprobs: Logprobs, level: Level) -> torch.Tensor:
+def _over(token: Tensor, logprobs: Logprobs, level: Level) -> Tensor:
     if level == "token":
         return token
     segments = logprobs.segments[level]
     return segments.outside.index_add(0, segments.ids, token)[segments.ids]
 
 
-def _ratio(log: torch.Tensor) -> torch.Tensor:
+def _ratio(log: Tensor) -> Tensor:
     return log.clamp(-20, 20).exp()  # e^20 is past every bound; only keeps products finite
 
 
-def _weighted(
-    logprobs: Logprobs, advantage: torch.Tensor, coefficient: torch.Tensor, masked: torch.Tensor | None = None
-) -> Surrogate:
+def _weighted(logprobs: Logprobs, advantage: Tensor, coefficient: Tensor, masked: Tensor | None = None) -> Surrogate:
     """coefficient x A x exp(current - stop_gradient(current)): the weighted score function."""
-    through = torch.exp(logprobs.current - logprobs.current.detach())
-    nothing = torch.zeros_like(advantage, dtype=torch.bool)
+    through = (logprobs.current - logprobs.current.detach()).exp()
+    nothing = advantage.new_zeros(advantage.shape).bool()
     return Surrogate(coefficient * advantage * through, coefficient, nothing, nothing if masked is None else masked)
 
 
 def _clipped(
     logprobs: Logprobs,
-    advantage: torch.Tensor,
-    ratio: torch.Tensor,
+    advantage: Tensor,
+    ratio: Tensor,
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-    weight: torch.Tensor | float = 1.0,
+    weight: Tensor | float = 1.0,
 ) -> Surrogate:
     """weight x min(ratio A, clip(ratio, 1 - low, 1 + high) A), and for A < 0 not below dual_clip A when dual_clip is set."""
-    through = torch.exp(logprobs.current - logprobs.current.detach())
+    through = (logprobs.current - logprobs.current.detach()).exp()
     plain = ratio * advantage
-    term = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    term = plain.minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     if dual_clip > 0:
-        term = torch.where(advantage < 0, torch.maximum(term, dual_clip * advantage), term)
+        term = term.maximum(dual_clip * advantage).where(advantage < 0, term)
     cut = term != plain
-    term = weight * torch.where(cut, term, plain * through)
-    return Surrogate(term, weight * torch.where(cut, 0.0, ratio), cut, torch.zeros_like(cut))
+    term = weight * term.where(cut, plain * through)
+    return Surrogate(term, weight * ratio.masked_fill(cut, 0.0), cut, cut.new_zeros(cut.shape))
 
 
-def none(logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token") -> Surrogate:
+def none(logprobs: Logprobs, advantage: Tensor, level: Level = "token") -> Surrogate:
     """C = 1: the policy gradient as if the data were on-policy, at any level."""
-    return _weighted(logprobs, advantage, torch.ones_like(advantage))
+    return _weighted(logprobs, advantage, advantage.new_ones(advantage.shape))
 
 
 def ppo_clip(
     logprobs: Logprobs,
-    advantage: torch.Tensor,
+    advantage: Tensor,
     level: Level = "token",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -127,7 +131,7 @@ def ppo_clip(
 
 def decoupled(
     logprobs: Logprobs,
-    advantage: torch.Tensor,
+    advantage: Tensor,
     level: Level = "token",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -142,54 +146,54 @@ def decoupled(
 
 
 def tis(
-    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", lower: float = 0.0, upper: float = 2.0
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: float = 0.0, upper: float = 2.0
 ) -> Surrogate:
     """Truncated importance sampling: C = clip(r, lower, upper)."""
     return _weighted(logprobs, advantage, _ratio(log_ratio(logprobs, level)).clamp(lower, upper))
 
 
-def aipo(logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", upper: float = 4.0) -> Surrogate:
+def aipo(logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: float = 4.0) -> Surrogate:
     """C = min(r, upper): one-sided truncation (AIPO, LlamaRL 2025)."""
     return tis(logprobs, advantage, level, 0.0, upper)
 
 
 def cispo(
-    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", clip_low: float = 1.0, clip_high: float = 0.28
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", clip_low: float = 1.0, clip_high: float = 0.28
 ) -> Surrogate:
     """C = clip(r, 1 - clip_low, 1 + clip_high): the weight is clipped, no token loses its gradient (MiniMax-M1 2025)."""
     return tis(logprobs, advantage, level, 1 - clip_low, 1 + clip_high)
 
 
 def icepop(
-    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "token", lower: float = 0.5, upper: float = 5.0
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: float = 0.5, upper: float = 5.0
 ) -> Surrogate:
     """C = r where lower <= r <= upper, else 0: what lies outside is masked on both sides (IcePop 2025)."""
     ratio = _ratio(log_ratio(logprobs, level))
     outside = (ratio < lower) | (ratio > upper)
-    return _weighted(logprobs, advantage, torch.where(outside, 0.0, ratio), outside)
+    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
 
 
 def sequence_mask(
-    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "sequence", lower: float = 0.0, upper: float = 2.0
+    logprobs: Logprobs, advantage: Tensor, level: Level = "sequence", lower: float = 0.0, upper: float = 2.0
 ) -> Surrogate:
     """C = R where the segment's ratio lower <= R <= upper, else 0: masked importance sampling of whole segments."""
     return icepop(logprobs, advantage, level, lower, upper)
 
 
 def geometric_mask(
-    logprobs: Logprobs, advantage: torch.Tensor, level: Level = "sequence", lower: float = 0.9, upper: float = 1.1
+    logprobs: Logprobs, advantage: Tensor, level: Level = "sequence", lower: float = 0.9, upper: float = 1.1
 ) -> Surrogate:
     """C = r per token where the geometric mean of the segment's token ratios is within [lower, upper], else 0: rejection that
     does not grow with length."""
     mean = _ratio(mean_log_ratio(logprobs, level))
     outside = (mean < lower) | (mean > upper)
     ratio = _ratio(log_ratio(logprobs, "token"))
-    return _weighted(logprobs, advantage, torch.where(outside, 0.0, ratio), outside)
+    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
 
 
 def gspo(
     logprobs: Logprobs,
-    advantage: torch.Tensor,
+    advantage: Tensor,
     level: Level = "sequence",
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
@@ -218,14 +222,13 @@ class Corrected(msgspec.Struct, frozen=True):
     needs_proximal: bool
     follows: bool
 
-    def __call__(self, logprobs: Logprobs, advantage: torch.Tensor) -> Surrogate:
+    def __call__(self, logprobs: Logprobs, advantage: Tensor) -> Surrogate:
         return self.function(logprobs, advantage, **self.options)
 
 
 def load(name: str, options: dict[str, Any]) -> Corrected:
     """The correction ``name``; raises ValueError naming the known corrections, options or levels."""
-    if name not in CORRECTIONS:
-        raise ValueError(f"learner.correction = {name!r}: expected one of {sorted(CORRECTIONS)}")
+    known(f"learner.correction = {name!r}", name, CORRECTIONS)
     function = CORRECTIONS[name]
     options = checked(
         "learner.correction_options", f"correction {name!r}", function, options, ("logprobs", "advantage")
@@ -237,7 +240,7 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     return Corrected(function, options, level, name == "decoupled" or whole, whole and name != "decoupled")
 
 
-def k3(current: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def k3(current: Tensor, reference: Tensor) -> Tensor:
     """The k3 estimate of KL(current || reference) per token: exp(d) - d - 1, d = reference - current; clamped to [-10, 10]."""
     d = (reference - current).clamp(-20, 20)  # beyond the clamp of the result: only keeps exp, and its gradient, finite
-    return (torch.exp(d) - d - 1).clamp(-10, 10)
+    return (d.exp() - d - 1).clamp(-10, 10)

@@ -500,7 +500,6 @@ async def run(process: SchedulerProcess) -> int:
     try:
         if not await loop.or_signal(work):
             await made.dismiss()
-            print(f"stopped; go on with: tools/launch --resume {process.run}", flush=True)
             return INTERRUPTED
         work.result()
         return 0

@@ -5,22 +5,27 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from actors.config import ActorsConfig, SGLangConfig
 from actors.environments import registry
+from actors.environments.base import Environment
 from actors.environments.task_files import check_form, listed
+from judges.base import Judge
 from judges.config import SERVED, JudgesConfig, RetrieverConfig, uses_served_model, with_served_model
 from judges.llm import PATIENCE_S
-from judges.serve import check_options, columns_of
-from learner import schemes
+from judges.players import Player
+from judges.serve import BUILT_IN, PLAYERS, make_worker, service_of
+from learner import corrections, schemes
 from learner.config import LearnerConfig
+from scheduler import strategies
 from scheduler.config import UNJUDGED, SchedulerConfig
 from tools import ranges
 from tools.drafts import as_json
 from tools.warm_start import WarmStart
+from wire.options import known
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "slate-tiny.toml"
 
@@ -97,12 +102,16 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     """The same from a table."""
     for override in overrides:
         _set(tree, override)
-    _check_keys(tree, Config, "")
     try:
+        _check_keys(tree, Config, "")
         config = msgspec.convert(tree, Config)
+        check(config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"config: {str(error).replace('`$.', '`')}") from None
-    check(config)
+    except ConfigError:
+        raise
+    except (ValueError, FileNotFoundError) as error:  # from where a name or an option of a plug-in is looked up
+        raise ConfigError(f"config: {error}") from None
     return _with_adapters(config)
 
 
@@ -130,6 +139,8 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
             near = difflib.get_close_matches(key, hints, 1)
             guess = f"; did you mean {path}{near[0]!s}?" if near else f"; expected one of {sorted(hints)}"
             raise ConfigError(f"config: unknown key {path}{key} = {value!r}{guess}")
+        if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
+            known(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))
         inner = _struct(hints[key])
         if inner is not None and isinstance(value, dict):
             _check_keys(value, inner, f"{path}{key}.")
@@ -159,9 +170,10 @@ def check(config: Config) -> None:
             f"config: scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in"
             f" actors.max_context = {a.max_context}"
         )
-    _check_environment(config)
+    served = _check_judges(config)
+    _check_environment(config, served)
     _check_engine(config)
-    _check_effects(config)
+    _check_effects(config, served)
 
 
 def _check_engine(config: Config) -> None:
@@ -252,14 +264,15 @@ def _with_adapters(config: Config) -> Config:
     return msgspec.structs.replace(config, actors=msgspec.structs.replace(config.actors, sglang=sglang))
 
 
-def _check_environment(config: Config) -> None:
+Served = dict[str, Judge | Player]
+"""Judges and opponents of [judges.use] by the service that each offers."""
+
+
+def _check_environment(config: Config, served: Served) -> None:
     """The environment's options, and the services its episodes need."""
     data, s = config.data, config.scheduler
-    try:
-        environment = registry.load(data.environment, data.options)
-        examined = registry.load(data.environment, data.options | s.evaluation.options)
-    except (ValueError, FileNotFoundError) as error:
-        raise ConfigError(f"config: {error}") from None
+    environment = registry.load(data.environment, data.options)
+    examined = registry.load(data.environment, data.options | s.evaluation.options)
     if environment.rewarded_by_judge and s.judge == SchedulerConfig().judge:
         raise ConfigError(
             f"config: scheduler.judge = {s.judge!r} judges searches: data.environment = {data.environment!r} needs its oracle"
@@ -275,12 +288,35 @@ def _check_environment(config: Config) -> None:
         raise ConfigError(
             f"config: scheduler.strategy = 'ppr' is for search: data.environment = {data.environment!r} needs 'chain'"
         )
-    _check_judges(config)
-    for name in {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}:
-        plugged = any(":" in spec for spec in config.judges.use)  # announces a name of its own
-        if name != "random" and name not in config.judges.use and not plugged:
-            raise ConfigError(
-                f"config: the environment's opponents name {name!r}: expected 'random' or one of [judges.use] {sorted(config.judges.use)}"
+    if s.judge in registry.KNOWN and s.judge != data.environment and ":" not in data.environment:
+        raise ConfigError(
+            f"config: scheduler.judge = {s.judge!r} is the oracle of another game: data.environment = {data.environment!r}"
+        )
+    _check_asked(config, served, environment, examined)
+
+
+def _check_asked(config: Config, served: Served, environment: Environment, examined: Environment) -> None:
+    """Every judge and opponent that the run asks is served by it, or said to come from outside; else it would wait for it in vain."""
+    s, outside = config.scheduler, config.judges.outside
+    opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
+    asked = {f"judge.{s.judge}": f"scheduler.judge = {s.judge!r}"} if s.judge != UNJUDGED else {}
+    if judge := environment.outcome_judge:
+        asked[f"judge.{judge}"] = f"data.environment = {config.data.environment!r} has its outcomes of judge {judge!r}"
+    asked |= {f"player.{name}": f"the environment's opponents name {name!r}" for name in opponents if name != "random"}
+    for service, what in asked.items():
+        kind, _, name = service.partition(".")
+        if service in served or name in outside:
+            continue
+        own = BUILT_IN if kind == "judge" else PLAYERS
+        if name not in own:
+            names = {service.partition(".")[2] for service in served if service.startswith(kind)}
+            bring = f"; for one that tools/serve brings, add --set 'judges.outside=[\"{name}\"]'"
+            known(what, name, {*own, *names, *([UNJUDGED] if kind == "judge" else ["random"])}, bring)
+        raise ValueError(f"{what}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)")
+    for name in outside:
+        if f"judge.{name}" not in asked and f"player.{name}" not in asked:
+            known(
+                f"judges.outside names {name!r}, which the run does not ask", name, [s.partition(".")[2] for s in asked]
             )
 
 
@@ -294,15 +330,13 @@ def _check_sources(key: str, given: str | list[str]) -> None:
         raise ConfigError(f"config: {key}: {error}") from None
 
 
-def _check_judges(config: Config) -> None:
-    """Options of built-in judges and opponents, and the judge the run asks."""
-    s, data = config.scheduler, config.data
+def _check_judges(config: Config) -> Served:
+    """The judges and opponents of [judges.use], made once as their processes will make them, and not kept."""
+    s, served = config.scheduler, Served()
     _check_judge_model(config.judges)
     for spec, options in config.judges.use.items():
-        try:
-            check_options(spec, _with_url(spec, options, config.judges))
-        except (ValueError, FileNotFoundError) as error:
-            raise ConfigError(f"config: {error}") from None
+        worker = make_worker(spec, _with_url(spec, options, config.judges))
+        served[service_of(worker)] = worker
         endpoint = options.get("endpoint")
         patience = endpoint.get("patience_s", PATIENCE_S) if isinstance(endpoint, dict) else 0.0
         if patience >= s.judge_deadline_s:
@@ -310,10 +344,7 @@ def _check_judges(config: Config) -> None:
                 f"config: judges.use.{spec}.endpoint.patience_s = {patience:g}: expected less than scheduler.judge_deadline_s ="
                 f" {s.judge_deadline_s:g}, or a reply that does not come fails the call instead of being an invalid judgement"
             )
-    if s.judge in registry.KNOWN and s.judge != data.environment and ":" not in data.environment:
-        raise ConfigError(
-            f"config: scheduler.judge = {s.judge!r} is the oracle of another game: data.environment = {data.environment!r}"
-        )
+    return served
 
 
 def _check_judge_model(judges: JudgesConfig) -> None:
@@ -341,14 +372,8 @@ def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[
 
 def _check_learner(w: LearnerConfig) -> None:
     """Scheme, correction and the models they need; a setting without effect is refused."""
-    try:
-        scheme = schemes.load(w.scheme, w.scheme_options)
-        if (w.correction, w.correction_options) != (LearnerConfig().correction, {}):
-            from learner import corrections  # imports torch: only where something is to be checked
-
-            corrections.load(w.correction, w.correction_options)
-    except ValueError as error:
-        raise ConfigError(f"config: {error}") from None
+    scheme = schemes.load(w.scheme, w.scheme_options)
+    corrections.load(w.correction, w.correction_options)
     for name, column in (("critic", "value"), ("prm", "prm")):
         if getattr(w, name) is not None and column not in scheme.needs:
             raise ConfigError(
@@ -382,13 +407,13 @@ _JUDGED = ("slate", "slate_full", "ppr", "turn_grpo")
 """Schemes that read what a judge says of each turn."""
 
 
-def _check_columns(s: SchedulerConfig, scheme: str) -> None:
+def _check_columns(s: SchedulerConfig, scheme: str, served: Served) -> None:
     """A scheme that reads a judge's columns has a judge that gives them."""
     if s.judge == UNJUDGED and (scheme in _JUDGED or s.strategy == "slate"):
         raise ConfigError(
             f"config: scheduler.judge = 'none' leaves learner.scheme = {scheme!r} without scores: name a judge"
         )
-    columns = columns_of(s.judge)
+    columns = getattr(served.get(f"judge.{s.judge}"), "columns", ())
     components = {"think", "query", "answer"}
     needed = {"ppr": {"process"}, "slate": components, "slate_full": components}.get(scheme, set[str]())
     if columns and not needed <= set(columns):
@@ -426,8 +451,9 @@ def _check_strategy(strategy: str, scheme: str) -> None:
         )
 
 
-def _check_effects(config: Config) -> None:
+def _check_effects(config: Config, served: Served) -> None:
     s, w = config.scheduler, config.learner
+    strategies.load(s.strategy)
     default = SchedulerConfig()
     if (s.selection == "best-of-k" or s.strategy != "slate") and s.eta != default.eta:
         setting = (
@@ -450,7 +476,7 @@ def _check_effects(config: Config) -> None:
         raise ConfigError(f"config: scheduler.bonus = {s.bonus} has no effect without SLATE's rewards: remove it")
     _check_learner(w)
     _check_strategy(s.strategy, w.scheme)
-    _check_columns(s, w.scheme)
+    _check_columns(s, w.scheme, served)
     if 0 < w.decay_updates < s.updates:
         raise ConfigError(
             f"config: learner.decay_updates = {w.decay_updates} leaves a learning rate of 0 for the rest of scheduler.updates ="

@@ -13,7 +13,7 @@ import msgspec
 from tools import assets, plan
 from tools.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.drafts import write_whole
-from tools.supervise import Supervisor, existing, no_space
+from tools.supervise import existing, no_space, supervise
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -96,11 +96,10 @@ def _launch(config: Config, found: assets.Assets, run: Path) -> int:
         except BlockingIOError:
             raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
         write_whole(run / "config.json", config)
-        made = plan.make(config, found, run)
         if warning := plan.memory_warning(config, _weights_gib(Path(found.model))):
             print(warning, flush=True)
         print(f"run folder {run}", flush=True)
-        return Supervisor(run, made).watch()
+        return supervise(run, lambda: plan.make(config, found, run))
 
 
 def dry_run(config: Config, run: Path) -> int:

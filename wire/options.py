@@ -1,12 +1,40 @@
 """Options of plug-ins (schemes, corrections, environments, judges): keyword arguments from the config, checked before anything is paid for."""
 
+import difflib
+import importlib
 import inspect
+import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
+
+
+def known(what: str, name: str, names: Iterable[str], otherwise: str = "") -> None:
+    """Refuse a ``name`` that is none of ``names``. Raises ValueError with the nearest of them and all.
+
+    what: how the error begins, such as "learner.scheme = 'slat'". otherwise: what else would do.
+    """
+    names = sorted(names)
+    if name not in names:
+        near = " or ".join(map(repr, difflib.get_close_matches(name, names)))
+        raise ValueError(f"{what}: {f'did you mean {near}? ' if near else ''}expected one of {names}{otherwise}")
+
+
+def imported(what: str, place: str) -> Any:
+    """The object at ``place``, "module:name", with the current folder importable. Raises ValueError, which begins with ``what``."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # noqa: BLE001 whatever a plug-in raises while it is read is what is wrong with it
+        raise ValueError(
+            f"{what}: {type(error).__name__}: {error}; expected module:Class, importable from {Path.cwd()}"
+        ) from None
 
 
 def checked(section: str, what: str, function: Callable[..., Any], options: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]:  # fmt: skip

@@ -1,12 +1,9 @@
 """The built-in environments by name. One of your own is ``module:Class``."""
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 from actors.environments.base import Environment
-from wire.options import checked
+from wire.options import checked, imported, known
 
 KNOWN = {
     "search_qa": "actors.environments.search_qa:SearchQA",
@@ -18,16 +15,10 @@ KNOWN = {
 
 def load(name: str, options: dict[str, Any]) -> Environment:
     """The environment ``name`` with its constructor's options. Raises ValueError or FileNotFoundError saying what was expected."""
-    spec = KNOWN.get(name, name)
-    module, colon, kind = spec.partition(":")
-    if not colon:
-        raise ValueError(f"data.environment = {name!r}: expected one of {sorted(KNOWN)}, or module:Class")
-    if name not in KNOWN:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        made = getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"data.environment = {name!r}: {error}") from None
+    what = f"data.environment = {name!r}"
+    if ":" not in name:
+        known(what, name, KNOWN, ", or module:Class")
+    made = imported(what, KNOWN.get(name, name))
     given = checked("data.options", name, made.__init__, options, ("self",))
     try:
         return made(**given)

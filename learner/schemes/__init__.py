@@ -15,7 +15,7 @@ import msgspec
 
 from learner.table import TurnTable
 from learner.targets import Estimate
-from wire.options import checked
+from wire.options import checked, known
 
 
 class Scheme(msgspec.Struct, frozen=True):
@@ -43,8 +43,7 @@ def names() -> list[str]:
 
 def load(name: str, options: dict[str, Any]) -> Scheme:
     """The scheme ``name``; raises ValueError naming the known schemes, or the options it takes and what each expects."""
-    if name not in names():
-        raise ValueError(f"learner.scheme = {name!r}: expected one of {names()}")
+    known(f"learner.scheme = {name!r}", name, names())
     module = importlib.import_module(f"{__name__}.{name}")
     options = checked("learner.scheme_options", f"scheme {name!r}", module.advantages, options, ("table",))
     needs = module.needs(**options) if hasattr(module, "needs") else ()

@@ -9,6 +9,8 @@ import pkgutil
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from wire.options import known
+
 Strategy = Callable[[Any, Any], Awaitable[None]]
 
 
@@ -23,7 +25,5 @@ def evaluation(name: str) -> Strategy:
 
 
 def _module(name: str) -> Any:
-    known = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    if name not in known:
-        raise ValueError(f"scheduler.strategy = {name!r}: expected one of {known}")
+    known(f"scheduler.strategy = {name!r}", name, (module.name for module in pkgutil.iter_modules(__path__)))
     return importlib.import_module(f"{__name__}.{name}")

@@ -174,11 +174,11 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(config: Path, tmp_p
     assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)
 
 
-def wait_for_update(run: Path, process: subprocess.Popen[str]) -> None:
-    """Until the first update is recorded."""
+def wait_for_update(run: Path, process: subprocess.Popen[str], count: int = 1) -> None:
+    """Until so many updates are recorded."""
     end = time.monotonic() + 200
     while time.monotonic() < end and process.poll() is None:
-        if (run / "metrics.jsonl").exists() and b"learner/groups" in (run / "metrics.jsonl").read_bytes():
+        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"learner/groups") >= count:
             return
         time.sleep(0.02)
     raise AssertionError(f"no update came: {process.communicate()[0] if process.poll() is not None else ''}")
@@ -239,18 +239,49 @@ def test_a_killed_actor_is_replaced_and_the_run_goes_on(config: Path, tmp_path: 
     subprocess.run(["pkill", "-9", "-f", f"{run}/processes/actor-0.json"], check=True)
     out = finish(process)
     assert process.returncode == 0, out
-    assert "actor-0 ended with status -9; starting it again" in out
+    assert (
+        "actor-0: killed by signal 9 (SIGKILL), most likely by the system for want of memory; starting it again" in out
+    )
     check_whole(run)
 
 
-def test_a_dead_learner_ends_the_run_with_its_log_and_the_way_to_go_on(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = launch(config, run, "--set", "learner.scheme=slate", "--set", "scheduler.updates=1000")
+def kill_one(run: Path, file: str) -> None:
+    """Kill -9 the newest process of a process file."""
+    pid = subprocess.run(["pgrep", "-n", "-f", f"{run}/processes/{file}.json"], capture_output=True, check=True).stdout
+    os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_killed_scheduler_and_a_killed_rank_are_survived_unattended(config: Path, tmp_path: Path) -> None:
+    run, updates = tmp_path / "run", 12
+    process = launch(config, run, "--set", f"scheduler.updates={updates}", "--set", "actors.count=1")
     wait_for_update(run, process)
-    subprocess.run(["pkill", "-9", "-o", "-f", f"{run}/processes/learner.json"], check=True)
+    kill_one(run, "scheduler")
+    records = (run / "metrics.jsonl").read_bytes().count(b"learner/groups")
+    wait_for_update(run, process, records + 1)
+    kill_one(run, "learner")  # the newest: rank 1
+    out = finish(process)
+    assert process.returncode == 0, out
+    for name in ("scheduler", "learner-1"):
+        assert (
+            out.count(f"{name}: killed by signal 9 (SIGKILL), most likely by the system for want of memory; resum") == 1
+        ), out
+    check_groups(run, updates, QUESTIONS)
+    assert not left_over(run)
+
+
+def test_a_rank_that_cannot_start_ends_the_run_at_once_with_cause_remedy_and_log(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torn = run / "checkpoints" / "v000001"
+    torn.mkdir(parents=True)
+    (torn / "state.json").write_text('{"version": ')
+    process = launch(config, run, "--set", "learner.count=1")
     out = finish(process)
     assert process.returncode == 1, out
-    assert "tools/launch --resume" in out
+    cause, remedy, log = out.strip().splitlines()[-3:]
+    assert cause.startswith("learner-0 failed: DecodeError: "), out
+    assert remedy.startswith("remedy: mend what the cause names")
+    assert log == f"log: {run}/logs/learner-0.log"
+    assert "resuming" not in out
     assert not left_over(run)
 
 

@@ -325,10 +325,13 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["exact_match", "--run", "nowhere"], "nowhere is not a started run"),
         (["exact_match", "--run", "plugs.py"], "plugs.py is not a started run"),
-        (["exact", "--run", "run"], "judge 'exact': expected one of"),
-        (["plugs:Nope", "--run", "run"], "judge 'plugs:Nope': module 'plugs' has no attribute 'Nope'"),
-        (["nomod:Nope", "--run", "run"], "judge 'nomod:Nope': No module named 'nomod'; expected module:Class"),
-        (["torn:Nope", "--run", "run"], "judge 'torn:Nope': invalid syntax (torn.py, line 1)"),
+        (["exact", "--run", "run"], "judge 'exact': did you mean 'exact_match'? expected one of"),
+        (["plugs:Nope", "--run", "run"], "judge 'plugs:Nope': AttributeError: module 'plugs' has no attribute 'Nope'"),
+        (
+            ["nomod:Nope", "--run", "run"],
+            "judge 'nomod:Nope': ModuleNotFoundError: No module named 'nomod'; expected module:Class",
+        ),
+        (["torn:Nope", "--run", "run"], "judge 'torn:Nope': SyntaxError: invalid syntax (torn.py, line 1)"),
         (["plugs:made", "--run", "run"], "judge 'plugs:made': made is no class"),
         (["plugs:Plain", "--run", "run", "--option", "a=1"], "['a'] unknown to plugs:Plain, which takes no options"),
         (["plugs:Plain", "--run", "run", "--option", "a"], "option 'a': expected KEY=VALUE"),

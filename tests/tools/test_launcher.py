@@ -14,7 +14,7 @@ import pytest
 from tools.assets import Assets
 from tools.launcher import main
 from tools.plan import Process
-from tools.supervise import Supervisor, _relay
+from tools.supervise import _relay, supervise
 
 ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
 
@@ -101,34 +101,28 @@ def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
 
 
 @pytest.mark.parametrize(
-    ("free", "last"),
+    ("free", "remedy"),
     [
         (
             100_000,
             "{run}'s disk has 0.1 MB free: the processes cannot write; free some, then tools/launch --resume {run}",
         ),
-        (2**40, "go on with: tools/launch --resume {run}"),
+        (
+            2**40,
+            "mend what the cause names, or it will happen again; then tools/launch --resume {run} (--set KEY=VALUE changes a setting)",
+        ),
     ],
 )
 def test_a_process_that_died_of_a_full_disk_says_so_though_its_log_cannot(
-    free: int, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    free: int, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     (tmp_path / "config.json").touch()
-    assert Supervisor(tmp_path, [ENDS_AT_ONCE]).watch() == 1
-    said = capsys.readouterr().out
-    assert "scheduler ended with status 1; the end of" in said
-    assert said.splitlines()[-1] == last.format(run=tmp_path)
-
-
-def test_what_a_log_says_of_a_full_disk_counts_whatever_is_free_now(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "scheduler.log").write_text("JournalError: database or disk is full\n")
-    assert Supervisor(tmp_path, [ENDS_AT_ONCE]).watch() == 1
-    assert "the processes cannot write" in capsys.readouterr().out
+    assert supervise(tmp_path, lambda: [ENDS_AT_ONCE]) == 1
+    cause, *rest = capsys.readouterr().out.strip().splitlines()
+    assert cause == f"scheduler failed: {sys.executable}: No module named no_such_module"
+    assert rest == [f"remedy: {remedy.format(run=tmp_path)}", f"log: {tmp_path}/logs/scheduler.log"]
 
 
 class Full(io.BytesIO):

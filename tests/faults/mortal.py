@@ -1,0 +1,44 @@
+"""A process of a run that does as it is told: ``python -m tests.faults.mortal RUN/processes/NAME.json``.
+
+The file holds a list of acts; each start does the next one. An act is a list of words: "checkpoint" makes one; "ready" is said by the
+scheduler; "kill", "leave" and "stay" end it, or not; anything else is the message of the exception that ends it.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+class PackingError(RuntimeError):
+    """Stands for any error that repeats."""
+
+
+def main() -> None:
+    file = Path(sys.argv[1])
+    run, starts = file.parent.parent, file.with_suffix(".starts")
+    count = len(starts.read_text()) if starts.exists() else 0
+    starts.write_text("x" * (count + 1))
+    acts = json.loads(file.read_text())
+    for word in acts[min(count, len(acts) - 1)]:
+        match word:
+            case "checkpoint":
+                folder = run / "checkpoints" / f"v{count + 1:06d}"
+                folder.mkdir(parents=True)
+                (folder / "state.json").touch()
+            case "ready":
+                (run / "endpoint").touch()
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "leave":
+                sys.exit(0)
+            case "stay":
+                time.sleep(600)
+            case message:
+                raise PackingError(message)
+
+
+if __name__ == "__main__":
+    main()

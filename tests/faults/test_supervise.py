@@ -1,0 +1,150 @@
+"""What the launcher does when processes of a run die: it resumes what may pass, and ends with the cause what would repeat."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools import failures
+from tools.plan import Process
+from tools.supervise import supervise
+
+STAYS, PEER = [["ready", "stay"]], "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3114"
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A launcher takes the signals of its process; here it does not wait long before it starts something again."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(failures, "FIRST_PAUSE_S", 0.01)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Crew:
+    """A run of processes that do as they are told."""
+
+    def __init__(self, run: Path, **acts: list[list[str]]):
+        self.run, self.names = run, [name.replace("_", "-") for name in acts]
+        (run / "processes").mkdir()
+        (run / "config.json").touch()
+        for name, told in zip(self.names, acts.values(), strict=True):
+            (run / "processes" / f"{name}.json").write_text(json.dumps(told))
+
+    def plan(self) -> list[Process]:
+        vital = ("scheduler", "learner")
+        return [Process(n, "tests.faults.mortal", n, 1, n.startswith(vital)) for n in self.names]
+
+    def launch(self) -> int:
+        return supervise(self.run, self.plan)
+
+    def starts(self, name: str) -> int:
+        return len((self.run / "processes" / f"{name}.starts").read_text())
+
+
+def test_an_error_before_the_first_checkpoint_ends_the_run_with_cause_remedy_and_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crew = Crew(tmp_path, scheduler=STAYS, learner_0=[["the forward is off by 0.6"]])
+    assert crew.launch() == 1
+    assert capsys.readouterr().out.strip().splitlines() == [
+        "learner-0 failed: PackingError: the forward is off by 0.6",
+        "remedy: mend what the cause names, or it will happen again; then"
+        f" tools/launch --resume {tmp_path} (--set KEY=VALUE changes a setting)",
+        f"log: {tmp_path}/logs/learner-0.log",
+    ]
+    assert (crew.starts("scheduler"), crew.starts("learner-0")) == (1, 1)
+
+
+def test_an_error_after_a_checkpoint_is_resumed_and_ends_the_run_when_it_repeats_without_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crew = Crew(tmp_path, scheduler=STAYS, learner_0=[["checkpoint", "odd"], ["checkpoint", "odd"], ["odd"], ["leave"]])
+    assert crew.launch() == 1
+    said = capsys.readouterr().out
+    assert said.count("learner-0: PackingError: odd; resuming the run in ") == 2
+    assert "learner-0 failed: PackingError: odd\n" in said
+    assert crew.starts("learner-0") == 3
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "learner_0", "learner_1"])
+def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(
+    victim: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"scheduler": STAYS, "learner_0": STAYS, "learner_1": STAYS}
+    killed = [["ready", "kill"], ["ready", "kill"]]
+    told[victim] = [*killed, *told[victim]]
+    told["scheduler"] = (
+        [*told["scheduler"][:2], ["ready", "leave"]] if victim == "scheduler" else [*STAYS * 2, ["leave"]]
+    )
+    crew = Crew(tmp_path, **told)
+    assert crew.launch() == 0
+    name = victim.replace("_", "-")
+    line = f"{name}: killed by signal 9 (SIGKILL), most likely by the system for want of memory; resuming the run in "
+    assert capsys.readouterr().out.count(line) == 2
+
+
+def test_a_rank_that_is_killed_each_time_before_it_gets_anywhere_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crew = Crew(tmp_path, scheduler=STAYS, learner_0=[["kill"]])
+    assert crew.launch() == 1
+    assert crew.starts("learner-0") == failures.RESTARTS + 1
+    *_, cause, remedy, log = capsys.readouterr().out.strip().splitlines()
+    assert cause.startswith("learner-0 failed: killed by signal 9 (SIGKILL)")
+    assert remedy.endswith(f"go on with: tools/launch --resume {tmp_path}")
+    assert log == f"log: {tmp_path}/logs/learner-0.log"
+
+
+@pytest.mark.parametrize(("first", "second"), [("learner_0", "learner_1"), ("learner_1", "learner_0")])
+def test_the_rank_that_failed_first_is_named_and_not_the_one_it_took_along(
+    first: str, second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"learner_0": [["x"]], "learner_1": [["x"]]} | {first: [["off by 0.6"]], second: [[PEER]]}
+    assert Crew(tmp_path, scheduler=STAYS, **told).launch() == 1
+    said = capsys.readouterr().out
+    assert f"{first.replace('_', '-')} failed: PackingError: off by 0.6\n" in said
+    assert "peer" not in said
+
+
+def test_a_worker_is_started_again_until_it_dies_too_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS, actor_0=[["engine gone"]])
+    assert crew.launch() == 1
+    said = capsys.readouterr().out
+    assert said.count("actor-0: PackingError: engine gone; starting it again in ") == failures.RESTARTS
+    assert "actor-0 failed: PackingError: engine gone\n" in said
+    assert (crew.starts("actor-0"), crew.starts("scheduler")) == (failures.RESTARTS + 1, 1)
+
+
+def test_what_the_scheduler_says_of_a_full_disk_counts_whatever_is_free_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Crew(tmp_path, scheduler=[["checkpoint", "database or disk is full"]]).launch() == 1
+    assert "the processes cannot write; free some" in capsys.readouterr().out
+
+
+def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "FIRST_PAUSE_S", 300.0)
+    crew = Crew(tmp_path, scheduler=STAYS, learner_0=[["kill"]])
+    said: list[str] = []
+
+    def interrupt() -> None:
+        while "resuming" not in "".join(said):
+            said.append(capsys.readouterr().out)
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert crew.launch() == 130
+    thread.join()
+    assert capsys.readouterr().out == f"stopped; go on with: tools/launch --resume {tmp_path}\n"
+    assert crew.starts("learner-0") == 1
