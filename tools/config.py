@@ -170,6 +170,10 @@ def check(config: Config) -> None:
             f"config: scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in"
             f" actors.max_context = {a.max_context}"
         )
+    encoder = config.retriever.encoder
+    if "/" not in encoder and not Path(encoder).is_dir():
+        expected = [RetrieverConfig().encoder]
+        known(f"retriever.encoder = {encoder!r}", encoder, expected, ", a folder, or a hub name with its owner")
     served = _check_judges(config)
     _check_environment(config, served)
     _check_engine(config)

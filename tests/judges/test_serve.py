@@ -358,6 +358,19 @@ def test_a_judge_of_a_run_that_has_ended_says_so(
     assert "Traceback" not in error
 
 
+def test_a_judge_follows_a_resumed_run_to_its_new_endpoint(
+    started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resumed(*given: Any) -> Service:
+        (started / "endpoint").write_text("tcp://127.0.0.1:2")
+        return Service(*given, give_up_s=0.0)
+
+    monkeypatch.setattr("judges.serve.Service", resumed)
+    assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" to ")[2].partition(";")[0] for line in said] == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+
+
 async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(tmp_path: Path) -> None:
     judge = Length(concurrency=2)
     batcher = Batcher(judge)

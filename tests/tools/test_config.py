@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,6 @@ def test_set_changes_a_key() -> None:
         ("actors.engine=vllm", "actors.engine"),
         ("learner.scheme=grpo", "needs scheduler.strategy = 'full'"),
         ("learner.scheme_options.dof=1", "takes"),
-        ("learner.correction=tiss", "expected one of"),
         ("learner.correction_options.uper=2", "takes"),
         ("learner.correction_options.level=step", "expected one of"),
         ("learner.aggregation=constant", "learner.constant_tokens = 0"),
@@ -217,6 +218,108 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load(tmp_path, [])
     with pytest.raises(ConfigError, match=r"bad\.toml/x\.toml cannot be read: Not a directory"):
         load(tmp_path / "bad.toml" / "x.toml", [])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("learner.correction=tiss", "learner.correction = 'tiss': did you mean 'tis'? expected one of ['aipo',"),
+        ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate' or 'slate_full'? expected one of"),
+        ("scheduler.strategy=slat", "scheduler.strategy = 'slat': did you mean 'slate'? expected one of ['chain',"),
+        ("scheduler.selection=bestofk", "scheduler.selection = 'bestofk': did you mean 'best-of-k'? expected one of"),
+        ("actors.engine=locl", "actors.engine = 'locl': did you mean 'local'? expected one of ['local', 'sglang']"),
+        (
+            "retriever.encoder=minlm",
+            "retriever.encoder = 'minlm': did you mean 'minilm'? expected one of ['minilm'], a",
+        ),
+        ("data.environment=sudku", "data.environment = 'sudku': did you mean 'sudoku'? expected one of"),
+        ("judges.use.slaterules={}", "judge 'slaterules': did you mean 'slate_rules'"),
+        ("scheduler.judge=slate_rule", "scheduler.judge = 'slate_rule': did you mean 'slate_rules'"),
+        ("scheduler.judge=typo", "for one that tools/serve brings, add --set 'judges.outside=[\"typo\"]'"),
+        ("scheduler.judge=slate_em", "'slate_em', which nobody serves: add --set 'judges.use.slate_em={}'"),
+        (
+            "judges.use={slate_rules={}}",
+            "judge 'exact_match', which nobody serves: add --set 'judges.use.exact_match={}'",
+        ),
+        ("judges.outside=['graded']", "judges.outside names 'graded', which the run does not ask: expected one of"),
+    ],
+)
+def test_a_name_that_is_not_there_is_refused_with_the_nearest(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(DEFAULT, [override])
+
+
+_GRADED = """
+from judges.base import Judge
+
+
+class Graded(Judge):
+    name, columns = "graded", ("think", "query", "answer")
+
+
+class Outcome(Judge):
+    name, columns = "outcome", ("outcome",)
+"""
+
+
+@pytest.fixture
+def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plug-ins in the folder where the user stands."""
+    (tmp_path / "graded_here.py").write_text(_GRADED)
+    (tmp_path / "torn_here.py").write_text("import nothing_like_it")
+    (tmp_path / "raises_here.py").write_text("{}['key']")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("graded_here", "torn_here", "raises_here"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+@pytest.mark.usefixtures("plug_ins")
+@pytest.mark.parametrize("more", ["judges.use.graded_here:Graded={}", "judges.outside=['graded']"])
+def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(more: str) -> None:
+    assert load(DEFAULT, ["scheduler.judge=graded", more]).scheduler.judge == "graded"
+
+
+@pytest.mark.usefixtures("plug_ins")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["judges.use.graded_here:Graded={}", "scheduler.judge=gradd"], "did you mean 'graded'?"),
+        (["judges.use.graded_here:Grade={}"], "has no attribute 'Grade'; expected module:Class"),
+        (["judges.use.graded_there:Graded={}"], "ModuleNotFoundError: No module named 'graded_there'; expected"),
+        (["judges.use.torn_here:Graded={}"], "ModuleNotFoundError: No module named 'nothing_like_it'; expected"),
+        (["judges.use.raises_here:Graded={}"], "judge 'raises_here:Graded': KeyError: 'key'; expected module:Class"),
+        (["judges.use.graded_here:Graded.size=1"], "['size'] unknown to graded_here:Graded"),
+        (
+            ["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"],
+            "gives ['outcome'], learner.scheme = 'slate'",
+        ),
+        (["data.environment=raises_here:Game"], "data.environment = 'raises_here:Game': KeyError: 'key'"),
+    ],
+)
+def test_a_plug_in_that_cannot_serve_the_run_is_refused_before_the_set_up(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(DEFAULT, overrides)
+
+
+def test_the_documented_ways_to_a_judge_of_ones_own_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "judges.md").read_text()
+    (tmp_path / "graded.py").write_text(text.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "graded", raising=False)
+    commands = re.findall(r"^tools/launch (.*scheduler\.judge=graded.*)$", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command)
+        made = load(DEFAULT, [words[i + 1] for i, word in enumerate(words) if word == "--set"])
+        assert made.scheduler.judge == "graded"
+
+
+def test_a_config_is_checked_without_torch() -> None:
+    """The launcher holds no memory for what it does not compute; a correction is looked up as everything else."""
+    code = "import sys; from learner import corrections, schemes; corrections.load('tis', {'upper': 3.0}); schemes.load('slate', {});"
+    subprocess.run([sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"], check=True, cwd=ROOT)
 
 
 VPR = ROOT / "configs" / "vpr-tictactoe-cpu.toml"

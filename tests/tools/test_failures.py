@@ -1,0 +1,100 @@
+"""Why a process ended, read from its status and its log; how often it is started again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.failures import RESTARTS, WITHIN_S, Cause, Rate, Resumes, cause_of, remedy
+
+RAISED = """2026-11-22 09:00:00,123 learner.main rank 1 of 2: version 0, torch.float32
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/x/learner/selfcheck.py", line 87, in _refuse
+    raise PackingError(
+    ^^^^^^^^^^^^^^^^^^^
+"""
+HANDLED = RAISED + "ValueError: of one request\n2026-11-22 09:00:01,000 wire.service learner: train failed\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "text"),
+    [
+        (
+            RAISED + "learner.selfcheck.PackingError: off by 0.6 (allowed 0.2)\n",
+            "PackingError: off by 0.6 (allowed 0.2)",
+        ),
+        (
+            RAISED + "RuntimeError: Error(s) in loading:\n\tsize mismatch\n",
+            "RuntimeError: Error(s) in loading: size mismatch",
+        ),
+        (RAISED + "KeyError: 'a.b'\n\n", "KeyError: 'a.b'"),
+        (RAISED + "AssertionError\n[W1122] process group has not been destroyed\n", "AssertionError"),
+        (HANDLED + RAISED + "wire.faults.DataFault: later\n", "DataFault: later"),
+        (HANDLED + "judge-model: the engine is gone\n", "judge-model: the engine is gone"),
+        (HANDLED, "learner: train failed"),
+        (
+            HANDLED
+            + "2026-11-22 09:00:02,000 scheduler.main the run ends: tree 7 failed 5 times; the last time:\nbad\n",
+            "tree 7 failed 5 times; the last time: bad",
+        ),
+        ("/usr/bin/python: No module named nothing\n", "/usr/bin/python: No module named nothing"),
+        ("", "it ended with status 1 and wrote nothing"),
+        (RAISED + f"ValueError: {'x' * 5000}\n", f"ValueError: {'x' * 288} ..."),
+    ],
+)
+def test_the_cause_is_what_ended_the_process_in_one_line(log: str, text: str) -> None:
+    assert cause_of(1, log) == Cause(text, False)
+
+
+def test_a_signal_and_a_lost_peer_come_from_outside() -> None:
+    assert cause_of(-9, HANDLED) == Cause(
+        "killed by signal 9 (SIGKILL), most likely by the system for want of memory", True
+    )
+    assert cause_of(-11, HANDLED) == Cause("killed by signal 11 (SIGSEGV)", True)
+    gone = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3114"
+    lost = cause_of(1, RAISED + gone)
+    assert (lost.passing, lost.second_hand) == (True, True)
+    assert not cause_of(-9, RAISED + gone).second_hand
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (cause_of(-9, ""), "if memory was short: fewer --actors or --learner"),
+        (Cause("OutOfMemoryError: CUDA out of memory", False), "if memory was short: fewer --actors or --learner"),
+        (cause_of(-15, ""), "go on with: AGAIN"),
+        (Cause("ModuleNotFoundError: No module named 'x'", False), "make that module importable from here"),
+        (Cause("ValueError: lr = -1", False), "mend what the cause names, or it will happen again; then AGAIN (--set"),
+    ],
+)
+def test_going_on_is_advised_plainly_only_where_nothing_has_to_change(cause: Cause, said: str) -> None:
+    assert remedy(cause, "AGAIN").startswith(said)
+
+
+@given(st.lists(st.floats(0.0, 10_000.0), min_size=1).map(sorted))
+def test_a_pause_is_given_until_too_many_deaths_lie_in_the_window(deaths: list[float]) -> None:
+    rate = Rate()
+    for i, now in enumerate(deaths):
+        near = sum(before > now - WITHIN_S for before in deaths[: i + 1])
+        assert rate.pause(now) == (2.0 ** (near - 1) if near <= RESTARTS else None)
+
+
+FAULT, KILL = Cause("ValueError: bad", False), cause_of(-9, "")
+
+
+def test_an_error_is_resumed_only_after_a_new_checkpoint() -> None:
+    resumes = Resumes("")
+    assert resumes.pause(0.0, FAULT, "v000004") is not None
+    assert resumes.pause(5000.0, FAULT, "v000004") is None
+    assert Resumes("v000004").pause(0.0, FAULT, "v000004") is None
+
+
+def test_kills_are_resumed_a_few_times_without_progress_however_rare_and_for_a_week_with_it() -> None:
+    resumes = Resumes("")
+    assert [resumes.pause(5000.0 * i, KILL, "") is None for i in range(RESTARTS + 1)] == [False] * RESTARTS + [True]
+    resumes = Resumes("")
+    assert all(resumes.pause(3600.0 * i, KILL, f"v{i + 1:06d}") == 1.0 for i in range(7 * 24))
+
+
+def test_a_full_disk_is_not_resumed_though_there_was_progress() -> None:
+    assert Resumes("").pause(0.0, Cause("OSError: [Errno 28] No space left on device", False), "v000001") is None
