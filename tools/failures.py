@@ -17,6 +17,8 @@ _ENDS = " scheduler.main the run ends: "
 """What the scheduler logs last, where it knows what is wrong."""
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.]+ ", re.MULTILINE)
 """How a line of a process's log begins."""
+_RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""How torch.distributed begins the lines of a rank's last traceback."""
 _PEER_GONE = re.compile(
     r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Connection closed by peer", re.IGNORECASE
 )
@@ -58,6 +60,7 @@ def cause_of(status: int, log: str) -> Cause:
 
 def _last_error(log: str) -> str:
     """The message of the exception that ended a process, else the last line of its log, in one line."""
+    log = _RANK.sub("", log)
     _, found, last = log.rpartition(_ENDS)
     if found:
         return shortened(last)

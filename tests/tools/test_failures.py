@@ -55,6 +55,8 @@ def test_a_signal_and_a_lost_peer_come_from_outside() -> None:
     lost = cause_of(1, RAISED + gone)
     assert (lost.passing, lost.second_hand) == (True, True)
     assert not cause_of(-9, RAISED + gone).second_hand
+    marked = "".join(f"[rank0]: {line}\n" for line in (RAISED + gone).splitlines())
+    assert cause_of(1, RAISED + gone + "\n" + marked) == lost
 
 
 @pytest.mark.parametrize(
