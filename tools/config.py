@@ -320,7 +320,9 @@ def _check_asked(config: Config, served: Served, environment: Environment, exami
     for name in outside:
         if f"judge.{name}" not in asked and f"player.{name}" not in asked:
             known(
-                f"judges.outside names {name!r}, which the run does not ask", name, [s.partition(".")[2] for s in asked]
+                f"judges.outside names {name!r}, which the run does not ask",
+                name,
+                [service.partition(".")[2] for service in asked],
             )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools import failures
+from tools import supervise as supervise_module
 from tools.plan import Process
 from tools.supervise import supervise
 
@@ -127,6 +128,35 @@ def test_what_the_scheduler_says_of_a_full_disk_counts_whatever_is_free_now(
 ) -> None:
     assert Crew(tmp_path, scheduler=[["checkpoint", "database or disk is full"]]).launch() == 1
     assert "the processes cannot write; free some" in capsys.readouterr().out
+
+
+def test_a_rank_that_was_asked_to_leave_is_missed_when_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise_module, "LEFT_S", 0.1)
+    assert Crew(tmp_path, scheduler=[*STAYS, ["leave"]], learner_0=[["leave"], ["stay"]]).launch() == 0
+    assert (
+        "learner-0: it left, though the run goes on: somebody asked it to (SIGTERM); resuming"
+        in capsys.readouterr().out
+    )
+
+
+def test_ctrl_c_stops_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS)
+
+    def interrupt() -> None:
+        while not (tmp_path / "processes" / "learner-0.starts").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert crew.launch() == 130
+    thread.join()
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "stopping (press Ctrl-C again to kill) ...",
+        f"stopped; go on with: tools/launch --resume {tmp_path}",
+    ]
 
 
 def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
