@@ -224,7 +224,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("learner.correction=tiss", "learner.correction = 'tiss': did you mean 'tis'? expected one of ['aipo',"),
-        ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate' or 'slate_full'? expected one of"),
+        ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
         ("scheduler.strategy=slat", "scheduler.strategy = 'slat': did you mean 'slate'? expected one of ['chain',"),
         ("scheduler.selection=bestofk", "scheduler.selection = 'bestofk': did you mean 'best-of-k'? expected one of"),
         ("actors.engine=locl", "actors.engine = 'locl': did you mean 'local'? expected one of ['local', 'sglang']"),
