@@ -278,7 +278,7 @@ def test_a_rank_that_cannot_start_ends_the_run_at_once_with_cause_remedy_and_log
     out = finish(process)
     assert process.returncode == 1, out
     cause, remedy, log = out.strip().splitlines()[-3:]
-    assert cause.startswith("learner-0 failed: DecodeError: "), out
+    assert cause.startswith("learner-0 failed: CheckpointError: checkpoint "), out
     assert remedy.startswith("remedy: mend what the cause names")
     assert log == f"log: {run}/logs/learner-0.log"
     assert "resuming" not in out
