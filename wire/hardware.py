@@ -7,19 +7,26 @@ from pathlib import Path
 
 
 def compute_dtype(setting: str) -> str:
-    """ "float32" or "bfloat16" for ``setting``; "auto" is bfloat16 with an NVIDIA GPU or a processor that multiplies in it.
+    """ "float32" or "bfloat16" for ``setting``, as ``dtype_and_reason``."""
+    return dtype_and_reason(setting)[0]
+
+
+def dtype_and_reason(setting: str) -> tuple[str, str]:
+    """The number type for ``setting`` and why; "auto" is bfloat16 with an NVIDIA GPU or a processor that multiplies in it.
 
     A processor without such instructions emulates them: bfloat16 is then ten times slower than float32.
     """
     if setting in ("float32", "bfloat16"):
-        return setting
+        return setting, "as the config says"
     if setting != "auto":
         raise ValueError(f"dtype {setting!r}: expected auto, float32 or bfloat16")
-    if shutil.which("nvidia-smi"):
-        return "bfloat16"
+    if visible_gpus():
+        return "bfloat16", "there is an NVIDIA GPU"
     processor = Path("/proc/cpuinfo")
     flags = processor.read_text() if processor.exists() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    if "avx512_bf16" in flags or "amx_bf16" in flags:
+        return "bfloat16", "this processor multiplies in it"
+    return "float32", "this processor would emulate bfloat16, several times slower"
 
 
 def visible_gpus() -> list[str]:
