@@ -34,8 +34,8 @@ _BRIDGE = (
     "Let me find out what has the {field} {value}.",
 )
 DTYPE = "float32"
-"""Of every warm start, on every machine: one made in bfloat16 is another policy, whose held-out exact match began a third lower. In
-float32 the order of sums alone differs between processors, and saving in bfloat16 hides all but a few weights of it (docs/engines.md)."""
+"""Of every warm start, on every machine: in bfloat16 a fifth of the weights are others. In float32 only the order of sums differs between
+processors, and saving in bfloat16 hides all but two of a hundred thousand weights of it (docs/engines.md)."""
 _KNOWN = ("The {field} is {value}.", "It says that the {field} of {title} is {value}.", "Now I know: {value}.")
 
 
