@@ -40,7 +40,7 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: "local" is the embedded engine, "sglang" the one for GPUs. count: actor processes. max_batch: samples decoding together in one
     actor. capacity: requests in flight an actor accepts. kv_cache_gib: keys and values of the embedded engine in all, running samples
     and prefix cache. max_context: longest prompt + continuation in tokens. prefill_tokens: prompt tokens computed in one step.
-    threads: compute threads of one actor. dtype: "auto" is bfloat16 where the processor computes in it, else float32.
+    threads: compute threads of one actor. dtype: "auto" is bfloat16 where the machine is faster in it, else float32.
     """
 
     engine: Literal["local", "sglang"] = "local"

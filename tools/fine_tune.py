@@ -47,6 +47,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     schedule: what the rate does after the warm-up: nothing, or a fall to 0 over the remaining steps. shuffle: the seed of a fresh order each
     epoch; None takes the examples as they come. lora_rank 0: all weights train. forward_tokens: tokens of one forward, 0 for the batch.
+    dtype: the number type of the products; "auto" is what this machine computes in best.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lora_alpha: float = 32.0
     packing: bool = False
     forward_tokens: int = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 class Losses(msgspec.Struct, frozen=True):
@@ -161,12 +163,12 @@ def train(
 
 
 class Student:
-    """The model in training: float32 weights, compute as the machine does best, adapters if the recipe has them."""
+    """The model in training: float32 weights, compute in the recipe's type, adapters if the recipe has them."""
 
     def __init__(self, folder: Path, recipe: Recipe):
         self.folder, self.recipe = folder, recipe
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.compute = getattr(torch, compute_dtype("auto"))
+        self.compute = getattr(torch, compute_dtype(recipe.dtype))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
         check_head(str(folder), model)

@@ -98,7 +98,7 @@ def _launch(config: Config, found: assets.Assets, run: Path) -> int:
         write_whole(run / "config.json", config)
         if warning := plan.memory_warning(config, _weights_gib(Path(found.model))):
             print(warning, flush=True)
-        print(f"run folder {run}", flush=True)
+        print(f"{plan.number_type(config)}\nrun folder {run}", flush=True)
         return supervise(run, lambda: plan.make(config, found, run))
 
 
@@ -113,7 +113,7 @@ def dry_run(config: Config, run: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         made = plan.make(config, assets.Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if size else " (the model is not here yet: its weights are counted as 0)"
-    print(f"run folder {run}\nprocesses:\n{plan.describe(made, config, size)}{known}")
+    print(f"{plan.number_type(config)}\nrun folder {run}\nprocesses:\n{plan.describe(made, config, size)}{known}")
     return 0
 
 

@@ -157,6 +157,21 @@ def memory_warning(config: Config, weights_gib: float) -> str:
     )
 
 
+def number_type(config: Config) -> str:
+    """What to tell at the start: in which number type the run computes, why, and how that is changed."""
+    learner, why = hardware.dtype_and_reason(config.learner.dtype)
+    if config.actors.engine != "local":
+        return f"number type of the learner: {learner} ({why}; learner.dtype); SGLang chooses its own (actors.sglang.arguments.dtype)"
+    actors, reason = hardware.dtype_and_reason(config.actors.dtype)
+    if actors != learner:
+        return (
+            f"warning: the learner computes in {learner} ({why}) and the actors in {actors} ({reason}): the log-probabilities of the same"
+            " tokens then differ by rounding, which the correction cannot tell from staleness; set learner.dtype and actors.dtype alike"
+        )
+    change = "; --set learner.dtype=float32 --set actors.dtype=float32 changes it" if learner == "bfloat16" else ""
+    return f"number type {learner} ({why}{change})"
+
+
 _ENGINE_GIB, _RANK_GIB, _REST_GIB = 1.1, 2.2, 1.5
 """Beside weights and caches: of a process with an engine, of a learner's rank with its activations, of all other processes together.
 

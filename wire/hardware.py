@@ -5,21 +5,30 @@ import shutil
 import subprocess
 from pathlib import Path
 
+PROCESSOR = Path("/proc/cpuinfo")
+
 
 def compute_dtype(setting: str) -> str:
-    """ "float32" or "bfloat16" for ``setting``; "auto" is bfloat16 with an NVIDIA GPU or a processor that multiplies in it.
+    """ "float32" or "bfloat16" for ``setting``, as ``dtype_and_reason``."""
+    return dtype_and_reason(setting)[0]
 
-    A processor without such instructions emulates them: bfloat16 is then ten times slower than float32.
+
+def dtype_and_reason(setting: str) -> tuple[str, str]:
+    """The number type for ``setting`` and why; "auto" is bfloat16 with an NVIDIA GPU or a processor that is faster in it.
+
+    A processor without such instructions emulates them, several times slower; Intel's AVX-512 ones without matrix units (AMX) are slower than
+    float32 too (measured: docs/engines.md).
     """
     if setting in ("float32", "bfloat16"):
-        return setting
+        return setting, "as the config says"
     if setting != "auto":
         raise ValueError(f"dtype {setting!r}: expected auto, float32 or bfloat16")
-    if shutil.which("nvidia-smi"):
-        return "bfloat16"
-    processor = Path("/proc/cpuinfo")
-    flags = processor.read_text() if processor.exists() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    if visible_gpus():
+        return "bfloat16", "there is an NVIDIA GPU"
+    processor = PROCESSOR.read_text() if PROCESSOR.exists() else ""
+    if "amx_bf16" in processor or ("avx512_bf16" in processor and "AuthenticAMD" in processor):
+        return "bfloat16", "this processor is made for it"
+    return "float32", "this processor is slower in bfloat16"
 
 
 def visible_gpus() -> list[str]:

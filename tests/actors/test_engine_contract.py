@@ -1,4 +1,5 @@
-"""What every engine promises, against transformers itself: the embedded engine and a real SGLang server, on the same tiny model.
+"""What every engine promises, against transformers itself: the embedded engine in both number types and a real SGLang server, on the
+same tiny model. The truth is always a full forward in float32.
 
 SGLang runs on a CPU here, with its own code and slow attention; one server serves the whole session.
 """
@@ -26,13 +27,30 @@ from wire import digest
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling, ScoreRequest
 
+BFLOAT16_DIFFERENCE = 0.05
+"""Mean difference over a few tokens between log-probabilities in bfloat16 and float32 on the tiny model: 0.013 for transformers and for the
+engine, with and without vector instructions; 0.33 when the first token of the prompt is not seen."""
 
-@pytest_asyncio.fixture(params=["local", "sglang"])
+
+def rounds(engine: Engine) -> bool:
+    """Whether the engine computes in bfloat16."""
+    return getattr(engine, "dtype", torch.float32) == torch.bfloat16
+
+
+def near(engine: Engine, expected: np.ndarray, logprobs: np.ndarray, times: float = 1.0) -> bool:
+    """Whether log-probabilities are those of a float32 forward up to rounding. times: what more an engine in float32 may differ."""
+    apart = np.abs(expected - logprobs)
+    if rounds(engine):
+        return bool(apart.mean() < BFLOAT16_DIFFERENCE)
+    return bool(apart.max() < times * GREATEST_DIFFERENCE)
+
+
+@pytest_asyncio.fixture(params=["local-float32", "local-bfloat16", "sglang"])
 async def engine(request: pytest.FixtureRequest, llama: Path, tmp_path: Path) -> AsyncIterator[Any]:
     """A started engine that holds the base weights."""
-    config = ActorsConfig(dtype="float32", max_context=512, max_batch=8)
-    if request.param == "local":
-        made: Any = LocalEngine(str(llama), config)
+    if request.param != "sglang":
+        dtype = request.param.removeprefix("local-")
+        made: Any = LocalEngine(str(llama), ActorsConfig(dtype=dtype, max_context=512, max_batch=8))
         await made.start()
         yield made
         await made.close()
@@ -67,11 +85,11 @@ async def restore(made: SGLangEngine, folder: Path, scratch: Path) -> None:
 async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(engine: Engine, llama: Path) -> None:
     prompt, model = ids(1, 24), reference(llama)
     (sample,) = (await engine.generate(GenerateRequest(prompt, 1, Sampling(8, temperature=0.0)))).samples
-    whole = torch.tensor(prompt, dtype=torch.long)[None]
-    with torch.no_grad():
-        expected = model.generate(whole, max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()
-    assert sample.tokens.tolist() == expected
-    assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+    best = forward(model, prompt, sample.tokens).log_softmax(-1).max(-1).values.numpy()
+    assert near(
+        engine, best, sample.logprobs
+    )  # the most probable token at each place, or one that rounding cannot tell from it
+    assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs)
     assert sample.versions.tolist() == [0] * len(sample.tokens)
 
 
@@ -81,7 +99,7 @@ async def test_logprobs_are_of_the_distribution_after_temperature(engine: Engine
     for sample in result.samples:
         rows = forward(model, prompt, sample.tokens) / 0.7
         expected = rows.log_softmax(-1)[range(len(rows)), sample.tokens.tolist()].numpy()
-        assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
+        assert near(engine, expected, sample.logprobs)
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}])
@@ -89,12 +107,17 @@ async def test_logprobs_are_of_what_top_p_or_top_k_left(engine: Engine, llama: P
     prompt, model = ids(3, 20), reference(llama)
     result = await engine.generate(GenerateRequest(prompt, 2, Sampling(6, temperature=1.0, **cut)))
     for sample in result.samples:
-        rows = forward(model, prompt, sample.tokens).softmax(-1)
+        rows, expected = forward(model, prompt, sample.tokens).softmax(-1), []
         for row, token, logprob in zip(rows, sample.tokens.tolist(), sample.logprobs, strict=True):
             odds, order = row.sort(descending=True)
             kept = int((odds.cumsum(0) - odds < cut["top_p"]).sum()) if "top_p" in cut else cut["top_k"]
-            assert token in order[:kept].tolist()
-            assert abs(float((row[token] / odds[:kept].sum()).log()) - logprob) < 10 * GREATEST_DIFFERENCE
+            most = kept + 2 * rounds(engine)  # rounding may let in a token that is nearly as probable as the last one
+            assert token in order[:most].tolist()
+            left = [
+                float((row[token] / odds[:count].sum()).log()) for count in range(max(1, 2 * kept - most), most + 1)
+            ]
+            expected.append(min(left, key=lambda made: abs(made - logprob)))
+        assert near(engine, np.array(expected), sample.logprobs, times=10.0)
 
 
 async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engine: Engine) -> None:
@@ -130,7 +153,7 @@ async def test_score_is_a_full_forward_at_temperature_one_also_of_cached_tokens(
     scored = await engine.score(ScoreRequest(tokens))
     expected = full_logprobs(reference(llama), tokens[:1], tokens[1:])
     assert scored.logprobs[0] == 0
-    assert np.abs(expected - scored.logprobs[1:]).max() < GREATEST_DIFFERENCE
+    assert near(engine, expected, scored.logprobs[1:])
 
 
 async def test_cancelling_frees_the_engine(engine: Engine) -> None:
@@ -177,7 +200,7 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
     assert result.cached_tokens == 0
     for sample in result.samples:
         assert sample.versions.tolist() == [3] * len(sample.tokens)
-        assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+        assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs)
     assert engine.stats()["version"] == 3
 
 
@@ -217,7 +240,7 @@ async def test_an_adapter_alone_changes_the_policy(engine: Engine, llama: Path, 
     result = await engine.generate(GenerateRequest(prompt, 2, Sampling(5)))
     for sample in result.samples:
         assert sample.versions.tolist() == [6] * len(sample.tokens)
-        assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < 5 * GREATEST_DIFFERENCE
+        assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs, times=5.0)
 
 
 async def test_a_constraint_holds_from_the_first_to_the_last_token(engine: Engine, llama: Path) -> None:

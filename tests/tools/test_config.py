@@ -526,6 +526,37 @@ def test_judges_models_take_the_gpus_that_nobody_was_given(
     assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown
 
 
+def test_the_number_type_its_reason_and_two_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.hardware, "visible_gpus", lambda: ["0"])
+    auto = ["learner.dtype=auto", "actors.dtype=auto"]
+    assert plan.number_type(load(DEFAULT, auto)).startswith(
+        "number type bfloat16 (there is an NVIDIA GPU; --set learner.dtype="
+    )
+    plain = plan.number_type(load(DEFAULT, ["learner.dtype=float32", "actors.dtype=float32"]))
+    assert plain == "number type float32 (as the config says)"
+    said = plan.number_type(load(DEFAULT, [auto[0], "actors.dtype=float32"]))
+    assert said.startswith("warning: the learner computes in bfloat16")
+    assert "set learner.dtype and actors.dtype alike" in said
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ("GenuineIntel avx512_bf16 amx_bf16", "bfloat16"),
+        ("AuthenticAMD avx512_bf16", "bfloat16"),
+        ("GenuineIntel avx512_bf16", "float32"),
+        ("AuthenticAMD avx2", "float32"),
+    ],
+)
+def test_a_processor_computes_in_the_type_that_it_is_faster_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(processor)
+    monkeypatch.setattr(plan.hardware, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(plan.hardware, "visible_gpus", list)
+    assert plan.hardware.compute_dtype("auto") == expected
+
+
 def test_a_run_that_this_machine_has_no_room_for_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default run was killed by the system, without a word, beside other work on 24 GiB."""
     monkeypatch.setattr(plan.hardware, "visible_gpus", list)
