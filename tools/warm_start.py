@@ -18,6 +18,7 @@ from judges.retriever.encoder import Encoder
 from judges.retriever.index import Index
 from scheduler.text import Text
 from tools.apart import Killed, apart
+from tools.config import WarmStart
 from tools.facts import Fact
 from tools.fine_tune import Example, Recipe, fine_tune
 from wire.messages import Passage
@@ -34,17 +35,6 @@ _BRIDGE = (
     "Let me find out what has the {field} {value}.",
 )
 _KNOWN = ("The {field} is {value}.", "It says that the {field} of {title} is {value}.", "Now I know: {value}.")
-
-
-class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [warm_start]. steps 0 switches it off. two_hop: share of two-hop questions among the traces' questions."""
-
-    steps: int = 7
-    rows: int = 8
-    lr: float = 1e-4
-    warmup: int = 4
-    two_hop: float = 0.5
-    seed: int = 1
 
 
 class _Row(msgspec.Struct):

@@ -15,7 +15,7 @@ from actors.environments.task_files import listed, load_tasks
 from judges.config import JudgeModelConfig, JudgesConfig
 from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
-from tools import assets, plan
+from tools import assets, plan, set_up
 from tools.config import Config, ConfigError, convert, load
 from tools.plan import gpus_of
 
@@ -61,13 +61,13 @@ def test_the_papers_configs_train_on_nq_and_hotpotqa(
 def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assets, "ensure_facts", lambda cache: tmp_path)
-    monkeypatch.setattr(assets, "ensure_model", lambda name, cache: tmp_path)
+    monkeypatch.setattr(set_up, "ensure_facts", lambda cache: tmp_path)
+    monkeypatch.setattr(set_up, "ensure_model", lambda name, cache: tmp_path)
     config = load(
         DEFAULT,
         ["data.train=['default', 'mine.jsonl']", "warm_start.steps=0", "retriever.backend=http://localhost:1"],
     )
-    found = assets.prepare(config)
+    found = set_up.prepare(config)
     assert (found.train, found.heldout) == ([f"{tmp_path}/train.jsonl", "mine.jsonl"], f"{tmp_path}/heldout.jsonl")
     plan.make(config, found, tmp_path)
     written = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
