@@ -31,7 +31,9 @@ def prepare(config: Config) -> Assets:
     try:
         return apart(_prepare, config)
     except Killed:
-        raise MemoryError("the set-up's process was killed, most likely for memory: free some, then start again") from None
+        raise MemoryError(
+            "the set-up's process was killed, most likely for memory: free some, then start again"
+        ) from None
 
 
 def _prepare(config: Config) -> Assets:

@@ -18,6 +18,7 @@ from scheduler.config import SchedulerProcess
 from tools import assets, plan, set_up
 from tools.config import Config, ConfigError, convert, load
 from tools.plan import gpus_of
+from wire import hardware
 
 ROOT = Path(__file__).parent.parent.parent
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
@@ -423,26 +424,60 @@ def test_judges_models_take_the_gpus_that_nobody_was_given(
     assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown
 
 
-def test_a_run_that_this_machine_has_no_room_for_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default run was killed by the system, without a word, beside other work on 24 GiB."""
-    monkeypatch.setattr(plan.hardware, "visible_gpus", list)
-    config = load(DEFAULT, ["actors.count=4", "learner.count=4"])
-    monkeypatch.setattr(plan, "_free_gib", lambda: 8.0)
-    said = plan.memory_warning(config, 0.25)
-    assert "8.0 GiB are free" in said
-    assert "--actors, now 4" in said
-    assert plan.memory_warning(load(DEFAULT, ["actors.count=1", "learner.count=1"]), 0.25) == ""
-    monkeypatch.setattr(plan, "_free_gib", lambda: 24.0)
-    assert plan.memory_warning(config, 0.25) == ""
-    monkeypatch.setattr(plan.hardware, "visible_gpus", lambda: ["0"])
-    assert plan.memory_warning(config, 10.0) == ""
+def smol(folder: Path) -> Path:
+    """SmolLM2-135M's shape and size on disk, without its numbers."""
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "dtype": "bfloat16"}
+    (folder / "config.json").write_bytes(msgspec.json.encode(shape))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(269_060_552)
+    return folder
 
 
-def test_the_memory_estimate_is_near_what_the_default_run_was_measured_to_take() -> None:
-    """20.5 GiB with 4 actors and 4 ranks, of which 2.1 an actor and 2.9 a rank."""
-    four, fewer = (
-        load(DEFAULT, ["actors.count=4", "learner.count=4"]),
-        load(DEFAULT, ["actors.count=3", "learner.count=3"]),
+WIDE = ["actors.dtype=float32", "learner.dtype=float32", "actors.count=4", "learner.count=4"]
+
+
+def test_a_plan_beyond_the_free_memory_names_the_largest_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = load(ROOT / "configs" / "slate-cpu.toml", WIDE), smol(tmp_path)
+    need = plan.memory_gib(config, model)
+    monkeypatch.setattr(hardware, "visible_gpus", list)
+    monkeypatch.setattr(plan, "free_gib", lambda: need + 0.01)
+    assert plan.memory_warning(config, model) == ""
+    monkeypatch.setattr(plan, "free_gib", lambda: need - 0.01)
+    assert "--actors 4 --learner 3 fits" in plan.memory_warning(config, model)
+    monkeypatch.setattr(plan, "free_gib", lambda: 4.0)
+    assert "--actors 1 --learner 1 fits (3." in plan.memory_warning(config, model)
+    monkeypatch.setattr(plan, "free_gib", lambda: 1.0)
+    assert "even --actors 1 --learner 1 needs 3." in (said := plan.memory_warning(config, model))
+    assert "learner.micro_tokens (now 640)" in said
+
+
+def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: Path) -> None:
+    model = smol(tmp_path)
+
+    def gib(*more: str) -> float:
+        return plan.memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
+
+    narrow = ("actors.dtype=bfloat16", "learner.dtype=bfloat16")
+    assert (
+        gib(*narrow)
+        < gib()
+        < gib("learner.micro_tokens=1280")
+        < gib("learner.lora={rank=0}", "learner.micro_tokens=1280")
     )
-    assert plan.memory_gib(four, 0.25) == pytest.approx(20.5, abs=0.5)
-    assert plan.memory_gib(four, 0.25) - plan.memory_gib(fewer, 0.25) == pytest.approx(2.1 + 2.9, abs=0.3)
+    assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)  # weights, cache, libraries
+
+
+def test_a_containers_limit_counts_where_it_is_below_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, taken = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(plan, "_LIMITS", (limit, taken))
+    whole = plan.free_gib()
+    limit.write_text("max\n")
+    taken.write_text("0\n")
+    assert plan.free_gib() == pytest.approx(whole, rel=0.5)
+    limit.write_text(f"{3 * 2**28}\n")
+    taken.write_text(f"{2**28}\n")
+    assert plan.free_gib() == 0.5
