@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.attention import FOREST, NAME, Backend, Layout
 from learner.config import LearnerConfig, LoraConfig
+from learner.frozen import hold
 from learner.head import token_logprobs
 from learner.ranks import Ranks, whole
 from learner.trees import Path, pack
@@ -76,7 +77,7 @@ class Tower(torch.nn.Module):
 
 
 class TreeModel:
-    """A model of the learner: loaded, adapted, placed. Master weights are float32; compute is float32 or bfloat16 by autocast."""
+    """A model of the learner: loaded, adapted, placed. Trained weights are float32; compute is float32 or bfloat16 by autocast."""
 
     def __init__(
         self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks, seed: int = 0, values: bool = False, reference: bool = False
@@ -104,6 +105,8 @@ class TreeModel:
                 module.p = 0.0  # a dropped token would differ between the paths that share it
         layer = type(tower.causal.get_decoder().layers[0]).__name__
         self.tower: Any = ranks.place(tower.train(), layer, self.compute)
+        if self.lora and self.device.startswith("cpu") and not ranks.sharded:
+            hold(model, self.compute, ranks)
         # Captured once: between two forwards a sharded module may show whole parameters instead of the trained shards.
         self._trained = {name.removeprefix("model."): p for name, p in self.tower.named_parameters() if p.requires_grad}
 

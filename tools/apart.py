@@ -20,7 +20,9 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, function, arguments), daemon=True)
+    process = context.Process(
+        target=_answer, args=(theirs, function, arguments)
+    )  # no daemon: it may do a part of its work apart
     process.start()
     theirs.close()
     try:

@@ -24,7 +24,6 @@ from scheduler import strategies
 from scheduler.config import UNJUDGED, SchedulerConfig
 from tools import ranges
 from tools.drafts import as_json
-from tools.warm_start import WarmStart
 from wire.options import known
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "slate-tiny.toml"
@@ -53,6 +52,17 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     corpus: str = "default"
     environment: str = "search_qa"
     options: dict[str, Any] = {}
+
+
+class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [warm_start]. steps 0 switches it off. two_hop: share of two-hop questions among the traces' questions."""
+
+    steps: int = 7
+    rows: int = 8
+    lr: float = 1e-4
+    warmup: int = 4
+    two_hop: float = 0.5
+    seed: int = 1
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

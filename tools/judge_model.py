@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from judges.config import JudgeModelConfig
-from tools.serve_model import serve
 from wire import loop
 from wire.faults import InfrastructureFault
 
@@ -31,6 +30,10 @@ class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 def main() -> None:
     """Serve until SIGTERM; ends with status 1 when the engine has died, and the launcher starts it again."""
+    from tools.serve_model import (
+        serve,
+    )  # it imports torch, which the launcher, who writes the process file, does without
+
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
     given = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
     try:

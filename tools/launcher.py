@@ -96,7 +96,7 @@ def _launch(config: Config, found: assets.Assets, run: Path) -> int:
         except BlockingIOError:
             raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
         write_whole(run / "config.json", config)
-        if warning := plan.memory_warning(config, _weights_gib(Path(found.model))):
+        if warning := plan.memory_warning(config, Path(found.model)):
             print(warning, flush=True)
         print(f"{plan.number_type(config)}\nrun folder {run}", flush=True)
         return supervise(run, lambda: plan.make(config, found, run))
@@ -109,13 +109,8 @@ def dry_run(config: Config, run: Path) -> int:
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
     model = assets.cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
-    size = _weights_gib(model)
     with tempfile.TemporaryDirectory() as scratch:
         made = plan.make(config, assets.Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
-    known = "" if size else " (the model is not here yet: its weights are counted as 0)"
-    print(f"{plan.number_type(config)}\nrun folder {run}\nprocesses:\n{plan.describe(made, config, size)}{known}")
+    known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
+    print(f"{plan.number_type(config)}\nrun folder {run}\nprocesses:\n{plan.describe(made, config, model)}{known}")
     return 0
-
-
-def _weights_gib(model: Path) -> float:
-    return sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2**30

@@ -136,25 +136,37 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def describe(plan: list[Process], config: Config, weights_gib: float) -> str:
-    """The plan and a memory estimate for --dry-run. weights_gib: the model's files."""
+def describe(plan: list[Process], config: Config, model: Path) -> str:
+    """The plan and a memory estimate for --dry-run. model: the policy's folder."""
     uncounted = ", without the judges' model" if config.judges.model else ""
     lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
-    need, free = memory_gib(config, weights_gib), _free_gib()
-    estimate = f"memory: about {need:.1f} GiB of {free:.1f} GiB free (float32 weights, caches, activations{uncounted})"
+    need, free = memory_gib(config, model), free_gib()
+    estimate = f"memory: about {need:.1f} GiB of {free:.1f} GiB free (weights, caches, activations{uncounted})"
     return "\n".join([*lines, estimate])
 
 
-def memory_warning(config: Config, weights_gib: float) -> str:
-    """What to tell at the start of a run on CPUs that this machine has no room for; "" when it has."""
-    need, free = memory_gib(config, weights_gib), _free_gib()
+def memory_warning(config: Config, model: Path) -> str:
+    """What to tell at the start of a run on CPUs that this machine has no room for, with the largest plan that fits; "" when it has."""
+    need, free = memory_gib(config, model), free_gib()
     if need <= free or hardware.visible_gpus():
         return ""
+    said = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
+    sizes = [(a, w) for a in range(1, config.actors.count + 1) for w in range(1, config.learner.count + 1)]
+    fitting = [size for size in sizes if memory_gib(_sized(config, *size), model) <= free]
+    if fitting:
+        actors, ranks = max(fitting, key=lambda size: (sum(size), size[0]))
+        less = memory_gib(_sized(config, actors, ranks), model)
+        return f"{said}--actors {actors} --learner {ranks} fits ({less:.1f} GiB)"
+    least = memory_gib(_sized(config, 1, 1), model)
     return (
-        f"warning: this run needs about {need:.1f} GiB of memory and {free:.1f} GiB are free: the system may kill it."
-        f" Fewer processes need less (--actors, now {config.actors.count}; --learner, now {config.learner.count}),"
-        " and so does a smaller actors.kv_cache_gib or learner.micro_tokens"
+        f"{said}even --actors 1 --learner 1 needs {least:.1f} GiB. Set a smaller actors.kv_cache_gib"
+        f" (now {config.actors.kv_cache_gib}) or learner.micro_tokens (now {config.learner.micro_tokens}), or take a smaller model"
     )
+
+
+def _sized(config: Config, actors: int, ranks: int) -> Config:
+    replace = msgspec.structs.replace
+    return replace(config, actors=replace(config.actors, count=actors), learner=replace(config.learner, count=ranks))
 
 
 def number_type(config: Config) -> str:
@@ -172,21 +184,42 @@ def number_type(config: Config) -> str:
     return f"number type {learner} ({why}{change})"
 
 
-_ENGINE_GIB, _RANK_GIB, _REST_GIB = 1.1, 2.2, 1.5
-"""Beside weights and caches: of a process with an engine, of a learner's rank with its activations, of all other processes together.
+_PROCESS_GIB, _REST_GIB = 0.4, 0.6
+"""Of a process with torch beside weights, caches and activations: its libraries, buffers, what the allocator keeps; and of the retriever,
+launcher, scheduler and judges together. See docs/performance.md."""
+_SAVED = 9, 4
+"""Numbers kept for backward of a token and layer, in hidden and in intermediate widths."""
 
-Of the default run (SmolLM2-135M, weights 0.25 GiB in bfloat16, kv_cache_gib 0.4, micro_tokens 1280, 4 actors and 4 ranks with adapters), whose
-peaks were 2.1 GiB an actor, 2.9 a rank and 1.1 the retriever, launcher, scheduler and judges: 20.5 GiB in all.
-"""
 
-
-def memory_gib(config: Config, weights_gib: float) -> float:
-    """About what all processes hold at most, in main memory, without a judge's model: weights in float32, caches, activations."""
+def memory_gib(config: Config, model: Path) -> float:
+    """About what all processes hold at most, in main memory, without a judge's model; a model that is not here yet counts as nothing."""
     a, w, served = config.actors, config.learner, config.judges.model
-    copies = 1.2 if w.lora.rank else 4.0
-    actor, rank = 2 * weights_gib + a.kv_cache_gib + _ENGINE_GIB, 2 * weights_gib * copies + _RANK_GIB
-    return a.count * actor + w.count * rank + _REST_GIB + (served.kv_cache_gib + _ENGINE_GIB if served else 0.0)
+    settings = model / "config.json"
+    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
+    hidden, inner = shape.get("hidden_size", 0), shape.get("intermediate_size", 0)
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2**30
+    numbers = size / (4 if shape.get("dtype", shape.get("torch_dtype")) == "float32" else 2)
+    acting, learning = (4 if hardware.compute_dtype(d) == "float32" else 2 for d in (a.dtype, w.dtype))
+    saved = w.micro_tokens * shape.get("num_hidden_layers", 0) * (_SAVED[0] * hidden + _SAVED[1] * inner)
+    activations = saved * (4 if learning == 4 else 3) / 2**30
+    actor = numbers * acting + a.kv_cache_gib + _PROCESS_GIB
+    if (
+        w.lora.rank
+    ):  # frozen weights are in memory once, adapters with gradients and moments are a fifth of them at most
+        learner = numbers * learning + w.count * (numbers * 0.8 + activations + _PROCESS_GIB)
+    else:
+        learner = w.count * (numbers * 16 + activations + _PROCESS_GIB)
+    return a.count * actor + learner + _REST_GIB + (served.kv_cache_gib + 1.1 if served else 0.0)
 
 
-def _free_gib() -> float:
-    return psutil.virtual_memory().available / 2**30
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
+"""Of the container that this process is in: its bound in bytes, or "max", and what it has taken."""
+
+
+def free_gib() -> float:
+    """Memory that a run may take: what the machine has free, or what the container's limit leaves."""
+    free = psutil.virtual_memory().available
+    limit, taken = (path.read_text().strip() if path.is_file() else "max" for path in _LIMITS)
+    if limit.isdigit() and taken.isdigit():
+        free = min(free, max(0, int(limit) - int(taken)))
+    return free / 2**30

@@ -18,6 +18,7 @@ from judges.retriever.encoder import Encoder
 from judges.retriever.index import Index
 from scheduler.text import Text
 from tools.apart import Killed, apart
+from tools.config import WarmStart
 from tools.facts import Fact
 from tools.fine_tune import Example, Recipe, fine_tune
 from wire.messages import Passage
@@ -37,17 +38,6 @@ DTYPE = "float32"
 """Of every warm start, on every machine: in bfloat16 a fifth of the weights are others. In float32 only the order of sums differs between
 processors, and saving in bfloat16 hides all but two of a hundred thousand weights of it (docs/engines.md)."""
 _KNOWN = ("The {field} is {value}.", "It says that the {field} of {title} is {value}.", "Now I know: {value}.")
-
-
-class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [warm_start]. steps 0 switches it off. two_hop: share of two-hop questions among the traces' questions."""
-
-    steps: int = 7
-    rows: int = 8
-    lr: float = 1e-4
-    warmup: int = 4
-    two_hop: float = 0.5
-    seed: int = 1
 
 
 class _Row(msgspec.Struct):

@@ -17,9 +17,10 @@ from actors.environments.task_files import listed, load_tasks
 from judges.config import JudgeModelConfig, JudgesConfig
 from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
-from tools import assets, plan
+from tools import assets, plan, set_up
 from tools.config import Config, ConfigError, convert, load
 from tools.plan import gpus_of
+from wire import hardware
 
 ROOT = Path(__file__).parent.parent.parent
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
@@ -63,13 +64,13 @@ def test_the_papers_configs_train_on_nq_and_hotpotqa(
 def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assets, "ensure_facts", lambda cache: tmp_path)
-    monkeypatch.setattr(assets, "ensure_model", lambda name, cache: tmp_path)
+    monkeypatch.setattr(set_up, "ensure_facts", lambda cache: tmp_path)
+    monkeypatch.setattr(set_up, "ensure_model", lambda name, cache: tmp_path)
     config = load(
         DEFAULT,
         ["data.train=['default', 'mine.jsonl']", "warm_start.steps=0", "retriever.backend=http://localhost:1"],
     )
-    found = assets.prepare(config)
+    found = set_up.prepare(config)
     assert (found.train, found.heldout) == ([f"{tmp_path}/train.jsonl", "mine.jsonl"], f"{tmp_path}/heldout.jsonl")
     plan.make(config, found, tmp_path)
     written = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
@@ -557,26 +558,60 @@ def test_a_processor_computes_in_the_type_that_it_is_faster_in(
     assert plan.hardware.compute_dtype("auto") == expected
 
 
-def test_a_run_that_this_machine_has_no_room_for_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default run was killed by the system, without a word, beside other work on 24 GiB."""
-    monkeypatch.setattr(plan.hardware, "visible_gpus", list)
-    config = load(DEFAULT, ["actors.count=4", "learner.count=4"])
-    monkeypatch.setattr(plan, "_free_gib", lambda: 8.0)
-    said = plan.memory_warning(config, 0.25)
-    assert "8.0 GiB are free" in said
-    assert "--actors, now 4" in said
-    assert plan.memory_warning(load(DEFAULT, ["actors.count=1", "learner.count=1"]), 0.25) == ""
-    monkeypatch.setattr(plan, "_free_gib", lambda: 24.0)
-    assert plan.memory_warning(config, 0.25) == ""
-    monkeypatch.setattr(plan.hardware, "visible_gpus", lambda: ["0"])
-    assert plan.memory_warning(config, 10.0) == ""
+def smol(folder: Path) -> Path:
+    """SmolLM2-135M's shape and size on disk, without its numbers."""
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "dtype": "bfloat16"}
+    (folder / "config.json").write_bytes(msgspec.json.encode(shape))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(269_060_552)
+    return folder
 
 
-def test_the_memory_estimate_is_near_what_the_default_run_was_measured_to_take() -> None:
-    """20.5 GiB with 4 actors and 4 ranks, of which 2.1 an actor and 2.9 a rank."""
-    four, fewer = (
-        load(DEFAULT, ["actors.count=4", "learner.count=4"]),
-        load(DEFAULT, ["actors.count=3", "learner.count=3"]),
+WIDE = ["actors.dtype=float32", "learner.dtype=float32", "actors.count=4", "learner.count=4"]
+
+
+def test_a_plan_beyond_the_free_memory_names_the_largest_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = load(ROOT / "configs" / "slate-cpu.toml", WIDE), smol(tmp_path)
+    need = plan.memory_gib(config, model)
+    monkeypatch.setattr(hardware, "visible_gpus", list)
+    monkeypatch.setattr(plan, "free_gib", lambda: need + 0.01)
+    assert plan.memory_warning(config, model) == ""
+    monkeypatch.setattr(plan, "free_gib", lambda: need - 0.01)
+    assert "--actors 4 --learner 3 fits" in plan.memory_warning(config, model)
+    monkeypatch.setattr(plan, "free_gib", lambda: 4.0)
+    assert "--actors 1 --learner 1 fits (3." in plan.memory_warning(config, model)
+    monkeypatch.setattr(plan, "free_gib", lambda: 1.0)
+    assert "even --actors 1 --learner 1 needs 3." in (said := plan.memory_warning(config, model))
+    assert "learner.micro_tokens (now 640)" in said
+
+
+def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: Path) -> None:
+    model = smol(tmp_path)
+
+    def gib(*more: str) -> float:
+        return plan.memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
+
+    narrow = ("actors.dtype=bfloat16", "learner.dtype=bfloat16")
+    assert (
+        gib(*narrow)
+        < gib()
+        < gib("learner.micro_tokens=1280")
+        < gib("learner.lora={rank=0}", "learner.micro_tokens=1280")
     )
-    assert plan.memory_gib(four, 0.25) == pytest.approx(20.5, abs=0.5)
-    assert plan.memory_gib(four, 0.25) - plan.memory_gib(fewer, 0.25) == pytest.approx(2.1 + 2.9, abs=0.3)
+    assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)  # weights, cache, libraries
+
+
+def test_a_containers_limit_counts_where_it_is_below_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, taken = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(plan, "_LIMITS", (limit, taken))
+    whole = plan.free_gib()
+    limit.write_text("max\n")
+    taken.write_text("0\n")
+    assert plan.free_gib() == pytest.approx(whole, rel=0.5)
+    limit.write_text(f"{3 * 2**28}\n")
+    taken.write_text(f"{2**28}\n")
+    assert plan.free_gib() == 0.5

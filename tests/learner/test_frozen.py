@@ -1,0 +1,90 @@
+"""Frozen weights are held rounded and shared, and nothing that is computed from them changes by a bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from learner import model
+from learner.config import LearnerConfig, LoraConfig
+from learner.model import Policy
+from learner.ranks import Ranks
+from learner.trees import Path as TokenPath
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def policy(folder: Path, dtype: str) -> Policy:
+    """With adapters that already change what is computed."""
+    made = Policy(str(folder), LearnerConfig(dtype=dtype, lora=LoraConfig(4, 8.0)), 1.0, Ranks(60))  # pyright: ignore
+    with torch.no_grad():
+        for name, parameter in made.trained().items():
+            if "lora_B" in name:
+                parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+    return made
+
+
+def read(made: Policy) -> list[torch.Tensor]:
+    """Log-probabilities of a forest, those under the initial weights, and the gradients."""
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, 250, 30).tolist()
+    paths = [TokenPath(prefix + rng.integers(0, 250, 9).tolist(), 30) for _ in range(5)]
+    logprobs = made.logprobs(paths)[0]
+    logprobs.sum().backward()
+    gradients = [p.grad for p in made.trained().values() if p.grad is not None]
+    return [logprobs.detach(), made.reference_logprobs(paths), *gradients]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_no_bit_of_a_result_changes(kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny.save(tmp_path / kind, kind)
+    held = policy(folder, dtype)
+    monkeypatch.setattr(model, "hold", lambda *_: None)
+    expected, found = read(policy(folder, dtype)), read(held)
+    assert all(g.any() for g in expected[2:])
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_embeddings_and_trained_weights_stay_in_float32(llama: Path) -> None:
+    types = {n: p.dtype for n, p in policy(llama, "bfloat16").model.named_parameters()}
+    assert {d for n, d in types.items() if "proj.base_layer.weight" in n} == {torch.bfloat16}
+    assert {d for n, d in types.items() if "proj.base_layer.weight" not in n} == {torch.float32}
+
+
+_RANK = """
+import os, sys, torch
+from pathlib import Path
+from tests.learner.test_frozen import policy, read
+made = policy(Path(sys.argv[1]), sys.argv[2])
+maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "frozen-weights" in line]
+start, end = (int(place, 16) for place in maps[0][0].split("-"))
+frozen = [p for p in made.model.parameters() if not p.requires_grad]
+assert all(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= end for p in frozen), "private weights"
+result = torch.cat([t.double().flatten() for t in read(made)])
+print("RESULT", maps[0][4], os.stat(f"/proc/self/map_files/{maps[0][0]}").st_size, len(frozen), result.abs().sum().item())
+made.ranks.barrier()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(dtype: str, llama: Path) -> None:
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(llama), dtype], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            env=os.environ | place | {"RANK": str(i), "LOCAL_RANK": str(i), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    first, second = ([line for line in out.splitlines() if line.startswith("RESULT")] for out in said)
+    assert first and first == second, said
+    alone = torch.cat([t.double().flatten() for t in read(policy(llama, dtype))]).abs().sum().item()
+    assert float(first[0].split()[-1]) == pytest.approx(alone, rel=1e-12)

@@ -1,0 +1,44 @@
+"""What a run takes of the machine's memory: the bench sees every process, and those that compute nothing hold no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.test_run import CONFIG, ROOT, prepare
+from tools.benches import memory
+
+_TAKES = "import time; taken = bytearray(b'x') * 300_000_000; print('there', flush=True); time.sleep(600)"
+
+
+def test_300_megabytes_of_a_child_are_seen_from_outside() -> None:
+    with subprocess.Popen([sys.executable, "-c", _TAKES], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        before = memory.Peaks()
+        before.take(memory.sample(psutil.Process()))
+        child.kill()
+    after = memory.Peaks()
+    after.take(memory.sample(psutil.Process()))
+    assert before.total - after.total > 280_000_000 / 2**30
+
+
+@pytest.mark.parametrize("module", ["tools.launcher", "scheduler.main", "judges.serve", "judges.retriever.worker"])
+def test_what_computes_nothing_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'faiss') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_process_of_a_run_is_counted_and_the_launcher_stays_small(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=1, questions=2))
+    peaks = memory.measure(["--config", str(config)])
+    assert peaks.counts | {"set-up": 0} == {
+        "launcher": 1, "scheduler": 1, "judges": 1, "retriever": 1, "actor": 2, "learner": 2, "set-up": 0
+    }  # fmt: skip
+    assert peaks.each["launcher"] < 0.15 > peaks.each["judges"]  # with torch it is above 0.25
+    assert peaks.total == pytest.approx(sum(peaks.at.values()))
+    assert peaks.total >= max(peaks.kinds.values()) > 0.2
