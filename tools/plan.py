@@ -91,9 +91,21 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         }  # fmt: skip
         plan.append(
-            Process(f"learner-{rank}", "learner.main", "learner", w.threads, True, place if w.count > 1 else {})
+            Process(
+                f"learner-{rank}",
+                "learner.main",
+                "learner",
+                w.threads,
+                True,
+                _ALLOCATOR | (place if w.count > 1 else {}),
+            )
         )
     return plan
+
+
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
+"""glibc's settings of a rank: a tensor of a megabyte or more goes back to the system when it is freed. With the usual ones a rank's heap
+was seen to grow to twice what it held (docs/performance.md). An engine, which decodes, gains little and loses time."""
 
 
 def _actor(config: Config, place: int) -> Process:

@@ -32,9 +32,6 @@ _FULL_BYTES = 2**24
 _TAIL_BYTES = 2**18
 """Of a log, in which the last traceback is looked for."""
 _PR_SET_PDEATHSIG = 1
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
-"""glibc's settings: a tensor of a megabyte or more goes back to the system when it is freed. glibc before 2.38 hardly uses a freed aligned
-block again, so that a rank's heap grows to twice what it holds (docs/performance.md)."""
 
 
 def existing(path: Path) -> Path:
@@ -72,7 +69,7 @@ class Child:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process, for the first time or again."""
-        environment = ALLOCATOR | os.environ | self.spec.environment
+        environment = os.environ | self.spec.environment
         threads = str(self.spec.threads)
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]
