@@ -230,11 +230,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     """The comparison in Markdown: medians, and the ratios of ours to the peer's with those of the single rounds."""
     lines = ["| load | | TRL | Coppice | ratio (rounds) |", "|---|---|---|---|---|"]
     for load, row in found.items():
-        for key, what in (
-            ("tokens_s", "trained tokens/s"),
-            ("update_s", "seconds an update"),
-            ("peak_gib", "peak GiB"),
-        ):
+        for key, what in SHOWN.items():
             theirs, own = ([one[key] for one in row[side]] for side in ("peer", "ours"))
             ratios = [a / b for a, b in zip(own, theirs, strict=True)]
             cells = [f"{statistics.median(values):.1f}" for values in (theirs, own)]

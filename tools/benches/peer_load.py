@@ -41,7 +41,7 @@ LOADS = {
     "groups": Load(Shape(steps=1, shared=27, question=12, observation=0), questions=8, samples=8, action=40, rows=8),
     "slate": Load(Shape(steps=3, shared=120, question=30, observation=60), questions=4, samples=5, action=40, rows=5),
 }
-"""Plain groups with the default run's prompts, and trees with the lengths of the other SLATE benchmarks."""
+"""Plain groups with prompts as long as those of configs/slate-cpu.toml, and trees with the lengths of the other SLATE benchmarks."""
 
 
 def prompts(load: Load, model: Path, seed: int, updates: int) -> list[str]:

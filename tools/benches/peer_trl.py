@@ -50,10 +50,10 @@ def settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
 def train(work: dict[str, Any], folder: Path) -> None:
     """Train; each update appends {"seconds", "tokens"} to ``updates.jsonl``: the clock at its end and the tokens it trained."""
     import torch
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] (of the other environment, as trl)
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(work["threads"])
     trained = [0]
