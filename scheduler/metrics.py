@@ -1,7 +1,7 @@
 """One record an update: RUN/metrics.jsonl, TensorBoard scalars, and a line of the live table."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,8 @@ class Metrics:
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = time.monotonic()
         self._seen: dict[str, Seen] = {}
-        self._busy: Counter[str] = Counter()
-        self._watched: Counter[str] = Counter()
+        self._busy: defaultdict[str, float] = defaultdict(float)
+        self._watched: defaultdict[str, float] = defaultdict(float)
         self._lines = 0
         self._columns: set[str] = set()
 

@@ -4,7 +4,7 @@ Pure but for the injected clock.
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -30,7 +30,7 @@ class Phases:
         self._clock, self._name = clock, first
         self._since = clock() if start is None else start
         self._over: list[str] = []
-        self._spent: Counter[str] = Counter()
+        self._spent: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str, at: float | None = None) -> None:
         """``name`` begins now, or began ``at`` a moment after the last change."""

@@ -10,7 +10,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
-from actors.environments.base import Action, Task, Tools, Transition
+from actors.environments.base import Task
 from actors.worker import service
 from scheduler.config import SchedulerConfig
 from scheduler.context import Context, Shop
@@ -31,8 +31,9 @@ from scheduler.strategies import slate
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Tree
+from tools.benches.any_text import AnyText, Shape
 from tools.tiny_policy import make_tiny_policy
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
+from wire.messages import Judgement, JudgeRequest, JudgeResult
 from wire.service import Call, Handler, Service
 
 HEAD, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 16
@@ -51,56 +52,9 @@ BEAT_S = 0.05
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def words(seed: str, count: int) -> str:
-    """``count`` letters, and so tokens."""
-    return "".join(random.Random(seed).choices(_LETTERS, k=count))
-
-
-class State(msgspec.Struct, frozen=True):
-    """A question and how many actions were taken."""
-
-    seed: int
-    step: int = 0
-
-
-class AnyText:
-    """``STEPS`` steps of any text, each followed by an observation; the judge rewards."""
-
-    name = "bench"
-    stop: list[str] = []
-    forced_prefix = ""
-    outcome_judge = ""
-    headline = "reward"
-    fresh = False
-    rewarded_by_judge = True
-
-    def initial(self, task: Task) -> State:
-        return State(task.seed)
-
-    async def open(self, state: State, tools: Tools) -> State:
-        return state
-
-    def prompt(self, task: Task, state: State) -> list[dict[str, str]]:
-        """The template adds a newline."""
-        return [{"role": "user", "content": words("head", HEAD) + words(f"question {state.seed}", QUESTION - 1)}]
-
-    def read(self, state: State, text: str) -> Action:
-        return Action("move", text)
-
-    def parse_forced(self, text: str) -> Action:
-        return Action("move", text)
-
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
-        after = State(state.seed, state.step + 1)
-        if after.step == STEPS:
-            return Transition(after, "", True, 0.0)
-        return Transition(after, words(f"observation {after}", OBSERVATION), False)
-
-    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
-        return JudgedTurn(task.id, [], "", action.text, step, budget)
-
-    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        return {}
+def _environment() -> AnyText:
+    """The prompt is a character shorter: the template adds a newline."""
+    return AnyText(Shape(STEPS, HEAD, QUESTION - 1, OBSERVATION), _LETTERS)
 
 
 def _judging(median_s: float) -> Handler:
@@ -224,7 +178,7 @@ async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, 
     settings = SchedulerConfig(k=CANDIDATES, budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
     journal = Journal(folder / "journal.sqlite")
     emit: Callable[..., None] = lambda tree, nodes, turns: None  # noqa: E731
-    shop = Shop(dispatcher, journal, Text(str(model)), AnyText(), settings, Counter(), emit, fleet=fleet)
+    shop = Shop(dispatcher, journal, Text(str(model)), _environment(), settings, Counter(), emit, fleet=fleet)
 
     async def one(number: int) -> Tree:
         tree = Tree(number, str(number))
