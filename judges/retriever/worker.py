@@ -60,6 +60,7 @@ class Retriever:
         self.cache: OrderedDict[tuple[str, int], list[Passage]] = OrderedDict()
         self.counts: Counter[str] = Counter()
         self.busy_s = 0.0
+        self._searching, self._since = 0, 0.0
 
     async def handle(self, request: RetrieveRequest, call: Call) -> RetrieveResult:
         """Service handler. Raises DataFault for a topk below 1."""
@@ -69,9 +70,7 @@ class Retriever:
         found = {q: self.cache[(q, request.topk)] for q in request.queries if (q, request.topk) in self.cache}
         missing = sorted(set(request.queries) - set(found))
         if missing:
-            start = time.monotonic()
-            found |= zip(missing, await self.backend.search(missing, request.topk), strict=True)
-            self.busy_s += time.monotonic() - start
+            found |= zip(missing, await self._search(missing, request.topk), strict=True)
         self.counts["queries"] += len(request.queries)
         self.counts["searched"] += len(missing)
         for query, passages in found.items():
@@ -80,6 +79,18 @@ class Retriever:
         while len(self.cache) > self.size:
             self.cache.popitem(last=False)
         return RetrieveResult([found[q] for q in request.queries])
+
+    async def _search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """The backend's passages; seconds in which several searches are open count as busy once."""
+        self._searching += 1
+        if self._searching == 1:
+            self._since = time.monotonic()
+        try:
+            return await self.backend.search(queries, topk)
+        finally:
+            self._searching -= 1
+            if not self._searching:
+                self.busy_s += time.monotonic() - self._since
 
     def stats(self) -> dict[str, float]:
         """Counters for the heartbeat."""

@@ -1,9 +1,9 @@
 """The peer's side of ``tools.benches.peer``: TRL's GRPOTrainer on the prompts of a file, run in the environment that has trl.
 
-``python -m tools.benches.peer_trl WORK.json``. It is given what makes it fastest on a CPU: no gradient checkpointing, no reference
+``python -m tools.benches.peer_trl WORK.json``. It is given what should make it fast on a CPU: no gradient checkpointing, no reference
 model, no dropout, no logging, evaluation or checkpoints, one batch of ``generate`` for all prompts of one length (so nothing is
-padded) with its cache of keys and values, log-probabilities of the completions alone, none computed twice, and as many sequences in
-one forward as was fastest. Generation and training take turns in one process on all the threads.
+padded) with its cache of keys and values, log-probabilities of the completions alone, none computed twice, and one group of
+sequences in a forward (other numbers were not tried). Generation and training take turns in one process on all the threads.
 
 trl is imported where it runs only: the environment of this project does not have it.
 """
