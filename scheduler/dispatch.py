@@ -159,11 +159,10 @@ class Dispatcher:
         """A reason for which calls of ``service`` were held back is gone."""
         self._pump(service)
 
-    async def drain(self, service: str | None = None) -> None:
-        """Ask every worker, or those of one service, to finish and leave."""
+    async def drain(self) -> None:
+        """Ask every worker to finish and leave."""
         for worker in self._workers.values():
-            if service is None or service in worker.hello.services:
-                self._send(worker, Drain())
+            self._send(worker, Drain())
 
     async def close(self) -> None:
         """Stop; calls still open fail with InfrastructureFault."""

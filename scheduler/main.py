@@ -34,7 +34,7 @@ from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Node, Tree
-from wire import loop, published
+from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import Trained
 from wire.sockets import RunKeys
@@ -154,7 +154,6 @@ class Run:
             shown = ", ".join(f"{k} {v:.3f}" for k, v in trivial.items())
             print(f"held-out {self.environment.headline} without a model: {shown}", flush=True)
         await together([self._begin(), self._train()])
-        await self._dismiss_learner()
         if self.heldout:
             await self._evaluate("end")
         self.phases.enter("stopping")
@@ -177,13 +176,6 @@ class Run:
         """Ask every worker to leave: from here on none is missed."""
         self.attendance.needed = ()
         await self.dispatcher.drain()
-
-    async def _dismiss_learner(self) -> None:
-        """Its last checkpoint is written beside the last evaluation. It stays where an actor may yet ask it for weights out of memory."""
-        weights = self.spread.weights
-        if not weights.version or published.read(Path(weights.path), weights.digest).memory is None:
-            self.attendance.needed = [service for service in self.attendance.needed if service != "train"]
-            await self.dispatcher.drain("train")
 
     async def _wait_for_workers(self) -> None:
         """Until everybody is there who grows trees; the learner may be later."""

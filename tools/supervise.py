@@ -218,6 +218,7 @@ def supervise(run: Path, make: Callable[[], list[Process]]) -> int:
             return 1
         print(f"{ended.spec.name}: {cause.text}; resuming the run in {pause:.0f} s ({log})", flush=True)
         interrupted.wait(pause)
+        os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"  # the table of seconds is of this start
     print(f"stopped; go on with: {again}", flush=True)
     return INTERRUPTED
 
