@@ -49,7 +49,7 @@ def write(
             a, b = start.measures[measure], end.measures[measure]
             verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
             if b.high < a.low:
-                verdict = "FELL beyond both 95% intervals"
+                verdict = "fell beyond both 95% intervals"
             print(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
         for name, value in baselines.items():
             print(f"  baseline {name:<22} {value:.3f} {end.headline}")

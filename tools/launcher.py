@@ -3,6 +3,8 @@
 import argparse
 import errno
 import fcntl
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -98,6 +100,8 @@ def _launch(config: Config, found: assets.Assets, run: Path) -> int:
         write_whole(run / "config.json", config)
         if warning := plan.memory_warning(config, Path(found.model)):
             print(warning, flush=True)
+        if sys.stdout.isatty():  # the scheduler writes to a pipe: it cannot ask how wide the terminal is
+            os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         print(f"{plan.number_type(config)}\nrun folder {run}", flush=True)
         return supervise(run, lambda: plan.make(config, found, run))
 
