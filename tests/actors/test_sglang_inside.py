@@ -19,6 +19,7 @@ from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, i
 from tests.actors.test_sglang_weights import in_memory
 from tests.sglang_cpu import environment, server
 from tests.sglang_cpu.shared import LORA
+from tools.bootstrap import ROOT
 
 PROMPT, OTHER = ids(1, 24), ids(4, 60)
 
@@ -45,7 +46,7 @@ class Drive:
         answers = folder / "answers.json"
         script = Path(server.__file__).with_name("inside.py")
         variables = server.variables()
-        variables["PYTHONPATH"] += f":{environment.ROOT}"
+        variables["PYTHONPATH"] += f":{ROOT}"
         printed = folder / "printed"  # a file: a pipe would end with the last of its descendants
         try:
             with printed.open("w") as out:
