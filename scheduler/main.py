@@ -59,9 +59,14 @@ class Frontier(msgspec.Struct, frozen=True):
 
 
 def frontier(run: Path) -> Frontier:
-    """The trained frontier of the newest checkpoint, empty when there is none."""
+    """The trained frontier of the newest checkpoint, empty when there is none. Raises DataFault for one that is damaged."""
     found = sorted((run / "checkpoints").glob("v??????/state.json"))
-    return msgspec.json.decode(found[-1].read_bytes(), type=Frontier) if found else Frontier()
+    try:
+        return msgspec.json.decode(found[-1].read_bytes(), type=Frontier) if found else Frontier()
+    except msgspec.DecodeError as error:
+        raise DataFault(
+            f"checkpoint {found[-1].parent} is damaged ({error}): delete it to resume from the one before"
+        ) from None
 
 
 def command_began() -> float | None:

@@ -273,7 +273,7 @@ def test_a_killed_scheduler_and_a_killed_rank_are_survived_unattended(config: Pa
     assert not left_over(run)
 
 
-def test_a_rank_that_cannot_start_ends_the_run_at_once_with_cause_remedy_and_log(config: Path, tmp_path: Path) -> None:
+def test_a_torn_checkpoint_ends_the_run_at_once_with_cause_remedy_and_log(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     torn = run / "checkpoints" / "v000001"
     torn.mkdir(parents=True)
@@ -282,9 +282,10 @@ def test_a_rank_that_cannot_start_ends_the_run_at_once_with_cause_remedy_and_log
     out = finish(process)
     assert process.returncode == 1, out
     cause, remedy, log = out.strip().splitlines()[-3:]
-    assert cause.startswith("learner-0 failed: CheckpointError: checkpoint "), out
+    assert cause.startswith(f"scheduler failed: checkpoint {torn} is damaged ("), out
+    assert cause.endswith("delete it to resume from the one before"), out
     assert remedy.startswith("remedy: mend what the cause names")
-    assert log == f"log: {run}/logs/learner-0.log"
+    assert log == f"log: {run}/logs/scheduler.log"
     assert "resuming" not in out
     assert not left_over(run)
 
