@@ -447,7 +447,7 @@ def test_an_option_without_a_value_is_refused_with_the_usage(capsys: Any) -> Non
     [
         (["--judge", "slate_rules"], "columns"),
         (["--judge", "none"], "expected one of"),
-        (["--judge", "nope:X"], "judge 'nope:X': No module named 'nope'; expected module:Class"),
+        (["--judge", "nope:X"], "judge 'nope:X': ModuleNotFoundError: No module named 'nope'; expected module:Class"),
         (["--judge", "judges.pprm:Nope"], "no attribute 'Nope'; expected module:Class"),
         (["--threshold", "1.5"], "--threshold 1.5: expected a score"),
         (["--deadline", "0"], "--deadline 0: expected more than 0"),
