@@ -423,14 +423,14 @@ _JUDGED = ("slate", "slate_full", "ppr", "turn_grpo")
 """Schemes that read what a judge says of each turn."""
 
 
-def _check_columns(s: SchedulerConfig, scheme: str, served: Served) -> None:
-    """A scheme that reads a judge's columns has a judge that gives them."""
+def _check_columns(s: SchedulerConfig, scheme: str, served: Served, rewarded_by_judge: bool) -> None:
+    """A scheme that reads a judge's columns has a judge that gives them. rewarded_by_judge: the environment's reward is a column too."""
     if s.judge == UNJUDGED and (scheme in _JUDGED or s.strategy == "slate"):
         raise ConfigError(
             f"config: scheduler.judge = 'none' leaves learner.scheme = {scheme!r} without scores: name a judge"
         )
     columns = getattr(served.get(f"judge.{s.judge}"), "columns", ())
-    components = {"think", "query", "answer"}
+    components = {"reward"} if rewarded_by_judge else {"think", "query", "answer"}
     needed = {"ppr": {"process"}, "slate": components, "slate_full": components}.get(scheme, set[str]())
     if columns and not needed <= set(columns):
         raise ConfigError(
@@ -492,7 +492,8 @@ def _check_effects(config: Config, served: Served) -> None:
         raise ConfigError(f"config: scheduler.bonus = {s.bonus} has no effect without SLATE's rewards: remove it")
     _check_learner(w)
     _check_strategy(s.strategy, w.scheme)
-    _check_columns(s, w.scheme, served)
+    environment = registry.load(config.data.environment, config.data.options)
+    _check_columns(s, w.scheme, served, environment.rewarded_by_judge)
     if 0 < w.decay_updates < s.updates:
         raise ConfigError(
             f"config: learner.decay_updates = {w.decay_updates} leaves a learning rate of 0 for the rest of scheduler.updates ="
