@@ -63,8 +63,8 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.watch]: where the numerics watch warns. 0 switches a warning off.
 
     engine_gap: 99th percentile of |learner - engine log-probability| on turns that the version being trained sampled whole;
-    engine_gap_bfloat16 holds instead where the learner computes in bfloat16, whose rounding alone gives .17 to .20 in the default
-    run. sample_share: the effective sample size over the number of tokens. clip_share, mask_share: of the tokens. entropy: nats. kl: to the initial policy.
+    engine_gap_bfloat16 holds instead where the learner computes in bfloat16, whose rounding alone gives .17 to .20 with
+    SmolLM2-135M. sample_share: the effective sample size over the number of tokens. clip_share, mask_share: of the tokens. entropy: nats. kl: to the initial policy.
     grad_norm: times the running median. turns: of correct or wrong trajectories,
     times as many or as few as in the first updates (scheme ppr).
     """
