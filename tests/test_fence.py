@@ -19,6 +19,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 
+FLOORS = ("defaults", "launching", "evaluating", "finetuning", "inspecting", "research")
+"""The folders of tools/, from the ground up: a folder imports only those before it, at any depth of its functions."""
+
+
 def modules(room: str) -> list[Path]:
     return sorted((ROOT / room).rglob("*.py"))
 
@@ -39,6 +43,40 @@ def test_a_room_imports_only_what_stands_below_it(room: str) -> None:
         for name in imports(path):
             if name.split(".")[0] in ROOMS - {room}:
                 assert any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[room]), f"{path}: {name}"
+
+
+def test_no_arrow_between_folders_of_tools_runs_back_up() -> None:
+    folders = {path.name for path in (ROOT / "tools").iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(FLOORS)
+    for place, folder in enumerate(FLOORS):
+        for path in modules(f"tools/{folder}"):
+            above = {name for name in imports(path) if name.split(".")[:1] == ["tools"]}
+            assert not {name.split(".")[1] for name in above} & set(FLOORS[place + 1 :]), f"{path}: {sorted(above)}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for room in ROOMS for path in modules(room)}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    arrows = {name: {target for target in imported(path, paths) if target != name} for name, path in paths.items()}
+    while leaves := {name for name, targets in arrows.items() if not targets & set(arrows)}:
+        for name in leaves:
+            del arrows[name]
+    assert not arrows, f"these import each other, or files that do: {sorted(arrows)}"
+
+
+def imported(path: Path, paths: dict[str, Path]) -> set[str]:
+    """The files of the project that ``path`` imports; "from package import name" means package.name where that is a file."""
+    found = {name if name in paths else name.rpartition(".")[0] for name in imports(path)}
+    return found & set(paths)
+
+
+def test_reading_a_config_imports_nothing_that_computes() -> None:
+    code = (
+        "import sys; from tools.launching.config import DEFAULT_CONFIG, load; load(DEFAULT_CONFIG, []);"
+        " sys.exit(str(sorted({'torch', 'faiss', 'peft', 'transformers'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
 
 
 def test_nothing_is_pickled_and_no_model_text_is_evaluated() -> None:

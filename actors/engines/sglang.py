@@ -18,7 +18,10 @@ import numpy as np
 from actors.config import ActorsConfig
 from actors.engines import checks, sglang_weights
 from actors.engines.base import OnTokens
-from actors.engines.sglang_api import Facts, Way, ways
+from actors.engines.sglang_api import Facts, Way
+from actors.engines.sglang_inside import Inside
+from actors.engines.sglang_remote import Remote
+from actors.engines.sglang_server import Launched
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import (
     GenerateRequest,
@@ -33,6 +36,20 @@ from wire.messages import (
 
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
 _PREFIX = "-prefix"
+
+
+def ways(model: str, config: ActorsConfig, place: int) -> Way:
+    """The way that ``config.sglang`` names, for the actor at ``place`` (from 0)."""
+    settings = config.sglang
+    if settings.way == "server":
+        return Launched(model, config)
+    if settings.way == "inside":
+        return Inside(model, config)
+    if not settings.urls:
+        raise ValueError(
+            'actors.sglang.way = "url" and actors.sglang.urls is empty: expected the URLs of running servers'
+        )
+    return Remote(settings.urls[place % len(settings.urls)], model, config)
 
 
 class SGLangEngine:

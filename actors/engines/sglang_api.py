@@ -1,13 +1,8 @@
-"""The calls of an SGLang server, and the three ways to reach SGLang that share them."""
+"""The calls of an SGLang server, and what the three ways to reach SGLang share: the protocol, the facts, the arguments."""
 
-import asyncio
-import contextlib
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlparse
 
 import msgspec
 
@@ -15,9 +10,6 @@ from actors.config import ActorsConfig
 from actors.engines.weights import BaseWeights
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
-
-_EACH = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path")
-"""Fields of /generate that are lists when several sequences are asked for."""
 
 NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 """Variables unless the user sets them: SGLang would spend 65 s on dumps, answering nobody, before it ends after a child of it has."""
@@ -79,23 +71,6 @@ class Way(Protocol):
     async def died(self) -> str: ...
 
     async def close(self) -> None: ...
-
-
-def ways(model: str, config: ActorsConfig, place: int) -> Way:
-    """The way that ``config.sglang`` names, for the actor at ``place`` (from 0)."""
-    from actors.engines.sglang_inside import Inside
-    from actors.engines.sglang_server import Launched
-
-    settings = config.sglang
-    if settings.way == "server":
-        return Launched(model, config)
-    if settings.way == "inside":
-        return Inside(model, config)
-    if not settings.urls:
-        raise ValueError(
-            'actors.sglang.way = "url" and actors.sglang.urls is empty: expected the URLs of running servers'
-        )
-    return Remote(settings.urls[place % len(settings.urls)], model, config)
 
 
 class Http:
@@ -166,83 +141,6 @@ class Http:
                 await self.call("/abort_request", {"rid": name}, 10.0)
             except InfrastructureFault:
                 return  # a server that is gone runs nothing
-
-
-class Remote:
-    """The way "url": servers that run already. Behind a router, the workers take the weights."""
-
-    def __init__(self, url: str, model: str, config: ActorsConfig):
-        settings, self.model = config.sglang, model
-        key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
-        if settings.api_key_env and not key:
-            raise ValueError(f"environment variable {settings.api_key_env} is empty: it must hold the API key of {url}")
-        self.timeout_s = settings.request_timeout_s
-        self.front = Http(url, key, self.timeout_s, config.capacity)
-        workers = [Http(worker, key, self.timeout_s, 1) for worker in settings.workers]
-        self.servers, self.name = workers or [self.front], self.front.name
-        self._all = [self.front, *workers]
-
-    async def start(self) -> None:
-        """Open the connections. Raises InfrastructureFault when a server does not answer; none stays open then."""
-        try:
-            for server in self._all:
-                await server.start()
-            await self._ready()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _ready(self) -> None:
-        for server in self.servers:
-            for path in ("/end_weight_update", "/continue_generation"):  # an actor before may have died in an update
-                with contextlib.suppress(InfrastructureFault):
-                    await server.call(path, {}, 10.0)
-        for server in self._all:
-            if not await server.healthy():
-                raise InfrastructureFault(f"{server.name} does not answer /health: is it running there?")
-
-    async def facts(self) -> Facts:
-        """Of the first server; capacity is that of all."""
-        each = [await server.facts(self.model) for server in self.servers]
-        return msgspec.structs.replace(each[0], capacity=sum(facts.capacity for facts in each))
-
-    async def generate(self, body: dict[str, Any]) -> Any:
-        """POST /generate. SGLang's router takes one sequence a request: behind it, those asked for together go out side by side."""
-        if self.front in self.servers or not isinstance(body["input_ids"][0], list):
-            return await self.front.call("/generate", body, self.timeout_s)
-        listed = [name for name in _EACH if isinstance(body.get(name), list)]
-        alone = [body | {name: body[name][index] for name in listed} for index in range(len(body["input_ids"]))]
-        tasks = [asyncio.create_task(self.front.call("/generate", one, self.timeout_s)) for one in alone]
-        try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:  # what one of them failed with is the answer of all
-                task.cancel()
-            raise
-
-    async def abort(self, names: list[str]) -> None:
-        """Stop requests wherever they run."""
-        for server in self.servers:
-            await server.abort(names)
-
-    async def died(self) -> str:
-        """Returns when a server no longer answers three times in a row."""
-        silent = 0
-        while silent < 3:
-            await asyncio.sleep(10.0)
-            alive = [await server.alive() for server in self.servers]
-            silent = 0 if all(alive) else silent + 1
-        return f"{self.name} no longer answers /model_info"
-
-    async def close(self) -> None:
-        """Close the connections; the servers go on."""
-        for server in self._all:
-            await server.close()
-
-    def is_here(self) -> bool:
-        """Whether all servers run on this host."""
-        hosts = {urlparse(server.url).hostname for server in self.servers}
-        return hosts <= {"127.0.0.1", "localhost", "::1", socket.gethostname()}
 
 
 def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:

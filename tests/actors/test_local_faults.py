@@ -23,7 +23,7 @@ from actors.engines.local import LocalEngine
 from actors.engines.memory import Memory, Shelf, Stretch
 from actors.engines.radix import RadixCache
 from actors.engines.thread import FAILED_STEPS
-from actors.openai_server import Server, runner
+from actors.serving.server import Server, runner
 from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, reference, started, version_folder, worst
 from tests.services import bench
 from wire.faults import InfrastructureFault

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
-from actors.openai_server import LARGEST_BODY, Server, runner
+from actors.serving.server import LARGEST_BODY, Server, runner
 from tests import tiny
 from wire.messages import GenerateRequest, Sampling, ScoreRequest
 

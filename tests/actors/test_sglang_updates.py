@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from actors.config import ActorsConfig, SGLangConfig
-from actors.engines import sglang, sglang_api
+from actors.engines import sglang, sglang_remote
 from actors.engines.sglang_api import Facts
 from wire import digest
 from wire.faults import InfrastructureFault
@@ -123,7 +123,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Scripted]:
                 return await self.generate(body)
             return await super().call(path, body, timeout_s)
 
-    monkeypatch.setattr(sglang_api, "Http", Behind)
+    monkeypatch.setattr(sglang_remote, "Http", Behind)
     return made
 
 

@@ -120,7 +120,7 @@ def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: P
     assert trained[0]["learner/logprob_gap_max"] < 1e-3
     assert all(record["learner/forwarded_tokens"] < record["learner/path_tokens"] for record in trained)
     assert not left_over(run)
-    dump = [sys.executable, "-c", "import sys; from tools.dump_tree import main; sys.exit(main())", str(run)]
+    dump = [sys.executable, "-c", "import sys; from tools.inspecting.dump import main; sys.exit(main())", str(run)]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     last, unwrapped = made[-1], " ".join(shown.split())
     assert unwrapped.count("* action") == len(last)

@@ -12,7 +12,7 @@ import pytest
 
 from scheduler.journal import Journal
 from tests import tiny
-from tools.versions import chosen
+from tools.evaluating.versions import chosen
 
 ROOT = Path(__file__).parent.parent.parent
 UPDATES, QUESTIONS = 3, 3
@@ -77,7 +77,7 @@ def prepare(folder: Path) -> None:
 
 def launch(config: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
     """tools/launch as the first of a process group of its own."""
-    command = [sys.executable, "-c", "import sys; from tools.launcher import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from tools.launching.command import main; sys.exit(main())"]
     command += ["--config", str(config), "--run-folder", str(run), *arguments]
     environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -168,7 +168,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     assert all(r["learner/staleness_max"] <= 2 for r in updates)
     assert list((run / "tensorboard").iterdir())
     assert not left_over(run)
-    dump = [sys.executable, "-c", "import sys; from tools.dump_tree import main; sys.exit(main())", str(run)]
+    dump = [sys.executable, "-c", "import sys; from tools.inspecting.dump import main; sys.exit(main())", str(run)]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "admitted at version" in shown
     assert "reward" in shown

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tools import failures
-from tools import supervise as supervise_module
-from tools.plan import Process
-from tools.supervise import supervise
+from tools.launching import failures
+from tools.launching import supervisor as supervise_module
+from tools.launching.processes import Process
+from tools.launching.supervisor import supervise
 
 STAYS, PEER = [["ready", "stay"]], "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3114"
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
-from actors.openai_server import Server
+from actors.serving.server import Server
 from judges.base import Judge
 from judges.exact_match import ExactMatch, exact_match, extract_answer, f1, normalize
 from judges.llm import ChatEndpoint

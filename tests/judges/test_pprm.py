@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from actors.config import ActorsConfig
 from actors.engines.grammar import Grammar
 from actors.engines.local import LocalEngine
-from actors.openai_server import Server, runner
+from actors.serving.server import Server, runner
 from judges.llm import ChatEndpoint
 from judges.pprm import Pprm, PprmEndpoint, messages, parse_final_score, read_templates, reply_form
 from judges.serve import make_worker

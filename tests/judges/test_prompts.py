@@ -17,7 +17,7 @@ from actors.engines.local import LocalEngine
 from judges.llm import ChatEndpoint
 from judges.slate import Slate, parse_score, reply_form
 from judges.templates import PROMPTS
-from tools.benches import judge_prefix
+from tools.research.benches import judge_prefix
 from wire.messages import JudgedTurn
 
 PLACEHOLDERS = {

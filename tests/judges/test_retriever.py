@@ -23,7 +23,7 @@ from judges.retriever.index import BadCorpus, Index, build, read_corpus, read_ma
 from judges.retriever.passage_text import contents_of, title_and_text
 from judges.retriever.worker import Retriever, RetrieverProcess
 from tests.services import bench
-from tools.index_corpus import ensure_index
+from tools.defaults.index_corpus import ensure_index
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Passage, RetrieveRequest, RetrieveResult
 
@@ -186,7 +186,7 @@ def test_a_folder_that_holds_something_else_is_never_replaced(corpus: Path, mini
 def test_an_index_is_built_once_for_a_corpus(
     corpus: Path, tmp_path: Path, minilm: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.index_corpus.Encoder", lambda *_: minilm)
+    monkeypatch.setattr("tools.defaults.index_corpus.Encoder", lambda *_: minilm)
     made = ensure_index(corpus, "minilm", tmp_path, threads=1)
     written = (made / "index.faiss").stat().st_mtime_ns
     assert ensure_index(corpus, "minilm", tmp_path, threads=1) == made

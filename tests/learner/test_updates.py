@@ -16,7 +16,7 @@ from learner.publish import publish
 from learner.selfcheck import PackingError
 from learner.trainer import Batch
 from tests.updates import batch, episodes, gradient, groups, state, trainer
-from tools.export_policy import export
+from tools.inspecting.export import export
 from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed
 

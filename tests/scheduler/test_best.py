@@ -9,7 +9,7 @@ import pytest
 
 from scheduler import best
 from scheduler.spread import Weights
-from tools import versions
+from tools.evaluating import versions
 from wire.published import Manifest
 
 

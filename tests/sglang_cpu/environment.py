@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tools import environments
+from tools.research import venvs as environments
 
 
 def python() -> Path:

@@ -32,8 +32,8 @@ from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
 from tests.actors.test_local_engine import version_folder
 from tests.sglang_cpu import server
-from tools.benches import fleet_shape
-from tools.benches.routers import Arrival
+from tools.research.benches import fleet_shape
+from tools.research.benches.routers import Arrival
 from wire.faults import InfrastructureFault
 from wire.messages import GenerateRequest, Judgement, JudgeRequest, JudgeResult, LoadRequest, Sampling
 from wire.service import Call, Service

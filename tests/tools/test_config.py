@@ -17,9 +17,10 @@ from actors.environments.task_files import listed, load_tasks
 from judges.config import JudgeModelConfig, JudgesConfig
 from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
-from tools import assets, plan, set_up
-from tools.config import Config, ConfigError, convert, load
-from tools.plan import gpus_of
+from tools.launching import processes, set_up
+from tools.launching.assets import Assets
+from tools.launching.config import Config, ConfigError, convert, load
+from tools.launching.processes import gpus_of
 from wire import hardware
 
 ROOT = Path(__file__).parent.parent.parent
@@ -72,7 +73,7 @@ def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
     )
     found = set_up.prepare(config)
     assert (found.train, found.heldout) == ([f"{tmp_path}/train.jsonl", "mine.jsonl"], f"{tmp_path}/heldout.jsonl")
-    plan.make(config, found, tmp_path)
+    processes.make(config, found, tmp_path)
     written = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
     assert (written.train, written.heldout) == (found.train, found.heldout)
 
@@ -522,20 +523,20 @@ def test_judges_models_take_the_gpus_that_nobody_was_given(
     gpus: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("wire.hardware.visible_gpus", lambda: list(gpus))
-    made = plan.make(load(ROOT / "configs" / "ppr-3b.toml", []), assets.Assets("M", "T", "H", "I"), tmp_path)
+    made = processes.make(load(ROOT / "configs" / "ppr-3b.toml", []), Assets("M", "T", "H", "I"), tmp_path)
     (judges,) = (process for process in made if process.name == "judges")
     assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown
 
 
 def test_the_number_type_its_reason_and_two_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan.hardware, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(processes.hardware, "visible_gpus", lambda: ["0"])
     auto = ["learner.dtype=auto", "actors.dtype=auto"]
-    assert plan.number_type(load(DEFAULT, auto)).startswith(
+    assert processes.number_type(load(DEFAULT, auto)).startswith(
         "number type bfloat16 (there is an NVIDIA GPU; --set learner.dtype="
     )
-    plain = plan.number_type(load(DEFAULT, ["learner.dtype=float32", "actors.dtype=float32"]))
+    plain = processes.number_type(load(DEFAULT, ["learner.dtype=float32", "actors.dtype=float32"]))
     assert plain == "number type float32 (as the config says)"
-    said = plan.number_type(load(DEFAULT, [auto[0], "actors.dtype=float32"]))
+    said = processes.number_type(load(DEFAULT, [auto[0], "actors.dtype=float32"]))
     assert said.startswith("warning: the learner computes in bfloat16")
     assert "set learner.dtype and actors.dtype alike" in said
 
@@ -553,9 +554,9 @@ def test_a_processor_computes_in_the_type_that_it_is_faster_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(processor)
-    monkeypatch.setattr(plan.hardware, "PROCESSOR", tmp_path / "cpuinfo")
-    monkeypatch.setattr(plan.hardware, "visible_gpus", list)
-    assert plan.hardware.compute_dtype("auto") == expected
+    monkeypatch.setattr(processes.hardware, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processes.hardware, "visible_gpus", list)
+    assert processes.hardware.compute_dtype("auto") == expected
 
 
 def smol(folder: Path) -> Path:
@@ -574,16 +575,16 @@ def test_a_plan_beyond_the_free_memory_names_the_largest_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, model = load(ROOT / "configs" / "slate-cpu.toml", WIDE), smol(tmp_path)
-    need = plan.memory_gib(config, model)
+    need = processes.memory_gib(config, model)
     monkeypatch.setattr(hardware, "visible_gpus", list)
-    monkeypatch.setattr(plan, "free_gib", lambda: need + 0.01)
-    assert plan.memory_warning(config, model) == ""
-    monkeypatch.setattr(plan, "free_gib", lambda: need - 0.01)
-    assert "--actors 4 --learner 3 fits" in plan.memory_warning(config, model)
-    monkeypatch.setattr(plan, "free_gib", lambda: 4.0)
-    assert "--actors 1 --learner 1 fits (3." in plan.memory_warning(config, model)
-    monkeypatch.setattr(plan, "free_gib", lambda: 1.0)
-    assert "even --actors 1 --learner 1 needs 3." in (said := plan.memory_warning(config, model))
+    monkeypatch.setattr(processes, "free_gib", lambda: need + 0.01)
+    assert processes.memory_warning(config, model) == ""
+    monkeypatch.setattr(processes, "free_gib", lambda: need - 0.01)
+    assert "--actors 4 --learner 3 fits" in processes.memory_warning(config, model)
+    monkeypatch.setattr(processes, "free_gib", lambda: 4.0)
+    assert "--actors 1 --learner 1 fits (3." in processes.memory_warning(config, model)
+    monkeypatch.setattr(processes, "free_gib", lambda: 1.0)
+    assert "even --actors 1 --learner 1 needs 3." in (said := processes.memory_warning(config, model))
     assert "learner.micro_tokens (now 640)" in said
 
 
@@ -591,7 +592,7 @@ def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: 
     model = smol(tmp_path)
 
     def gib(*more: str) -> float:
-        return plan.memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
+        return processes.memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
 
     narrow = ("actors.dtype=bfloat16", "learner.dtype=bfloat16")
     assert (
@@ -607,11 +608,11 @@ def test_a_containers_limit_counts_where_it_is_below_the_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit, taken = tmp_path / "memory.max", tmp_path / "memory.current"
-    monkeypatch.setattr(plan, "_LIMITS", (limit, taken))
-    whole = plan.free_gib()
+    monkeypatch.setattr(processes, "_LIMITS", (limit, taken))
+    whole = processes.free_gib()
     limit.write_text("max\n")
     taken.write_text("0\n")
-    assert plan.free_gib() == pytest.approx(whole, rel=0.5)
+    assert processes.free_gib() == pytest.approx(whole, rel=0.5)
     limit.write_text(f"{3 * 2**28}\n")
     taken.write_text(f"{2**28}\n")
-    assert plan.free_gib() == 0.5
+    assert processes.free_gib() == 0.5

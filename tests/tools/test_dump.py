@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.journal import Journal
 from scheduler.tree import Tree
-from tools.dump_tree import main
+from tools.inspecting.dump import main
 
 
 def test_every_score_of_a_turn_is_shown_known_ones_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

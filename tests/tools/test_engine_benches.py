@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tools.benches import decode, limits, prefill, rollout_speed
-from tools.benches.slate_shape import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
+from tools.research.benches import decode, limits, prefill, rollout_speed
+from tools.research.benches.slate_shape import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
 
 
 def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> None:

@@ -27,9 +27,9 @@ from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.journal import Journal
 from scheduler.tasks import HELD_OUT_SEEDS
 from tests import tiny
-from tools.dump_tree import main as dump
-from tools.evaluate_games import main
-from tools.evaluation_folder import Ledger, Spent, claim
+from tools.evaluating.folder import Ledger, Spent, claim
+from tools.evaluating.games import main
+from tools.inspecting.dump import main as dump
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import GenerateRequest, Sampling
@@ -382,7 +382,7 @@ def test_a_journal_that_cannot_be_made_on_a_full_disk_is_one_line(
     def full(path: Path) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr("tools.evaluation_folder.Journal", full)
+    monkeypatch.setattr("tools.evaluating.folder.Journal", full)
     out = tmp_path / "new"
     assert main(["tictactoe", "--baseline", "first", "--opponent", "random", "--games", "2", "--out", str(out)]) == 1
     said = capsys.readouterr().err

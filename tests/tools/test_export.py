@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerConfig, LearnerProcess
-from tools import export_policy
-from tools.export_policy import main
+from tools.inspecting import export as export_policy
+from tools.inspecting.export import main
 
 
 @pytest.fixture

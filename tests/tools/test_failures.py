@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.failures import RESTARTS, WITHIN_S, Cause, Rate, Resumes, cause_of, remedy
+from tools.launching.failures import RESTARTS, WITHIN_S, Cause, Rate, Resumes, cause_of, remedy
 
 RAISED = """2026-11-22 09:00:00,123 learner.main rank 1 of 2: version 0, torch.float32
 Traceback (most recent call last):

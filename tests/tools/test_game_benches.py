@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from actors.environments.minesweeper import HIDDEN, State, lay, revealed
-from tools.benches import mc_prefill, oracles, posterior, slow_oracle
+from tools.research.benches import mc_prefill, oracles, posterior, slow_oracle
 
 
 def test_prompts_are_computed_once_and_repeated_ones_not_at_all() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools import gpu_checks
-from tools.gpu_checks import BEGIN, END, Check, Outcome
+from tools.research import gpu_checks
+from tools.research.gpu_checks import BEGIN, END, Check, Outcome
 
 HANGS = """
 import signal, subprocess, sys, time

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import config
+from tools.launching import config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

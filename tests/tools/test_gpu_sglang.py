@@ -15,9 +15,9 @@ from tests.actors.test_engine_contract import restore
 from tests.sglang_cpu import environment
 from tests.sglang_cpu.server import SITE, VARIABLES
 from tests.sglang_cpu.shared import KEY, Shared
-from tools.benches import bench_serving, gpu_sglang, gpu_updates
-from tools.benches.bench_serving import Server, Wanted
-from tools.benches.game_shape import COMPACT
+from tools.research.benches import bench_serving, gpu_sglang, gpu_updates
+from tools.research.benches.bench_serving import Server, Wanted
+from tools.research.benches.game_shape import COMPACT
 from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 
 WORK = gpu_sglang.Work(

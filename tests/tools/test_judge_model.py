@@ -13,10 +13,12 @@ import pytest
 from judges.config import SERVED, JudgeModelConfig, with_served_model
 from judges.serve import JudgeProcess
 from tests.services import bench
-from tools import assets, plan
-from tools.config import DEFAULT_CONFIG, ConfigError, load
-from tools.judge_model import HOST, JudgeModelProcess
-from tools.tiny_policy import NAME as TINY
+from tools.defaults.tiny_board import NAME as TINY
+from tools.launching import processes
+from tools.launching.assets import Assets
+from tools.launching.config import DEFAULT_CONFIG, ConfigError, load
+from tools.launching.judge_model import HOST, JudgeModelProcess
+from tools.launching.prepare import prepare
 from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 
 ASKS = "judges.use.pprm.endpoint.url=served"
@@ -25,8 +27,8 @@ MODEL = [f"judges.model.name={TINY}", "judges.model.max_context=512", "judges.mo
 
 def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
     """Process files by name, of the processes in the plan."""
-    processes = plan.make(load(DEFAULT_CONFIG, overrides), assets.Assets("MODEL", "T", "H", "I", judge_model), run)
-    files = {process.file: (run / "processes" / f"{process.file}.json").read_bytes() for process in processes}
+    planned = processes.make(load(DEFAULT_CONFIG, overrides), Assets("MODEL", "T", "H", "I", judge_model), run)
+    files = {process.file: (run / "processes" / f"{process.file}.json").read_bytes() for process in planned}
     return {name: msgspec.json.decode(content) for name, content in files.items()}
 
 
@@ -39,9 +41,9 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
                      "max_tokens": 128, "wait_s": 300.0}
     }  # fmt: skip
     assert files["judges"]["judges"]["slate_rules"] == {"query": "evidence"}
-    (spec,) = (p for p in plan.make(load(DEFAULT_CONFIG, [ASKS, *MODEL]), assets.Assets("M", "T", "H", "I", "J"), tmp_path)
+    (spec,) = (p for p in processes.make(load(DEFAULT_CONFIG, [ASKS, *MODEL]), Assets("M", "T", "H", "I", "J"), tmp_path)
                if p.name == "judge-model")  # fmt: skip
-    assert (spec.module, spec.threads, spec.vital) == ("tools.judge_model", 1, False)
+    assert (spec.module, spec.threads, spec.vital) == ("tools.launching.judge_model", 1, False)
 
 
 def test_what_a_served_endpoint_says_itself_is_kept() -> None:
@@ -81,10 +83,10 @@ def test_the_model_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
     game = Path("configs/vpr-tictactoe-cpu.toml")
     config = load(game, [*MODEL, ASKS, "warm_start.steps=0"])
-    found = assets.prepare(config)
+    found = prepare(config)
     assert (Path(found.judge_model) / "config.json").is_file()
     with pytest.raises(FileNotFoundError, match=r"judges\.model\.name = 'nothing-here'"):
-        assets.prepare(load(game, [ASKS, "judges.model.name=nothing-here", "warm_start.steps=0"]))
+        prepare(load(game, [ASKS, "judges.model.name=nothing-here", "warm_start.steps=0"]))
 
 
 @asynccontextmanager
@@ -115,7 +117,7 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
         async with (
             process("judges.serve", tmp_path / "judges.json"),
-            process("tools.judge_model", tmp_path / "processes" / "judge-model.json"),
+            process("tools.launching.judge_model", tmp_path / "processes" / "judge-model.json"),
         ):
             await b.dispatcher.wait_for("judge.pprm", 1, 100)
             result: JudgeResult = await b.dispatcher.call("judge.pprm", JudgeRequest(turns), deadline=100)

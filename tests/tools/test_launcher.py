@@ -11,10 +11,10 @@ from typing import IO, Any
 
 import pytest
 
-from tools.assets import Assets
-from tools.launcher import main
-from tools.plan import Process
-from tools.supervise import _relay, supervise
+from tools.launching.assets import Assets
+from tools.launching.command import main
+from tools.launching.processes import Process
+from tools.launching.supervisor import _relay, supervise
 
 ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
 
@@ -32,15 +32,15 @@ def handlers() -> Iterator[None]:
 def assets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set-up that is done."""
     made = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
-    monkeypatch.setattr("tools.launcher.assets.prepare", lambda config: made)
-    monkeypatch.setattr("tools.launcher.plan.make", lambda config, found, run: [ENDS_AT_ONCE])
+    monkeypatch.setattr("tools.launching.command.prepare", lambda config: made)
+    monkeypatch.setattr("tools.launching.command.plan.make", lambda config, found, run: [ENDS_AT_ONCE])
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
     dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launcher.assets.prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
     file = tmp_path / "file"
     file.touch()
     assert main(["--run-folder", str(file / "sub" / "run"), *dry]) == 2

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_run import CONFIG, ROOT, prepare
-from tools.benches import memory
+from tools.research.benches import memory
 
 _TAKES = "import time; taken = bytearray(b'x') * 300_000_000; print('there', flush=True); time.sleep(600)"
 
@@ -24,7 +24,9 @@ def test_300_megabytes_of_a_child_are_seen_from_outside() -> None:
     assert before.total - after.total > 280_000_000 / 2**30
 
 
-@pytest.mark.parametrize("module", ["tools.launcher", "scheduler.main", "judges.serve", "judges.retriever.worker"])
+@pytest.mark.parametrize(
+    "module", ["tools.launching.command", "scheduler.main", "judges.serve", "judges.retriever.worker"]
+)
 def test_what_computes_nothing_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'faiss') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from judges.base import Judge
 from judges.pprm import messages, read_templates
-from tools.process import build, evaluate, record
-from tools.process.evaluate import SHIPPED, baseline, main, measure
-from tools.process.judging import Answer, Answers
-from tools.process.record import Item, Labelled, Trajectory
+from tools.evaluating.judge_bench import build, evaluate, record
+from tools.evaluating.judge_bench.evaluate import SHIPPED, baseline, main, measure
+from tools.evaluating.judge_bench.judging import Answer, Answers
+from tools.evaluating.judge_bench.record import Item, Labelled, Trajectory
 from wire.faults import InfrastructureFault
 from wire.messages import JudgedTurn, Judgement
 

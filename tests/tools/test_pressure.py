@@ -6,9 +6,9 @@ import pytest
 
 from scheduler.fleet import Fleet
 from scheduler.placement import Load
-from tools.benches import fleet_shape, pressure
-from tools.benches.fleet_shape import HEAD, OBSERVATION, QUESTION, STEPS, Setting
-from tools.benches.routers import Arrival, Router
+from tools.research.benches import fleet_shape, pressure
+from tools.research.benches.fleet_shape import HEAD, OBSERVATION, QUESTION, STEPS, Setting
+from tools.research.benches.routers import Arrival, Router
 
 QUESTIONS = 32
 

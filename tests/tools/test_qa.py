@@ -28,16 +28,16 @@ from scheduler.journal import Journal
 from scheduler.tasks import held_out
 from scheduler.tree import Tree
 from tests.tools.test_evaluate import chat, served
-from tools.dump_tree import main as dump
-from tools.evaluation_folder import Measured
-from tools.qa.evaluation import Result, macro, settings_of
-from tools.qa.main import main
-from tools.qa.methods import PROMPTS as QA_PROMPTS
-from tools.qa.methods import filled
-from tools.qa.retrieval import CachedRetrieval
-from tools.qa.scoring import score
-from tools.qa.sets import HUB, PAPER, read_sets, subset
-from tools.qa.table import notes
+from tools.evaluating.folder import Measured
+from tools.evaluating.qa.evaluation import Result, macro, settings_of
+from tools.evaluating.qa.main import main
+from tools.evaluating.qa.methods import PROMPTS as QA_PROMPTS
+from tools.evaluating.qa.methods import filled
+from tools.evaluating.qa.retrieval import CachedRetrieval
+from tools.evaluating.qa.scoring import score
+from tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
+from tools.evaluating.qa.table import notes
+from tools.inspecting.dump import main as dump
 from wire.messages import Passage, RetrieveRequest
 from wire.published import Manifest
 
@@ -342,7 +342,7 @@ def at_endpoint(url: str, folder: Path, out: Path, *more: str) -> list[str]:
 def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
     """Books behind every --retriever."""
     books = Books()
-    monkeypatch.setattr("tools.qa.main.opening_of", lambda retriever, threads: books.opening)
+    monkeypatch.setattr("tools.evaluating.qa.main.opening_of", lambda retriever, threads: books.opening)
     return books
 
 
@@ -561,7 +561,7 @@ def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before
         command = at_endpoint(url, tmp_path, tmp_path / "out", *BOOKS, "--method", "direct,rag")
         assert main([*command, "--cache", str(notes)]) == 2
         assert "notes.txt is no file of found passages" in capsys.readouterr().err
-        monkeypatch.setattr("tools.qa.main.opening_of", lambda retriever, threads: no_encoder)
+        monkeypatch.setattr("tools.evaluating.qa.main.opening_of", lambda retriever, threads: no_encoder)
         assert main(command) == 2
         assert "--retriever: no/encoder is not a local folder" in capsys.readouterr().err
     assert scholar.requests == 0

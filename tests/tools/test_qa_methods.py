@@ -16,11 +16,11 @@ from scheduler.config import SchedulerConfig
 from scheduler.context import Context, Shop
 from scheduler.journal import Journal
 from scheduler.tree import Tree
-from tools.qa import methods
-from tools.qa.methods import How, filled, spoken
-from tools.qa.methods.ircot import MOST_PASSAGES, first_sentence
-from tools.qa.methods.search_o1 import MORE_QUERIES, REPEATED, USED_UP, wanted
-from tools.qa.scoring import score
+from tools.evaluating.qa import methods
+from tools.evaluating.qa.methods import How, filled, spoken
+from tools.evaluating.qa.methods.ircot import MOST_PASSAGES, first_sentence
+from tools.evaluating.qa.methods.search_o1 import MORE_QUERIES, REPEATED, USED_UP, wanted
+from tools.evaluating.qa.scoring import score
 from wire.messages import GenerateRequest, GenerateResult, Passage, RetrieveRequest, RetrieveResult, Sample
 
 QUESTION = "Who wrote {documents} of Rome?"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.replication import STUDIES, Curve, at, curve, interval, main, slug, table
+from tools.research.replication import STUDIES, Curve, at, curve, interval, main, slug, table
 
 
 def evaluation(version: int, steps: float, tokens: float, value: float, aside: float | None = None) -> dict[str, float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.plots import main
+from tools.inspecting.report import main
 
 
 def folder(path: Path, name: str, rewards: list[float]) -> Path:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.serve_model import _parser, is_loopback, main
+from tools.launching.serve_model import _parser, is_loopback, main
 
-COMMAND = [sys.executable, "-m", "tools.serve_model"]
+COMMAND = [sys.executable, "-m", "tools.launching.serve_model"]
 """Without the set-up of the environment that tools/serve-model begins with."""
 
 

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from judges.config import JudgeModelConfig
-from tools.judge_model import JudgeModelProcess
+from tools.launching.judge_model import JudgeModelProcess
 
 DYING = """
 import sys
 from actors.engines.local import LocalEngine
-from tools import judge_model, serve_model
+from tools.launching import judge_model, serve_model
 
 def boom(*_):
     raise ERROR("boom")

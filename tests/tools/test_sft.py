@@ -21,20 +21,20 @@ from actors.environments.search_qa import SearchQA, State
 from actors.environments.search_qa import Step as PastStep
 from judges.base import Judge
 from judges.pprm import parse_final_score
+from learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, parts, rate, read_pairs, within
 from scheduler.journal import Journal
 from scheduler.text import Text
 from scheduler.tree import Tree
 from tests import tiny
-from tools.evaluation_folder import locked
-from tools.fine_tune import Example, Recipe, Student, batch_of, fine_tune, parts, rate, read_pairs, within
-from tools.process import evaluate, record
-from tools.process.judging import Answer, Answers
-from tools.process.record import Labelled, Step, Trajectory
-from tools.supervised import label, rows
-from tools.supervised.judgement import two_lines
-from tools.supervised.main import main, parse
-from tools.supervised.review import corrected, read_corrections
-from tools.supervised.training import split
+from tools.evaluating.folder import locked
+from tools.evaluating.judge_bench import evaluate, record
+from tools.evaluating.judge_bench.judging import Answer, Answers
+from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory
+from tools.finetuning.command import main, parse
+from tools.finetuning.judge import label, rows
+from tools.finetuning.judge.judgement import two_lines
+from tools.finetuning.judge.review import corrected, read_corrections
+from tools.finetuning.training import split
 from wire.faults import InfrastructureFault
 from wire.messages import JudgedTurn, Judgement
 
@@ -582,8 +582,8 @@ def test_an_out_that_cannot_be_written_is_said_before_a_model_is_loaded(
     command: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr("tools.model.ensure_model", lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr("tools.assets.prepare", lambda *_: pytest.fail("the model was made"))
+    monkeypatch.setattr("tools.defaults.models.ensure_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("tools.launching.prepare.prepare", lambda *_: pytest.fail("the model was made"))
     out = tmp_path / "file" / "o"
     more = {"train": ["--model", "m", "--rows", "r"], "warm-start": ["--config", "configs/slate-cpu.toml"]}[command]
     assert main([command, *more, "--out", str(out)]) == 2
@@ -682,7 +682,7 @@ def test_a_model_that_does_not_fit_is_said_with_what_to_change(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nand more")
 
-    monkeypatch.setattr("tools.fine_tune.train", full)
+    monkeypatch.setattr("learner.fine_tune.train", full)
     command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 3)), "--out", str(tmp_path / "o")]  # fmt: skip
     assert main([*command, "--steps", "1"]) == 2
     assert capsys.readouterr().err == (

@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from learner.corrections import CORRECTIONS, LEVELS, Logprobs, load
-from tools.theories import differences, staleness
-from tools.theories.staleness import EXACT, Stale, Task, average, chances, log_probs, measure, off_policy, stale
+from tools.research.theories import differences, staleness
+from tools.research.theories.staleness import (
+    EXACT,
+    Stale,
+    Task,
+    average,
+    chances,
+    log_probs,
+    measure,
+    off_policy,
+    stale,
+)
 
 EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
 

@@ -16,10 +16,11 @@ from actors.environments import registry
 from actors.environments.base import SPLIT
 from actors.environments.game import Game
 from scheduler.text import Text
-from tools import tiny_policy
-from tools.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
-from tools.model import ensure_model
-from tools.warm_start import WarmStart, from_play
+from tools.defaults import tiny_board as tiny_policy
+from tools.defaults.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
+from tools.defaults.models import ensure_model
+from tools.defaults.settings import WarmStart
+from tools.defaults.warm_start import from_play
 from wire.messages import GenerateRequest, Sampling
 
 GAMES: dict[str, dict[str, Any]] = {

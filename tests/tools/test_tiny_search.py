@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from actors.environments.base import Action
 from actors.environments.search_qa import SearchQA
+from learner.fine_tune import Example
 from scheduler.text import Text
-from tools import search_play, tiny_search
-from tools.fine_tune import Example
-from tools.model import ensure_model
-from tools.search_play import ensure_search_play
-from tools.warm_start import WarmStart
+from tools.defaults import search_play, tiny_search
+from tools.defaults.models import ensure_model
+from tools.defaults.search_play import ensure_search_play
+from tools.defaults.settings import WarmStart
 
 FACTS = [("Bulgaria", "Capital", "Sofia"), ("Bulgaria", "Currency", "lev"), ("Saint Lucia", "Capital", "Castries")]
 FACTS += [("Chile", "Capital", "Santiago"), ("Peru", "Main export", "copper ore"), ("Italy", "Capital", "Rome (Roma)")]

@@ -15,8 +15,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import numpy as np
-from tools import warm_start
-from tools.fine_tune import Example
+from tools.defaults import warm_start
+from learner.fine_tune import Example
 
 rng = np.random.default_rng(0)
 examples = lambda count: [Example(rng.integers(0, 256, 40).tolist(), 20) for _ in range(count)]

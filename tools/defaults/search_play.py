@@ -1,0 +1,149 @@
+"""Warm start of the tiny search policy: it learns the notation from random behaviour on made-up countries, and no skill.
+
+Names, values and passages are drawn at random from the vocabulary, so no fact of the corpus is taught. Each turn does one of many
+things that could be done: search for the right fact, for half of it or for something else, answer too early, answer with any name
+that was shown. Which of them pays is left to reinforcement learning. Tokens are exactly those of a rollout.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
+from learner.fine_tune import Example
+from scheduler.text import Text
+from tools.defaults.tiny_search import names_and_fields
+from tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
+from wire.messages import Passage
+
+TURNS = 4
+"""Of an episode at most; the last one answers."""
+ANSWERS = (0.05, 0.5)
+"""The share of turns that answer: before anything was shown, and after."""
+QUERIES = {"right": 0.6, "subject": 0.15, "field": 0.1, "other": 0.15}
+"""What queries name."""
+ANSWERED = {"first": 0.65, "second": 0.12, "title": 0.1, "asked": 0.13}
+"""What answers name: the value of the first or second passage shown, a title shown, a name of the question."""
+NEED, LOOK = " I need the {field} of{subject}. ", " I look it up. "
+FOUND, KNOWN = " The {field} is{value}. ", " I know it. "
+
+
+class Wanted(msgspec.Struct):
+    """What has to be found next: a field of a subject (" Name"), and what finding it gives."""
+
+    subject: str
+    field: str
+    title: str
+    value: str
+
+
+def search_play(
+    text: Text, environment: SearchQA, names: Sequence[str], fields: Sequence[str], count: int, config: WarmStart
+) -> list[Example]:
+    """``count`` turns of random episodes, shuffled."""
+    rng = random.Random(config.seed)
+    made: list[Example] = []
+    while len(made) < count:
+        made += _Episode(text, environment, names, fields, rng).play(rng.random() < config.two_hop)
+    rng.shuffle(made)
+    return made[:count]
+
+
+class _Episode:
+    def __init__(
+        self, text: Text, environment: SearchQA, names: Sequence[str], fields: Sequence[str], rng: random.Random
+    ):
+        self.text, self.environment, self.names, self.fields, self.rng = text, environment, names, fields, rng
+        self.tokens: list[int] = []
+        self.made: list[Example] = []
+        self.shown: list[Passage] = []
+
+    def play(self, two_hops: bool) -> list[Example]:
+        """The turns of one episode."""
+        rng = self.rng
+        question, asked, left = self._question(two_hops)
+        prompt = self.environment.prompt(Task("", question))
+        self.tokens = self.text.encode(self.text.prompt(prompt)).tolist()
+        for turn in range(1, TURNS + 1):
+            if turn == TURNS or rng.random() < ANSWERS[bool(self.shown)]:
+                self._answer(left[0].field, asked)
+                break
+            if self._search(left[0], asked) and len(left) > 1:
+                left.pop(0)
+        return self.made
+
+    def _question(self, two_hops: bool) -> tuple[str, list[str], list[Wanted]]:
+        """The question, the names in it, and what is wanted hop by hop."""
+        rng = self.rng
+        title, value, bridge_value = rng.sample(self.names, 3)
+        field, bridge = rng.sample(self.fields, 2)
+        last = Wanted(title, field.lower(), title, value)
+        opening = rng.choice(("What is the", "Name the"))
+        end = "?" if opening.startswith("What") else "."
+        if not two_hops:
+            return f"{opening} {field.lower()} of {title}{end}", [title], [last]
+        first = Wanted(bridge_value, bridge.lower(), title, bridge_value)
+        question = f"{opening} {field.lower()} of the country whose {bridge.lower()} is {bridge_value}{end}"
+        return question, [bridge_value], [first, last]
+
+    def _search(self, wanted: Wanted, asked: list[str]) -> bool:
+        """One search; whether it found what was wanted."""
+        rng = self.rng
+        kind = rng.choices(list(QUERIES), list(QUERIES.values()))[0]
+        known = [*asked, *(passage.title for passage in self.shown)]
+        query = {
+            "right": f"{wanted.subject} {wanted.field}",
+            "subject": wanted.subject,
+            "field": wanted.field,
+            "other": f"{rng.choice(known)} {rng.choice(self.fields).lower()}",
+        }[kind]
+        think = rng.choice((NEED, LOOK)).format(field=wanted.field, subject=f" {wanted.subject}")
+        self._act(f"<think>{think}</think> <search> {query} </search>")
+        found = [self._passage() for _ in range(self.environment.topk)]
+        if kind == "right":
+            found[0] = Passage("", wanted.title, f"{wanted.field.capitalize()}: {wanted.value}", 1.0)
+        elif kind == "subject":
+            found = [msgspec.structs.replace(passage, title=wanted.title) for passage in found]
+        if rng.random() < 0.2:
+            rng.shuffle(found)
+        self.shown = found
+        self.tokens += self.text.encode(self.environment.render(found)).tolist()
+        return kind == "right"
+
+    def _answer(self, field: str, asked: list[str]) -> None:
+        rng = self.rng
+        kind = rng.choices(list(ANSWERED), list(ANSWERED.values()))[0] if self.shown else "asked"
+        values = [passage.text.partition(": ")[2] for passage in self.shown]
+        answer = {
+            "first": lambda: values[0],
+            "second": lambda: values[-1],
+            "title": lambda: rng.choice(self.shown).title,
+            "asked": lambda: rng.choice(asked),
+        }[kind]()
+        think = rng.choice((FOUND, KNOWN)).format(field=field, value=f" {answer}")
+        self._act(f"<think>{think}</think> <answer> {answer} </answer>")
+
+    def _passage(self) -> Passage:
+        title, value = self.rng.sample(self.names, 2)
+        return Passage("", title, f"{self.rng.choice(self.fields)}: {value}", 1.0)
+
+    def _act(self, action: str) -> None:
+        ids = self.text.encode(action).tolist()
+        self.made.append(Example(self.tokens + ids, len(self.tokens)))
+        self.tokens = self.tokens + ids
+
+
+def ensure_search_play(
+    model: Path, corpus: Path, environment: SearchQA, config: WarmStart, cache: Path, threads: int
+) -> Path:
+    """The warm-started model, cached by everything it depends on; ``model`` itself when config.steps is 0."""
+    mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, KNOWN]
+    recipe = [*environment.shown, msgspec.to_builtins(config), mixture]
+
+    def examples(count: int) -> list[Example]:
+        return search_play(Text(str(model)), environment, *names_and_fields(corpus), count, config)
+
+    return from_play(model, "random searches", recipe, [corpus], examples, config, cache, threads)

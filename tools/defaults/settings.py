@@ -1,0 +1,24 @@
+"""Where the defaults are cached, and how their warm starts are trained."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from tools.bootstrap import ROOT
+
+
+def cache_folder() -> Path:
+    """COPPICE_CACHE, or .cache in the checkout."""
+    return Path(os.environ.get("COPPICE_CACHE", ROOT / ".cache")).resolve()
+
+
+class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [warm_start]. steps 0 switches it off. two_hop: share of two-hop questions among the traces' questions."""
+
+    steps: int = 7
+    rows: int = 8
+    lr: float = 1e-4
+    warmup: int = 4
+    two_hop: float = 0.5
+    seed: int = 1

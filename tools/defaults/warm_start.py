@@ -1,0 +1,165 @@
+"""Supervised warm start: a few steps on synthetic traces, so that the policy writes actions at all; stopped early on purpose.
+
+Traces are made from the warm split only (no entity of the held-out split), with the real index's passages, in exactly the token
+format of a rollout; the loss covers the action tokens alone.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from actors.environments.search_qa import SearchQA
+from judges.retriever.encoder import Encoder
+from judges.retriever.index import Index
+from learner.fine_tune import Example, Recipe, fine_tune
+from scheduler.text import Text
+from tools.defaults.facts import Fact
+from tools.defaults.settings import WarmStart
+from wire.apart import Killed, apart
+from wire.messages import Passage
+
+_NEED = (
+    "I need the {field} of {title}.",
+    "To answer, I must look up the {field} of {title}.",
+    "I should search for {title} and its {field}.",
+    "Let me find the {field} of {title}.",
+)
+_BRIDGE = (
+    "First I need the one whose {field} is {value}.",
+    "I must find which has {field} {value}.",
+    "Let me find out what has the {field} {value}.",
+)
+DTYPE = "float32"
+"""Of every warm start, on every machine: in bfloat16 a fifth of the weights are others. In float32 only the order of sums differs between
+processors, and saving in bfloat16 hides all but two of a hundred thousand weights of it (docs/engines.md)."""
+_KNOWN = ("The {field} is {value}.", "It says that the {field} of {title} is {value}.", "Now I know: {value}.")
+
+
+class _Row(msgspec.Struct):
+    question: str
+    golden_answers: list[str]
+    evidence: list[Fact]
+    hops: int
+
+
+def traces(
+    rows: Sequence[_Row], text: Text, environment: SearchQA, index: Index, count: int, config: WarmStart
+) -> list[Example]:
+    """``count`` single turns of synthetic episodes, shuffled."""
+    rng = random.Random(config.seed)
+    by_hops = {
+        hops: rng.sample([r for r in rows if r.hops == hops], k=sum(r.hops == hops for r in rows)) for hops in (1, 2)
+    }
+    made: list[Example] = []
+    while len(made) < count and any(by_hops.values()):
+        wanted = 2 if rng.random() < config.two_hop else 1
+        made += _episode((by_hops[wanted] or by_hops[3 - wanted]).pop(), text, environment, index, rng)
+    rng.shuffle(made)
+    return made[:count]
+
+
+def _episode(row: _Row, text: Text, environment: SearchQA, index: Index, rng: random.Random) -> list[Example]:
+    prompt = text.prompt([{"role": "user", "content": environment.template.replace("{question}", row.question)}])
+    tokens, made = text.encode(prompt).tolist(), []
+
+    def turn(action: str) -> None:
+        ids = text.encode(action).tolist()
+        made.append(Example(tokens + ids, len(tokens)))
+        tokens.extend(ids)
+
+    for hop, fact in enumerate(row.evidence):
+        field = fact.field.lower()
+        words = {"field": field, "title": fact.title, "value": fact.value}
+        if hop == 0 and len(row.evidence) == 2:
+            think, query = rng.choice(_BRIDGE), f"{field} {fact.value}"
+        else:
+            think, query = rng.choice(_NEED), f"{fact.title} {field}"
+        turn(f"<think> {think.format(**words)} </think> <search> {query} </search>")
+        (passages,) = index.search([query], environment.topk)
+        shown = f"{fact.field}: {fact.value}"
+        if not any(p.title == fact.title and p.text == shown for p in passages):
+            passages[0] = Passage(fact.passage_id, fact.title, shown, 1.0)
+        tokens.extend(text.encode(environment.render(passages)).tolist())
+    last = row.evidence[-1]
+    think = rng.choice(_KNOWN).format(field=last.field.lower(), title=last.title, value=last.value)
+    turn(f"<think> {think} </think> <answer> {row.golden_answers[0]} </answer>")
+    return made
+
+
+def ensure_warm_start(
+    model: Path,
+    facts: Path,
+    index: Path,
+    encoder: str,
+    environment: SearchQA,
+    config: WarmStart,
+    cache: Path,
+    threads: int,
+) -> Path:
+    """The warm-started model, cached by everything it depends on; ``model`` itself when config.steps is 0."""
+    if config.steps == 0:
+        return model
+    source = facts / "warm.jsonl"
+    made_of = [str(model), *environment.shown, msgspec.to_builtins(config), encoder, DTYPE]
+    key = hashlib.sha256(msgspec.json.encode(made_of) + source.read_bytes()).hexdigest()[:16]
+    out = cache / "warm_start" / key
+    if (out / "config.json").is_file():
+        return out
+    print(f"supervised warm start, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
+    torch.set_num_threads(threads)
+    rows = [msgspec.json.decode(line, type=_Row) for line in source.read_bytes().splitlines() if line.strip()]
+    examples = traces(
+        rows, Text(str(model)), environment, Index(index, Encoder(encoder, threads)), config.steps * config.rows, config
+    )
+    recipe = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, dtype=DTYPE)
+    _learn(model, examples, out, recipe, threads)
+    return out
+
+
+def _learn(model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int) -> None:
+    try:
+        apart(fine_tune, model, examples, out, recipe, threads)
+    except Killed:
+        raise MemoryError(
+            "the warm start's process was killed, most likely for memory: free some, or set warm_start.rows lower"
+        ) from None
+
+
+COOLDOWN = 0.4
+"""The share of a tiny policy's steps over which the learning rate falls to 0: the last per cents of usable actions need it."""
+
+
+def from_play(
+    model: Path,
+    what: str,
+    recipe: list[Any],
+    sources: Sequence[Path],
+    examples: Callable[[int], Sequence[Example]],
+    config: WarmStart,
+    cache: Path,
+    threads: int,
+) -> Path:
+    """``model`` after it learnt from random play; ``model`` itself when config.steps is 0.
+
+    Cached by ``recipe``, the bytes of ``sources`` and the model's own. examples: makes so many.
+    """
+    if config.steps == 0:
+        return model
+    digest = hashlib.sha256(msgspec.json.encode([*recipe, DTYPE], order="sorted"))
+    for path in [*sources, *sorted(model.glob("*.json")), *sorted(model.glob("*.safetensors"))]:
+        digest.update(path.read_bytes())
+    out = cache / "warm_start" / digest.hexdigest()[:16]
+    if (out / "config.json").is_file():
+        return out
+    print(f"warm start on {what}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
+    cooldown = int(COOLDOWN * config.steps)
+    trained = Recipe(
+        steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown, dtype=DTYPE
+    )
+    _learn(model, examples(config.steps * config.rows), out, trained, threads)
+    return out

@@ -1,0 +1,268 @@
+"""The command tools/evaluate: a player's measures on an environment's own tasks, with intervals, in one process.
+
+Invariant: every game is a tree of OUT/journal.sqlite and counts once, however often the evaluation was interrupted.
+"""
+
+import argparse
+import asyncio
+import random
+import shlex
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.environments import registry
+from actors.environments.base import Task
+from judges.serve import PLAYERS
+from scheduler import strategies
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.evaluation import summarise
+from scheduler.tasks import HELD_OUT_SEEDS
+from scheduler.together import together
+from scheduler.tree import Tree
+from tools.evaluating import players
+from tools.evaluating.folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, claim, conduct
+from tools.evaluating.in_process import InProcess, Seat, without_model
+from tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
+from wire.atomic import write_whole
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import Sample
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The games whose task seeds begin at ``seed``."""
+
+    seed: int
+    games: int
+    measures: dict[str, Measured]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """OUT/result.json. seconds, generated_tokens, engine: over all sessions that were not killed."""
+
+    settings: Settings
+    headline: str
+    overall: Found
+    by_seed: list[Found]
+    unplayed: dict[str, str]
+    seconds: float
+    generated_tokens: int
+    engine: dict[str, float]
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="tools/evaluate", description="Measure a player on an environment that makes its own tasks (a game)."
+    )
+    parser.add_argument("environment", metavar="ENV", help=f"one of {', '.join(registry.KNOWN)}, or module:Class")
+    _add_players(parser)
+    _add_games(parser.add_argument_group("games"))
+    parser.add_argument(
+        "--out", type=Path, help="folder; an evaluation that is there goes on (default: evaluations/ENV-TIME)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument("--concurrency", type=int, default=16, help="games played at once (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def _add_players(parser: argparse.ArgumentParser) -> None:
+    one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
+    one.add_argument("--model", help="a model folder, a built-in name or a hub id")
+    one.add_argument("--run", type=Path, help="a run folder: its newest weights, and its settings of ENV")
+    one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
+    one.add_argument("--baseline", choices=sorted(NO_MODEL), help="without a model: any, or the first, legal move")
+    players.add_endpoint(parser)
+    players.add_local(parser)
+    players.add_actions(parser)
+
+
+def _add_games(games: Any) -> None:
+    games.add_argument("--games", type=int, default=100, help="games a seed (default: %(default)s)")
+    games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS, help="first task seed (default: of held-out tasks)")
+    games.add_argument("--seeds", type=int, default=1, help="repeat with so many sets of tasks")
+    games.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of ENV, a TOML value")
+    games.add_argument("--opponent", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)")
+    games.add_argument("--simulations", type=int, help=f"of the MCTS opponent ({SIMULATIONS})")
+    oracle = "label moves by the built-in oracle (default: yes)"
+    games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
+    games.add_argument("--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="of the oracle")
+
+
+# ---------------------------------------------------------------------------------------------- playing
+
+
+class Evaluation:
+    """The games of one match in one folder. ``play`` may be cancelled at any moment and gone on with later."""
+
+    def __init__(self, match: Match, out: Path, concurrency: int):
+        self.match, self.settings, self.out = match, match.settings, out
+        self.services = InProcess(match.engine, match.workers)
+        self.room = asyncio.Semaphore(concurrency)
+        self.started = False
+        s = match.settings
+        self.kept = Kept(out, s.games * s.seeds, "games", "not be played")
+        self.ledger = Ledger(out, "games", self.kept.start_s)
+        self.config = SchedulerConfig(
+            strategy="chain", k=1, judge=match.judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
+            max_action_tokens=s.max_tokens, thinking=s.thinking,
+            generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
+        )  # fmt: skip
+        # The dispatcher is each game's seat.
+        self.shop = Shop(
+            None,  # pyright: ignore[reportArgumentType]
+            self.kept.journal, match.text, match.environment, self.config, Counter(), lambda tree, nodes, turns: None,
+        )  # fmt: skip
+
+    async def _start(self) -> None:
+        """The services, with the weights of the run's version. Raises NotStarted."""
+        self.started = True
+        try:
+            await self.services.start()
+        except (OSError, ValueError, MemoryError) as error:
+            raise NotStarted(str(error)) from error
+        if self.match.load is not None and self.match.engine is not None:
+            await self.match.engine.load(self.match.load)
+        self.ledger.open(self.match.engine.stats if self.match.engine is not None else dict)
+
+    async def play(self) -> Result:
+        """Play what is not played yet. Raises Fault when it cannot go on, NotStarted when it cannot begin."""
+        s = self.settings
+        if self.kept.before < s.games * s.seeds:
+            await self._start()
+        found = await together(self._game(position) for position in range(s.games * s.seeds))
+        pairs = [pair for pair in found if pair is not None]
+        unplayed = self.kept.undone
+        if not pairs:
+            raise InfrastructureFault(f"no game could be played; the last reason: {list(unplayed.values())[-1]}")
+        self.ledger.close(self.kept.now)
+        spent = self.ledger.total()
+        by_seed = []
+        for k in range(s.seeds):
+            first = s.seed + k * s.games
+            ours = [(task, tree) for task, tree in pairs if first <= task.seed < first + s.games]
+            by_seed.append(self._found(first, ours))
+        result = Result(
+            s, self.match.environment.headline, self._found(s.seed, pairs), by_seed, unplayed,
+            spent.seconds, int(spent.engine.get("decoded_tokens", 0)), spent.engine,
+        )  # fmt: skip
+        write_whole(self.out / "result.json", result)
+        return result
+
+    async def _game(self, position: int) -> tuple[Task, Tree] | None:
+        await self.room.acquire()
+        found = await self._played(position)
+        self.room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
+        return found
+
+    async def _played(self, position: int) -> tuple[Task, Tree] | None:
+        task: Task = self.match.environment.task(self.settings.seed + position)  # pyright: ignore[reportAttributeAccessIssue]
+        before = self.kept.done(position)
+        if before is not None:
+            return task, before
+        tree, said = self.kept.begin(position, task.id, self.settings.version)
+        try:
+            await self._grow(task, tree, said)
+        except DataFault as fault:
+            self.kept.give_up(tree, str(fault))
+            return None
+        self.kept.close(tree)
+        return task, tree
+
+    async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
+        # The same draws as in a run's held-out evaluation of this task, and again the same after an interruption.
+        rng = random.Random(f"heldout/{tree.id}")
+        context = Context(self.shop, self.config, task, tree, rng)
+        seat = Seat(self.services, said)
+        if self.settings.player == "baseline":  # it says the same again by itself
+            game: Any = self.match.environment
+            seat = Seat(
+                self.services, [], without_model(NO_MODEL[self.settings.source], game, self.match.text, context)
+            )
+        context.shop = msgspec.structs.replace(self.shop, dispatcher=seat)
+        await context.plant()
+        await strategies.load("chain")(tree, context)
+
+    def _found(self, seed: int, pairs: list[tuple[Task, Tree]]) -> Found:
+        counts: Counter[str] = Counter()
+        for task, tree in pairs:
+            turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
+            counts.update({name: len(values) for name, values in self.match.environment.measures(task, turns).items()})
+        found = summarise(self.settings.version, self.match.environment, pairs)
+        measures = {name: Measured(e.mean, e.half, counts[name]) for name, e in found.measures.items() if counts[name]}
+        return Found(seed, len(pairs), measures)
+
+    async def close(self) -> None:
+        """Release everything; what was played stays."""
+        self.ledger.close(self.kept.now)
+        self.kept.journal.close()
+        if self.started:
+            await self.services.close()
+
+
+# ---------------------------------------------------------------------------------------------- what is said
+
+
+def lines(result: Result) -> str:
+    """The result as a table: overall, and the means of each seed where there are several."""
+    s = result.settings
+    names = sorted(result.overall.measures, key=lambda name: (name != result.headline, name))
+    each = result.by_seed if len(result.by_seed) > 1 else []
+    rows = [["measure", "mean ±95%", "n", *(f"seed {found.seed}" for found in each)]]
+    for name in names:
+        m = result.overall.measures[name]
+        means = [f"{found.measures[name].mean:.3f}" if name in found.measures else "-" for found in each]
+        rows.append([name, f"{m.mean:.3f} ±{m.half:.3f}", str(m.n), *means])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    made = [f"{s.environment}, {result.overall.games} games, {_player(s)}{_against(s)}"]
+    made += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for task, reason in list(result.unplayed.items())[:3]:
+        made.append(f"not played: {task}: {reason}")
+    if len(result.unplayed) > 3:
+        made.append(f"not played: {len(result.unplayed) - 3} more, see result.json")
+    return "\n".join([*made, f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens"])
+
+
+def _player(s: Settings) -> str:
+    how = "" if s.player == "baseline" else ", greedy" if s.temperature == 0 else f", temperature {s.temperature:g}"
+    name = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}.get(s.player, s.source)
+    return f"{s.player} {name}{how}"
+
+
+def _against(s: Settings) -> str:
+    if "opponents" not in s.options:
+        return ""
+    shown = [" ".join([name, *(f"{k}={v}" for k, v in s.opponents.get(name, {}).items())]) for name in s.options["opponents"]]  # fmt: skip
+    return f", against {' or '.join(shown)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = parse(arguments)
+    try:
+        match = prepare(given)
+        out = given.out or Path("evaluations") / time.strftime(f"{match.environment.name}-%Y%m%d-%H%M%S")
+        lock = claim(out, match.settings)
+    except (OSError, ValueError, MemoryError) as error:
+        print(f"tools/evaluate: {error}", file=sys.stderr)
+        return 2
+    with lock:
+        return _report(given, match, out, arguments)
+
+
+def _report(given: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
+    again = shlex.join(["tools/evaluate", *arguments, *([] if given.out else ["--out", str(out)])])
+    result = conduct(lambda: Evaluation(match, out, given.concurrency), again, "played")
+    if isinstance(result, int):
+        return result
+    print(msgspec.json.encode(result).decode() if given.json else f"{lines(result)}\nresult {out / 'result.json'}")
+    return 0

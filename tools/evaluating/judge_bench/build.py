@@ -1,0 +1,110 @@
+"""From labelled trajectories to a benchmark: filter, threshold, label, balance (methods.md 2.5; PPR, A.4).
+
+Nothing leaves in silence: the report counts what was dropped, by reason.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from tools.evaluating.judge_bench.record import CATEGORIES, Graded, Item, Labelled, Trajectory, category, label
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What became of the pool. mean_score: over the steps of the pool that was left; threshold: what labels were made with."""
+
+    trajectories: int
+    dropped: dict[str, int]
+    mean_score: float
+    threshold: float
+    pool: dict[str, int]
+    taken: dict[str, int]
+    multi_step: int
+    steps: int
+    good_steps: int
+    missing: int
+
+
+def build(
+    labelled: Sequence[Trajectory[Labelled]],
+    size: int,
+    threshold: float | None,
+    seed: int = 0,
+    exclude: Sequence[Trajectory[Labelled]] = (),
+) -> tuple[list[Item], Report]:
+    """At most ``size`` items, their categories as even as the pool allows, those of several steps first.
+
+    threshold None: the mean step score of the pool, as in the paper. exclude: neither its ids nor its questions come in, since another
+    run's trajectory of a question is much the same. Raises ValueError when nothing is left.
+    """
+    pool, dropped = _filtered(labelled, exclude)
+    if not pool:
+        raise ValueError(f"no trajectory is left for the benchmark; dropped: {dict(dropped)}")
+    scores = [step.score for record in pool for step in record.steps]
+    mean = sum(scores) / len(scores)
+    limit = mean if threshold is None else threshold
+    items = [_item(record, limit) for record in pool]
+    random.Random(seed).shuffle(items)
+    items.sort(key=lambda item: len(item.steps) == 1)
+    by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
+    shares = even(size, [len(found) for found in by_category.values()])
+    taken = {name: found[:share] for (name, found), share in zip(by_category.items(), shares, strict=True)}
+    made = sorted((item for found in taken.values() for item in found), key=lambda item: item.id)
+    if surplus := len(items) - len(made):
+        dropped["not needed for the balance"] = surplus
+    return made, Report(
+        len(labelled), dict(dropped), mean, limit,
+        {name: len(found) for name, found in by_category.items()},
+        {name: len(found) for name, found in taken.items()},
+        sum(len(item.steps) > 1 for item in made),
+        sum(len(item.steps) for item in made),
+        sum(step.label for item in made for step in item.steps),
+        size - len(made),
+    )  # fmt: skip
+
+
+def _filtered(
+    labelled: Sequence[Trajectory[Labelled]], exclude: Sequence[Trajectory[Labelled]]
+) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
+    ids, questions = {record.id for record in exclude}, {record.question for record in exclude}
+    seen: set[tuple[str, ...]] = set()
+    kept, dropped = [], Counter[str]()
+    for record in labelled:
+        key = (record.question, *(step.response for step in record.steps))
+        if record.id in ids or record.question in questions:
+            dropped["id or question is in the excluded file"] += 1
+        elif not [gold for gold in record.golden_answers if gold.strip()]:
+            dropped["no gold answer"] += 1
+        elif key in seen:
+            dropped["the same question and steps as another"] += 1
+        else:
+            seen.add(key)
+            kept.append(record)
+    return kept, dropped
+
+
+def _item(record: Trajectory[Labelled], limit: float) -> Item:
+    steps = [
+        Graded(
+            context=s.context, response=s.response, turn=s.turn,
+            score_a=s.score_a, score_b=s.score_b, score=s.score, label=label(s.score, limit),
+        )
+        for s in record.steps
+    ]  # fmt: skip
+    return Item(
+        id=record.id, data_source=record.data_source, question=record.question, golden_answers=record.golden_answers,
+        outcome=record.outcome, steps=steps, evidence=record.evidence,
+        category=category(record.outcome, [s.score for s in steps], limit),
+    )  # fmt: skip
+
+
+def even(size: int, available: Sequence[int]) -> list[int]:
+    """``size`` shared out as evenly as what is available allows: who has little gives all, the others share the rest."""
+    shares = [0] * len(available)
+    while sum(shares) < size and shares != list(available):
+        open_ = [i for i, share in enumerate(shares) if share < available[i]]
+        lowest = min(shares[i] for i in open_)
+        shares[next(i for i in open_ if shares[i] == lowest)] += 1
+    return shares

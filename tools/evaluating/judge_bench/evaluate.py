@@ -1,0 +1,301 @@
+"""The command tools/evaluate nvprocess: how often a process judge calls a step good or bad as its label does (methods.md 2.5).
+
+A step counts as right when 1[S/M > threshold] is its label; an output that cannot be read is wrong. Every answer is kept in
+OUT/answers.jsonl, so an interrupted evaluation goes on.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from judges.serve import option
+from scheduler.evaluation import estimate
+from tools.evaluating.folder import INTERRUPTED, Measured, claim
+from tools.evaluating.judge_bench import judging, record
+from tools.evaluating.judge_bench.judging import Answers, Asked
+from tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
+from wire.atomic import write_whole
+from wire.faults import Fault
+
+SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
+BASELINES = ("majority", "random", "first-turn", "constant")
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """OUT/evaluation.json: what a resumed evaluation must have in common with the first."""
+
+    bench: str
+    threshold: float
+    judges: list[Asked]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What a judge reached. valid: the share of outputs that could be read. by_category, by_steps: accuracy of a part."""
+
+    judge: str
+    accuracy: Measured
+    valid: float
+    by_category: dict[str, Measured]
+    by_steps: dict[str, Measured]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """OUT/result.json."""
+
+    bench: str
+    items: int
+    steps: int
+    good_steps: int
+    threshold: float
+    rows: list[Row]
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def measure(judge: str, items: Sequence[Item], scores: dict[str, float | None], threshold: float) -> Row:
+    """The row of a judge from its scores by step; None is an output that could not be read."""
+    return _row(judge, items, lambda name: None if (s := scores[name]) is None else record.label(s, threshold))
+
+
+def baseline(kind: str, items: Sequence[Item], threshold: float) -> Row:
+    """Without a judge. "majority": always the more frequent label. "random": a fair coin a step. "constant S": always the score S.
+
+    "first-turn": good when no turn went before, which a set of repetitive trajectories rewards.
+    """
+    labels = [step.label for item in items for step in item.steps]
+    most = int(2 * sum(labels) >= len(labels))
+    steps = [(record.step_id(item, n), item, step) for item in items for n, step in enumerate(item.steps, 1)]
+    first = {name for name, item, step in steps if step.context == item.question}
+    says: dict[str, Callable[[str], int]] = {
+        "majority": lambda name: most,
+        "first-turn": lambda name: int(name in first),
+        "random": lambda name: random.Random(f"nvprocess/{name}").getrandbits(1),
+    }
+    if kind in says:
+        return _row(f"{kind} class" if kind == "majority" else kind, items, says[kind])
+    return _row(kind, items, lambda name: record.label(float(kind.split()[1]), threshold))
+
+
+def _row(judge: str, items: Sequence[Item], said: Callable[[str], int | None]) -> Row:
+    """said: the label given to a step, None where there is none."""
+    right: list[tuple[Item, float]] = []
+    valid = []
+    for item in items:
+        for number, step in enumerate(item.steps, 1):
+            given = said(record.step_id(item, number))
+            valid.append(given is not None)
+            right.append((item, float(given == step.label)))
+
+    def part(holds: Callable[[Item], bool]) -> Measured:
+        values = [value for item, value in right if holds(item)]
+        found = estimate(values)
+        return Measured(found.mean, found.half, len(values))
+
+    multi = [len(item.steps) > 1 for item in items]
+    return Row(
+        judge,
+        part(lambda item: True),
+        sum(valid) / len(valid),
+        {
+            name: part(lambda i, n=name: i.category == n)
+            for name in CATEGORIES
+            if any(i.category == name for i in items)
+        },
+        {
+            **({"single-step": part(lambda i: len(i.steps) == 1)} if not all(multi) else {}),
+            **({"multi-step": part(lambda i: len(i.steps) > 1)} if any(multi) else {}),
+        },
+    )
+
+
+def table(result: Result) -> str:
+    """The result for a terminal."""
+    parts = [*result.rows[0].by_category, *result.rows[0].by_steps]
+    cells = [["judge", "accuracy ±95%", "valid", *parts]]
+    for row in result.rows:
+        each = {**row.by_category, **row.by_steps}
+        cells.append([row.judge, _shown(row.accuracy), f"{row.valid:.3f}", *(_shown(each[name]) for name in parts)])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    made = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    head = f"{result.bench}: {result.items} trajectories, {result.steps} steps, {result.good_steps} of them good (threshold {result.threshold:g})"
+    return "\n".join([head, *made])
+
+
+def _shown(m: Measured) -> str:
+    return f"{m.mean:.3f} ±{m.half:.3f}"
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+class _Judge(argparse.Action):
+    """--judge, --option and --name: an option or a name belongs to the judge before it."""
+
+    def __call__(self, parser: Any, given: Any, values: Any, flag: Any = None) -> None:
+        judges: list[dict[str, Any]] = given.judges
+        if self.dest == "judge":
+            judges.append({"spec": values, "options": {}, "name": ""})
+        elif not judges:
+            parser.error(f"{flag} {values}: it belongs to a judge, give --judge before it")
+        elif self.dest == "name":
+            judges[-1]["name"] = values
+        else:
+            try:
+                key, value = option(values)
+            except ValueError as error:
+                parser.error(str(error))
+            else:
+                judges[-1]["options"][key] = value
+
+
+def add_judges(parser: argparse.ArgumentParser) -> None:
+    """--judge SPEC [--option KEY=VALUE ..] [--name NAME], as often as wanted; ``judges_of`` reads them."""
+    parser.set_defaults(judges=[])
+    parser.add_argument(
+        "--judge", action=_Judge, metavar="SPEC", help="a built-in judge or module:Class; may be repeated"
+    )
+    parser.add_argument("--option", action=_Judge, metavar="KEY=VALUE", help="of the judge before it, a TOML value")
+    parser.add_argument(
+        "--name", action=_Judge, help="of the judge before it, in the table (default: spec and options)"
+    )
+
+
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """How long a judge may take over a step."""
+    parser.add_argument(
+        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help="of a step, with all tries (default: %(default)g)"
+    )  # fmt: skip
+
+
+def check_threshold(threshold: float) -> None:
+    """Raises ValueError for what no score can be compared with."""
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
+
+
+def judges_of(given: argparse.Namespace) -> list[Asked]:
+    """The judges of a command line. Raises ValueError for two of one name."""
+    made = [Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"]) for j in given.judges]
+    names = [one.name for one in made]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two judges are called {twice[0]!r}: tell them apart with --name")
+    return made
+
+
+def _title(spec: str, options: dict[str, Any]) -> str:
+    plain = [f"{key}={value}" for key, value in options.items() if not isinstance(value, dict)]
+    models = [str(value["model"]) for value in options.values() if isinstance(value, dict) and "model" in value]
+    return " ".join([spec, *models, *plain])
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="tools/evaluate nvprocess", description="Measure process judges on steps labelled good or bad."
+    )
+    parser.add_argument("--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)")
+    add_judges(parser)
+    parser.add_argument(
+        "--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help="random, first-turn, or constant S; may be repeated (majority is always there)"
+    )  # fmt: skip
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="good is above it (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, help="folder; an evaluation that is there goes on (default: evaluations/nvprocess-TIME)"
+    )
+    add_deadline(parser)
+    parser.add_argument(
+        "--count-failed", action="store_true", help="steps an endpoint refuses or fails on count as wrong (default: the command fails)"
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    return parser.parse_args(arguments)
+
+
+def baselines_of(given: argparse.Namespace) -> list[str]:
+    """ "majority" first, then those asked for. Raises ValueError for one that is none."""
+    made = ["majority"]
+    for kind, *values in given.baseline:
+        if kind not in BASELINES or len(values) != (kind == "constant"):
+            raise ValueError(
+                f"--baseline {' '.join([kind, *values])}: expected majority, random, first-turn, or constant S"
+            )
+        if kind == "constant" and not _is_score(values[0]):
+            raise ValueError(f"--baseline constant {values[0]}: expected a score, a number from 0 to 1")
+        made += [" ".join([kind, *values])] if kind != "majority" else []
+    return list(dict.fromkeys(made))
+
+
+def _is_score(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    given = parse(arguments)
+    try:
+        check_threshold(given.threshold)
+        if given.deadline <= 0:
+            raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
+        items = record.read(given.bench, Item, "--bench")
+        asked, kinds = judges_of(given), baselines_of(given)
+        lasting = judging.lasting(asked)
+        out = given.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
+        lock = claim(out, Settings(record.digest(given.bench), given.threshold, lasting))
+    except (OSError, ValueError) as error:
+        print(f"tools/evaluate nvprocess: {error}", file=sys.stderr)
+        return 2
+    with lock:
+        return _evaluate(given, items, asked, kinds, out)
+
+
+def _evaluate(given: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
+    again = f"what was answered is kept; go on with the same command and --out {out}"
+    try:
+        answers = Answers(out / "answers.jsonl")
+        failed = judging.run(asked, items, answers, given.deadline)
+    except (Fault, OSError, ValueError) as error:
+        print(f"tools/evaluate nvprocess: {error}\n{again}", file=sys.stderr)
+        return 1
+    if failed is None:
+        print(f"stopped; {again}", file=sys.stderr)
+        return INTERRUPTED
+    if failed and not given.count_failed:
+        for name, reasons in failed.items():
+            step, reason = next(iter(reasons.items()))
+            print(
+                f"tools/evaluate nvprocess: {name}: {len(reasons)} steps failed, the first is {step}: {reason}",
+                file=sys.stderr,
+            )
+        print(f"{again}, or count them as wrong with --count-failed", file=sys.stderr)
+        return 1
+    rows = [baseline(kind, items, given.threshold) for kind in kinds]
+    names = [record.step_id(item, number) for item in items for number in range(1, len(item.steps) + 1)]
+    for one in asked:
+        said = {name: answers.found.get((one.name, name)) for name in names}
+        scores = {name: answer.score if answer is not None else None for name, answer in said.items()}
+        rows.append(measure(one.name, items, scores, given.threshold))
+    steps = [step for item in items for step in item.steps]
+    if other := sum(step.label != record.label(step.score, given.threshold) for step in steps):
+        print(
+            f"{other} of {len(steps)} labels of {given.bench.name} were made with another threshold than"
+            f" {given.threshold:g}: give the one of its report (--threshold)",
+            file=sys.stderr,
+        )
+    good = sum(step.label for item in items for step in item.steps)
+    result = Result(given.bench.name, len(items), len(names), good, given.threshold, rows)
+    try:
+        write_whole(out / "result.json", result)
+    except OSError as error:
+        print(f"tools/evaluate nvprocess: {error}\n{again}", file=sys.stderr)
+        return 1
+    print(msgspec.json.encode(result).decode() if given.json else f"{table(result)}\nresult {out / 'result.json'}")
+    return 0

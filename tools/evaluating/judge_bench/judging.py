@@ -1,0 +1,227 @@
+"""Judges asked about the steps of records, each answer appended to a file before it counts.
+
+Invariant: a judge is asked about a step until it answers; an endpoint that fails is no answer, and a judge that answers what cannot be
+read has answered. What is in the file is never asked again.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from judges.base import Judge, checked
+from judges.serve import BUILT_IN, make_worker
+from scheduler.together import together
+from tools.evaluating.folder import HOPELESS, check_same, cut_torn_tail
+from tools.evaluating.judge_bench import record
+from tools.evaluating.judge_bench.record import Trajectory
+from wire import loop
+from wire.atomic import write_whole
+from wire.faults import Fault, InfrastructureFault
+from wire.messages import JudgedTurn, Judgement
+
+COLUMN = "process"
+"""The column of a judge with several that is the score of a step."""
+DEADLINE_S = 900.0
+"""Of a judgement, with the judge's own tries: what takes longer hangs."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A judge by name, as ``judges.serve.make_worker`` takes it. name: what its answers are filed under.
+
+    texts: digest of its templates, and of its source file if it is a plug-in, where answers must come from the same ones.
+    """
+
+    name: str
+    spec: str
+    options: dict[str, Any] = {}
+    texts: str = ""
+
+
+REACHED = frozenset(("url", "api_key_env", "timeout_s", "patience_s", "attempts", "backoff_s", "concurrency", "wait_s"))
+"""Keys of an endpoint that say how it is reached: they may change between sessions."""
+
+
+def lasting(asked: Sequence[Asked]) -> list[Asked]:
+    """The judges without what may change between sessions, and with what must not. Raises as ``make`` does."""
+
+    def kept(value: Any) -> Any:
+        return {k: v for k, v in value.items() if k not in REACHED} if isinstance(value, dict) else value
+
+    return [
+        Asked(one.name, one.spec, {key: kept(value) for key, value in one.options.items()}, _texts(one, make(one)))
+        for one in asked
+    ]
+
+
+def _texts(asked: Asked, judge: Judge) -> str:
+    templates: dict[str, str] = getattr(judge, "templates", {})
+    texts = [f"{part}\0{text}" for part, text in sorted(templates.items())]
+    if asked.spec not in BUILT_IN and (source := inspect.getsourcefile(type(judge))):
+        texts.append(Path(source).read_text())
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12] if texts else ""
+
+
+def keep(path: Path, settings: msgspec.Struct) -> None:
+    """Write the settings of work that may be gone on with. Raises ValueError, naming the key, when ``path`` holds others."""
+    check_same(path, settings, str(path))
+    if not path.is_file():
+        write_whole(path, settings)
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of the file. score: S/M in [0, 1], None for an output that could not be read; text: what the judge wrote."""
+
+    judge: str
+    step: str
+    score: float | None
+    text: str = ""
+
+
+def make(asked: Asked) -> Judge:
+    """The judge. Raises ValueError for one that is not there or does not score a step by one number."""
+    worker = make_worker(asked.spec, asked.options)
+    if not isinstance(worker, Judge):
+        raise ValueError(f"{asked.spec!r} is an opponent: expected a judge")
+    _column(worker)
+    return worker
+
+
+def _column(judge: Judge) -> str:
+    if COLUMN in judge.columns or len(judge.columns) == 1:
+        return COLUMN if COLUMN in judge.columns else judge.columns[0]
+    raise ValueError(f"judge {judge.name} has the columns {list(judge.columns)}: expected {COLUMN!r}, or one column")
+
+
+class Answers:
+    """The file of answers, of which the caller holds the lock. A torn last line, of a killed session, is cut off.
+
+    Raises ValueError naming a line that is no answer.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.found: dict[tuple[str, str], Answer] = {}
+        cut_torn_tail(path)
+        if path.is_file():
+            try:
+                self.found = {(a.judge, a.step): a for _, a in record.lines(path, Answer)}
+            except ValueError as error:
+                raise ValueError(f"{error}: remove that line, its step is asked again") from None
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer."""
+        with self.path.open("ab") as file:
+            file.write(msgspec.json.encode(answer) + b"\n")
+        self.found[answer.judge, answer.step] = answer
+
+
+class Asking:
+    """One judge at work on what it has not answered yet. deadline_s: of a step. ``failures``: reasons by step."""
+
+    def __init__(self, asked: Asked, judge: Judge, answers: Answers, deadline_s: float):
+        self.asked, self.judge, self.answers, self.deadline_s = asked, judge, answers, deadline_s
+        self.column = _column(judge)
+        self.room = asyncio.Semaphore(judge.concurrency)
+        self.failures: dict[str, str] = {}
+        self.row = 0
+        self.done = self.total = 0
+        self.start_s = time.monotonic()
+
+    async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
+        """Ask about every step. Raises Fault when the judge is not there."""
+        left = [(name, turn) for name, turn in steps if (self.asked.name, name) not in self.answers.found]
+        self.done, self.total = len(steps) - len(left), len(steps)
+        if left:
+            await self.judge.start()
+            try:
+                await together(self._one(name, turn) for name, turn in left)
+            finally:
+                await self.judge.close()
+
+    async def _one(self, name: str, turn: JudgedTurn) -> None:
+        async with self.room:
+            if self.row >= HOPELESS:  # the work has ended, though nobody has cancelled this part of it yet
+                return
+            before = self._failed()
+            try:
+                async with asyncio.timeout(self.deadline_s):
+                    found = await self.judge.score([turn])
+                (judgement,), _ = checked(self.judge, [turn], found)
+            except Fault as fault:
+                self._fail(name, str(fault))
+                return
+            except TimeoutError:
+                self._fail(name, f"no judgement within {self.deadline_s:g} s (--deadline)")
+                return
+            score = judgement.scores.get(self.column)
+            if score is None and self._failed() > before:
+                # The judge does not say which of the steps it was asked about at that time failed: all are asked again.
+                self._fail(name, judgement.explanation)
+                return
+            self.row = 0
+            self.answers.add(Answer(self.asked.name, name, self._in_range(score, name), _text(judgement)))
+            self._tell()
+
+    def _tell(self) -> None:
+        """A line at every tenth of all steps."""
+        self.done += 1
+        if self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
+            seconds = time.monotonic() - self.start_s
+            print(f"{self.asked.name}: {self.done} of {self.total} steps, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    def _failed(self) -> float:
+        stats = getattr(self.judge, "stats", dict)()
+        return stats.get("failed", 0.0)
+
+    def _fail(self, name: str, reason: str) -> None:
+        self.failures[name] = reason
+        self.row += 1
+        if self.row >= HOPELESS:
+            raise InfrastructureFault(
+                f"{self.asked.name}: {self.row} steps in a row were not judged; the last: {reason}"
+            )
+
+    def _in_range(self, score: float | None, name: str) -> float | None:
+        if score is not None and not 0 <= score <= 1:
+            raise ValueError(f"{self.asked.name} scored {name} {score:g}: expected S/M, a number from 0 to 1")
+        return score
+
+
+def _text(judgement: Judgement) -> str:
+    return judgement.explanation.strip()
+
+
+def run(
+    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers, deadline_s: float = DEADLINE_S
+) -> dict[str, dict[str, str]] | None:
+    """``ask`` to its end, or to a signal: None."""
+
+    async def work() -> dict[str, dict[str, str]] | None:
+        asking = asyncio.create_task(ask(asked, records, answers, deadline_s))
+        return asking.result() if await loop.or_signal(asking) else None
+
+    return loop.run(work())
+
+
+async def ask(
+    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers, deadline_s: float = DEADLINE_S
+) -> dict[str, dict[str, str]]:
+    """Ask every judge about every step, all at once; what is answered stays answered.
+
+    Returns, by judge, the steps that could not be asked, with reasons. Raises Fault when a judge is not there.
+    """
+    steps = [
+        (record.step_id(r, number), record.judged_turn(r, step))
+        for r in records
+        for number, step in enumerate(r.steps, 1)
+    ]
+    working = [Asking(one, make(one), answers, deadline_s) for one in asked]
+    await together(one.all(steps) for one in working)
+    return {one.asked.name: one.failures for one in working if one.failures}

@@ -1,0 +1,192 @@
+"""Trajectories as JSONL records: collected, labelled by two judges, or items of a benchmark (methods.md 2.5).
+
+A step is a turn that a process judge sees: every turn of a trajectory but the last. ``context`` is the bare question and, below an empty
+line, the turns before; ``response`` is the turn with its information block. That is all a PPRM reads. Judges that read more (rules) find
+it in ``turn`` and ``evidence``, which a record may lack.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+
+import msgspec
+
+from wire import jsonl
+from wire.messages import JudgedTurn
+
+THRESHOLD = 0.652
+"""A step is good when its score is above: the mean step score of the paper's pool (PPR, A.4)."""
+CATEGORIES = ("correct_good", "correct_bad", "wrong_good", "wrong_bad")
+"""Outcome, and whether the mean step score is above the threshold."""
+
+Score = Annotated[float, msgspec.Meta(ge=0, le=1)]
+"""S/M."""
+
+
+class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Fields of ``wire.messages.JudgedTurn`` by their names; ``summary`` is its ``context``."""
+
+    step: int
+    budget: int
+    summary: str = ""
+    think: str | None = None
+    query: str | None = None
+    answer: str | None = None
+    observation: str | None = None
+    past_queries: list[str] = []
+    past_observations: list[str] = []
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A turn to be judged."""
+
+    context: str
+    response: str
+    turn: Details | None = None
+
+
+class Labelled(Step, frozen=True, kw_only=True):
+    """A turn with the scores of two judges. score: their mean, or a reviewer's. target: the two-line judgement to learn, "" for none."""
+
+    score_a: Score
+    score_b: Score
+    score: Score
+    target: str = ""
+
+
+class Graded(Step, frozen=True, kw_only=True):
+    """A turn of the benchmark. label: 1 where score is above the threshold."""
+
+    score_a: Score
+    score_b: Score
+    score: Score
+    label: Literal[0, 1]
+
+
+S = TypeVar("S", bound=Step)
+
+
+class Trajectory(msgspec.Struct, Generic[S], frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One trajectory. outcome: exact match of its answer. evidence: the passages that support a gold answer, where known."""
+
+    id: str
+    data_source: str
+    question: str
+    golden_answers: list[str]
+    outcome: Literal[0, 1]
+    steps: Annotated[list[S], msgspec.Meta(min_length=1)]
+    evidence: list[str] = []
+
+
+class Item(Trajectory[Graded], frozen=True, kw_only=True):
+    """A trajectory of the benchmark."""
+
+    category: Literal["correct_good", "correct_bad", "wrong_good", "wrong_bad"]
+
+
+R = TypeVar("R", bound=Trajectory[Any])
+
+
+def lines(path: Path, kind: Any, flag: str = "") -> Iterator[tuple[int, Any]]:
+    """(line number, value) of a JSONL file. Raises ValueError naming the file, and the line when it is one that is wrong."""
+    return jsonl.lines(path, kind, f"{_named(kind)} (docs/process-bench.md)", flag)
+
+
+def read(path: Path, kind: type[R], flag: str = "") -> list[R]:
+    """The records of a file. Raises ValueError for no file, a bad line, an id that comes twice, or no record."""
+    made: dict[str, R] = {}
+    for number, record in lines(path, kind, flag):
+        if record.id in made:
+            raise ValueError(f"{path}:{number}: the id {record.id!r} comes a second time: ids are unique")
+        made[record.id] = record
+    if not made:
+        raise ValueError(f"{path} holds no record: expected lines of {_named(kind)} (docs/process-bench.md)")
+    return list(made.values())
+
+
+def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
+    """The records of several files. Raises ValueError as ``read`` does, and for an id that two of the files have."""
+    made: list[R] = []
+    file_of: dict[str, Path] = {}
+    for path in paths:
+        found = read(path, kind)
+        if twice := next((record.id for record in found if record.id in file_of), None):
+            raise ValueError(
+                f"the id {twice!r} is in {file_of[twice]} and in {path}: ids are unique. They begin with the name of the run's"
+                " folder: collect one of the two runs again with a --prefix (tools/sft collect), or leave one file out"
+            )
+        file_of |= {record.id: path for record in found}
+        made += found
+    return made
+
+
+def write(path: Path, records: Iterable[Any]) -> None:
+    """Records as JSONL; the file appears whole or not at all. Raises OSError naming the path."""
+    draft = draft_of(path)
+    try:
+        draft.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        draft.rename(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def draft_of(path: Path) -> Path:
+    """What ``write`` writes before it becomes ``path``."""
+    return path.with_name(f"{path.name}.draft{os.getpid()}")
+
+
+def digest(path: Path) -> str:
+    """The file's content, shortened: what a resumed command compares."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def step_id(record: Trajectory[Any], number: int) -> str:
+    """The name of step 1, 2, .. of a record."""
+    return f"{record.id}#{number}"
+
+
+def recorded(turn: JudgedTurn) -> Step:
+    """A judged turn as a step; question, golds and evidence stand in its trajectory."""
+    observation = turn.observation or ""
+    details = Details(
+        step=turn.step, budget=turn.budget, summary=turn.context, think=turn.think, query=turn.query, answer=turn.answer,
+        observation=turn.observation, past_queries=turn.past_queries, past_observations=turn.past_observations,
+    )  # fmt: skip
+    context = f"{turn.question}\n\n{turn.transcript}" if turn.transcript else turn.question
+    return Step(context=context, response=turn.response + observation, turn=details)
+
+
+def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
+    """What a judge sees of a step; of a step without ``turn`` that is question, transcript, response and gold answers."""
+    head = f"{record.question}\n\n"
+    ours = step.context == record.question or step.context.startswith(head)
+    known = step.turn or Details(step=1, budget=1)
+    return JudgedTurn(
+        question=record.question if ours else step.context,
+        golds=record.golden_answers,
+        context=known.summary,
+        response=step.response.removesuffix(known.observation or ""),
+        step=known.step, budget=known.budget, think=known.think, query=known.query, answer=known.answer,
+        observation=known.observation, past_queries=known.past_queries, past_observations=known.past_observations,
+        evidence=record.evidence,
+        transcript=step.context.removeprefix(head) if ours and step.context != record.question else "",
+    )  # fmt: skip
+
+
+def label(score: float, threshold: float) -> Literal[0, 1]:
+    """1 for a good step: its score is above the threshold, not at it."""
+    return 1 if score > threshold else 0
+
+
+def category(outcome: int, scores: Sequence[float], threshold: float) -> Any:
+    """One of ``CATEGORIES``: the outcome, and the mean step score against the threshold."""
+    good = label(sum(scores) / len(scores), threshold)
+    return f"{'correct' if outcome else 'wrong'}_{'good' if good else 'bad'}"
+
+
+def _named(kind: Any) -> str:
+    names = [one.__name__ for one in (kind, *get_args(kind))]
+    return names[0] + (f"[{', '.join(names[1:])}]" if names[1:] else "")

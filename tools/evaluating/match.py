@@ -1,0 +1,228 @@
+"""What an evaluation plays: the command line's environment, opponents, oracle and player, checked before anything is started."""
+
+import argparse
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.config import ActorsConfig
+from actors.engines.base import Engine
+from actors.engines.endpoint import EndpointEngine, EndpointText
+from actors.environments import registry
+from actors.environments.base import Environment, Task
+from actors.environments.game import Game
+from judges.base import Judge
+from judges.players import Player
+from judges.serve import BUILT_IN, PLAYERS, make_worker
+from scheduler import baselines
+from scheduler.config import UNJUDGED, SchedulerConfig
+from scheduler.text import Text
+from tools.evaluating import players
+from tools.evaluating.players import MAX_CONTEXT, Trained, table
+from wire.messages import LoadRequest
+
+NO_MODEL = {name.removesuffix("_legal_move"): name for name in baselines.PLAYERS}
+"""The players of --baseline."""
+SIMULATIONS = 1000
+"""Of the fixed opponent (methods.md 3.2)."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the result depends on, saved as OUT/evaluation.json; a resumed evaluation must have the same.
+
+    source: the model folder, the run, the endpoint's URL or the baseline. weights: their digest, where they are here. sides: "half each", or "as drawn" by the option second.
+    opponents: the served ones, with their options. oracle: "" for none.
+    """
+
+    environment: str
+    options: dict[str, Any]
+    player: str
+    source: str
+    model: str = ""
+    version: int = 0
+    weights: str = ""
+    fields: dict[str, Any] = {}
+    games: int
+    seed: int
+    seeds: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    thinking: bool
+    sides: str
+    opponents: dict[str, dict[str, Any]]
+    oracle: str
+    oracle_options: dict[str, Any]
+
+
+class HalfEach:
+    """A game in which the opponent begins every second task: exactly half of consecutive seeds."""
+
+    def __init__(self, environments: Sequence[Game]):
+        self.environments = environments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.environments[0], name)
+
+    def initial(self, task: Task) -> Any:
+        """The first state, with the side of the task's seed."""
+        return self.environments[task.seed % 2].initial(task)
+
+    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+        """Those of the side played."""
+        return self.environments[task.seed % 2].measures(task, turns)
+
+
+class Match(msgspec.Struct, frozen=True):
+    """Everything an evaluation needs, before anything is started or paid for. load: weights to put over the model's."""
+
+    settings: Settings
+    environment: Environment
+    workers: list[Judge | Player]
+    engine: Engine | None
+    text: Text
+    judge: str
+    load: LoadRequest | None = None
+
+
+def prepare(given: argparse.Namespace) -> Match:
+    """The match of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
+    check(given)
+    run = players.read_run(given.run, given.version) if given.run else None
+    options = table("--option", given.option)
+    same = run is not None and run.scheduler.environment == given.environment
+    if run is not None and same:  # the prompt it was trained with, but not the opponents: those are the measure's
+        trained = run.scheduler.options | run.scheduler.scheduler.evaluation.options
+        kept = {k: v for k, v in trained.items() if k not in ("opponents", "second")}
+        options = kept | options
+    environment = _environment(given.environment, options)
+    options, opponents, workers = _opponents(given, environment, options)
+    halves = "second" in inspect.signature(type(environment).__init__).parameters and "second" not in options
+    environment = _environment(given.environment, options)
+    if halves:
+        each = [_environment(given.environment, options | {"second": side}) for side in (0.0, 1.0)]
+        environment: Any = HalfEach(each)
+    oracle = environment.name if given.oracle and environment.name in BUILT_IN else ""
+    oracle_options = table("--oracle-option", given.oracle_option)
+    if oracle_options and not oracle:
+        raise ValueError(f"--oracle-option has no effect: {given.environment} has no built-in oracle")
+    judges = ([_worker(oracle, oracle_options, "--oracle-option")] if oracle else []) + (
+        [_worker(environment.outcome_judge, {}, "")] if environment.outcome_judge else []
+    )
+    default = run.scheduler.scheduler if run is not None and same else SchedulerConfig()
+    settings = Settings(
+        environment=given.environment, options=options, games=given.games, seed=given.seed, seeds=given.seeds,
+        temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
+        max_tokens=given.max_tokens or default.max_action_tokens, thinking=default.thinking and not given.no_thinking,
+        sides="half each" if halves else "as drawn", opponents=opponents, oracle=oracle, oracle_options=oracle_options,
+        **_player(given, run, environment),
+    )  # fmt: skip
+    engine, text = _engine(given, settings, run)
+    judge = judges[0].name if oracle else UNJUDGED
+    return Match(settings, environment, [*workers, *judges], engine, text, judge, run.load if run else None)
+
+
+def _environment(name: str, options: dict[str, Any]) -> Any:
+    try:
+        made = registry.load(name, options)
+    except ValueError as error:
+        said = str(error).replace("data.environment = ", "ENV ").replace("data.options", "--option")
+        raise ValueError(said) from None
+    if not registry.makes_tasks(made):
+        raise ValueError(f"ENV {name!r} reads task files: expected an environment that makes its own tasks (a game)")
+    return made
+
+
+def _opponents(
+    given: argparse.Namespace, environment: Environment, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Judge | Player]]:
+    """The environment's options with its opponents, and the players that serve them with their options."""
+    if not hasattr(environment, "opponents"):
+        for flag in ("opponent", "simulations"):
+            if getattr(given, flag) is not None:
+                raise ValueError(f"--{flag} has no effect: {given.environment} has no opponent")
+        return options, {}, []
+    if "opponents" in options and given.opponent:
+        raise ValueError("--opponent and --option opponents: give one of them")
+    mcts = f"{environment.name}_mcts"
+    if "opponents" in options:
+        specs = {name: name for name in options["opponents"]}
+    else:
+        asked = given.opponent or mcts
+        specs = {asked: f"{environment.name}_{asked}" if f"{environment.name}_{asked}" in PLAYERS else asked}
+    served: dict[str, dict[str, Any]] = {}
+    workers: list[Judge | Player] = []
+    for spec in specs.values():
+        if spec != "random":
+            served[spec] = {"simulations": given.simulations or SIMULATIONS} if spec == mcts else {}
+            workers.append(_worker(spec, served[spec], "--opponent"))
+    if given.simulations is not None and mcts not in served:
+        raise ValueError(f"--simulations has no effect with the opponents {sorted(specs)}")
+    if "opponents" not in options:
+        name = workers[0].name if workers else "random"
+        options = options | {"opponents": {name: 1.0}}
+    return options, served, workers
+
+
+def _worker(spec: str, options: dict[str, Any], flag: str) -> Judge | Player:
+    try:
+        made = make_worker(spec, options)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(f"{flag} {spec}: {error}") from None
+    if flag == "--opponent" and not isinstance(made, Player):
+        raise ValueError(
+            f"--opponent {spec} is no opponent: expected random, one of {sorted(PLAYERS)}, or module:Class"
+        )
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- the player
+
+
+def _player(given: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
+    """The player's part of the settings. Raises ValueError."""
+    if given.baseline:
+        if not isinstance(environment, (Game, HalfEach)):
+            raise ValueError(f"--baseline: {given.environment} lists no legal moves, as a subclass of Game does")
+        return {"player": "baseline", "source": given.baseline}
+    if run is not None:
+        source = str(given.run.resolve())
+        described = {"model": run.actor.model, "version": run.version, "weights": run.weights}
+        return {"player": "run", "source": source, **described}
+    if given.model:
+        folder = players.model_folder(given.model)
+        return {"player": "model", "source": folder, "weights": players.weights_digest(folder)}
+    if not environment.fresh:
+        raise ValueError(f"--endpoint: {given.environment} shows no fresh prompt each turn")
+    players.check_url(given.endpoint)
+    fields = table("--endpoint-field", given.endpoint_field)
+    return {"player": "endpoint", "source": given.endpoint, "model": given.endpoint_model, "fields": fields}
+
+
+def _engine(given: argparse.Namespace, settings: Settings, run: Trained | None) -> tuple[Engine | None, Any]:
+    """What generates, not started, and its text."""
+    if settings.player == "baseline":
+        return None, EndpointText()
+    if settings.player == "endpoint":
+        return EndpointEngine(players.endpoint_of(given)), EndpointText()
+    config = run.actor.actors if run else ActorsConfig(max_context=MAX_CONTEXT)
+    folder = run.actor.model if run else settings.source
+    return players.local_engine(folder, config, given), Text(folder)
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def check(given: argparse.Namespace) -> None:
+    """Refuses values out of range and settings without effect. Raises ValueError."""
+    positive = ("games", "seeds", "concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
+    players.check_positive(given, positive)
+    players.check_sampling(given)
+    players.check_needs(given)
+    if given.baseline and (given.temperature or given.max_tokens):
+        raise ValueError("--temperature and --max-tokens have no effect with --baseline: leave them out")
+    if given.oracle_option and not given.oracle:
+        raise ValueError("--oracle-option has no effect with --no-oracle")

@@ -1,0 +1,226 @@
+"""Who is measured: a model folder, a run's weights or an endpoint, from the command line to an engine that is not started."""
+
+import argparse
+import hashlib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from actors.config import ActorProcess, ActorsConfig
+from actors.engines.base import Engine
+from actors.engines.endpoint import Endpoint
+from scheduler.config import SchedulerProcess
+from tools.evaluating import versions
+from wire import published
+from wire.messages import LoadRequest
+
+MAX_CONTEXT = 4096
+"""Tokens of prompt and action where no run says otherwise."""
+_READ_WHOLE = 2**30
+"""Bytes of weights that are read for their digest, a second or so."""
+
+
+def add_endpoint(parser: Any) -> None:
+    """How an endpoint is asked."""
+    remote = parser.add_argument_group("with --endpoint")
+    remote.add_argument("--endpoint-model", metavar="NAME", help="the model to ask for")
+    remote.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key")
+    remote.add_argument(
+        "--endpoint-field", action="append", default=[], metavar="KEY=VALUE", help="more of each request"
+    )
+    remote.add_argument("--timeout", type=float, help="seconds of one attempt (300)")
+    remote.add_argument("--attempts", type=int, help="attempts of one request (6)")
+
+
+def add_local(parser: Any) -> None:
+    """How a model of this process computes."""
+    local = parser.add_argument_group("with --model or --run")
+    local.add_argument(
+        "--version",
+        type=versions.argument,
+        help="of --run: this version, or best (on its held-out tasks), instead of the newest; 0 is the start",
+    )
+    local.add_argument("--no-thinking", action="store_true", help="ask a chat template that knows the switch for none")
+    local.add_argument("--threads", type=int, help="compute threads (1)")
+    local.add_argument(
+        "--max-context", type=int, help=f"prompt and action, tokens (default: the run's, else {MAX_CONTEXT})"
+    )
+
+
+def add_actions(parser: Any) -> None:
+    """How actions are sampled."""
+    actions = parser.add_argument_group("actions")
+    actions.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    actions.add_argument("--top-p", type=float, default=1.0)
+    actions.add_argument("--top-k", type=int, default=0)
+    actions.add_argument("--max-tokens", type=int, help="of one action (default: the run's, else 500)")
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def check_positive(given: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises ValueError for a value that is given and not above 0."""
+    for name in names:
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{flag(name)} {value}: expected more than 0")
+
+
+def check_sampling(given: argparse.Namespace) -> None:
+    """Raises ValueError for sampling out of range or without effect."""
+    if not (given.temperature == 0 or given.temperature >= 1e-3):
+        raise ValueError(f"--temperature {given.temperature}: expected 0 (greedy) or at least 0.001")
+    if not 0 < given.top_p <= 1 or given.top_k < 0 or given.seed < 0:
+        raise ValueError("--top-p: expected above 0 and at most 1; --top-k and --seed: expected 0 or more")
+    if given.temperature == 0 and (given.top_p, given.top_k) != (1.0, 0):
+        raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
+
+
+def check_needs(given: argparse.Namespace) -> None:
+    """Raises ValueError for a flag without the player it belongs to."""
+    if given.endpoint and not given.endpoint_model:
+        raise ValueError("--endpoint needs --endpoint-model, the name of a model served there")
+    local = "--model or --run"
+    needs = dict.fromkeys(("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), "--endpoint")
+    needs |= {"version": "--run", "threads": local, "max_context": local, "no_thinking": local}
+    for name, needed in needs.items():
+        if getattr(given, name) not in (None, [], False) and not any(
+            getattr(given, _name(one)) for one in needed.split(" or ")
+        ):
+            raise ValueError(f"{flag(name)} has no effect without {needed}")
+
+
+def flag(name: str) -> str:
+    """The flag of a value's name."""
+    return "--" + name.replace("_", "-")
+
+
+def _name(one: str) -> str:
+    return one.removeprefix("--").replace("-", "_")
+
+
+def table(name: str, texts: list[str]) -> dict[str, Any]:
+    """KEY=VALUE texts of the flag ``name``; a value is read as TOML, a bare word is a string. Raises ValueError."""
+    made = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{name} {text!r}: expected KEY=VALUE")
+        try:
+            made[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            made[key] = value
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- players
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """A run folder as a player: its process files, and the weights to load (None: those of its model folder)."""
+
+    scheduler: SchedulerProcess
+    actor: ActorProcess
+    load: LoadRequest | None
+
+    @property
+    def version(self) -> int:
+        """Of the weights; 0 is the model folder's."""
+        return self.load.version if self.load else 0
+
+    @property
+    def weights(self) -> str:
+        """Their digest: as published, or of the model folder."""
+        return self.load.digest if self.load else weights_digest(self.actor.model)
+
+
+def read_run(run: Path, version: int | str | None) -> Trained:
+    """The run and its version (None: the newest, "best": on its held-out tasks). Raises ValueError or FileNotFoundError."""
+    folder = run / "processes"
+    if not (folder / "scheduler.json").is_file():
+        raise FileNotFoundError(f"--run {run}: no processes/scheduler.json there; expected the folder of a run")
+    scheduler = saved(folder / "scheduler.json", SchedulerProcess)
+    actor = saved(folder / "actor-0.json", ActorProcess)
+    number, found = versions.chosen(run, version)
+    load = None
+    if found is not None:
+        load = LoadRequest(number, str(found.resolve()), saved(found / published.NAME, published.Manifest).digest)
+    return Trained(scheduler, actor, load)
+
+
+_Read = TypeVar("_Read")
+
+
+def saved(path: Path, kind: type[_Read]) -> _Read:
+    """A file that a run wrote. Raises ValueError with the remedy where it is missing, torn or of another form."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"--run: {path}: {reason}; expected what a run wrote there: copy the run folder again, or measure another run or version"
+        ) from None
+
+
+def model_folder(name: str) -> str:
+    """The folder of --model. Raises ValueError."""
+    from tools.defaults.models import ensure_model
+    from tools.defaults.settings import cache_folder  # these import torch
+
+    try:
+        return str(ensure_model(name, cache_folder()))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"--model {name}: {str(error).removeprefix(f'model.name = {name!r}: ')}") from None
+
+
+def weights_digest(folder: str) -> str:
+    """What tells the weights of a model folder from others that come to stand there.
+
+    Of the contents; of names, sizes and times where those are large.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    small = sum(file.stat().st_size for file in files) <= _READ_WHOLE
+    total = hashlib.sha256()
+    for file in files:
+        size, time_ns = file.stat().st_size, file.stat().st_mtime_ns
+        total.update(f"{file.name} {size} {0 if small else time_ns}\n".encode())
+        if small:
+            with file.open("rb") as content:
+                total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()[:16]
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError for what is no endpoint's address."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
+        raise ValueError("--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)")
+
+
+def endpoint_of(given: argparse.Namespace) -> Endpoint:
+    """The endpoint of a command line."""
+    more = {"timeout_s": given.timeout, "attempts": given.attempts, "api_key_env": given.api_key_env}
+    more = {key: value for key, value in more.items() if value is not None}
+    fields = table("--endpoint-field", given.endpoint_field)
+    return Endpoint(given.endpoint, given.endpoint_model, concurrency=given.concurrency, fields=fields, **more)
+
+
+def local_engine(folder: str, config: ActorsConfig, given: argparse.Namespace) -> Engine:
+    """The embedded engine with room for what is asked at once."""
+    from transformers.utils import logging  # these import torch, which the other players do without
+
+    from actors.engines.local import LocalEngine
+
+    logging.disable_progress_bar()
+    config = msgspec.structs.replace(
+        config,
+        max_batch=max(config.max_batch, min(given.concurrency, 64)),
+        max_context=given.max_context or config.max_context,
+        threads=given.threads or config.threads,
+    )
+    return LocalEngine(folder, config)

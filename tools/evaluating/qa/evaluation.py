@@ -1,0 +1,293 @@
+"""The questions of all sets answered in every row; an interruption costs at most the replies that were under way.
+
+Invariant: a question is a tree of OUT/ROW/journal.sqlite and counts once in its row. What an interrupted one's model said is said again,
+its searches come from the cache, and the rest is generated.
+"""
+
+import asyncio
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from actors.environments.base import Task
+from scheduler.config import UNJUDGED, SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.evaluation import Estimate, estimate
+from scheduler.together import together
+from scheduler.tree import Tree
+from tools.evaluating.folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted
+from tools.evaluating.in_process import InProcess, Seat
+from tools.evaluating.qa import methods
+from tools.evaluating.qa.retrieval import CachedRetrieval
+from tools.evaluating.qa.rows import Player, Row, RowSettings
+from tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score, unanswered
+from tools.evaluating.qa.sets import MULTI_HOP, QuestionSet
+from wire.atomic import write_whole
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import Sample
+
+_COUNTERS = ("prompt_tokens", "cached_tokens", "prefilled_tokens", "decoded_tokens", "busy_s", "requests", "retries")
+
+
+class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A column. rejected: rows of the file that cannot work, reasons: how many for which. digest: of its questions and golds."""
+
+    name: str
+    source: str
+    questions: int
+    rejected: int
+    digest: str
+    reasons: dict[str, int] = {}
+
+
+class TableSettings(msgspec.Struct, frozen=True):
+    """What all rows of a table share, saved as OUT/evaluation.json. seed: of the subset of each set."""
+
+    sets: list[SetSettings]
+    seed: int
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """OUT/ROW/result.json. sets: set -> measure. macro: means of the sets' means; multi_hop: of the four multi-hop sets, where they are.
+
+    failed: set/task -> why it could not be finished; it scored 0. seconds, generated_tokens, queries, hits (answered by the cache): over all
+    sessions that were not killed; engine: its counters.
+    """
+
+    name: str
+    settings: RowSettings
+    sets: dict[str, dict[str, Measured]]
+    macro: dict[str, Estimate]
+    multi_hop: dict[str, Estimate]
+    failed: dict[str, str]
+    seconds: float
+    generated_tokens: int
+    queries: int
+    hits: int
+    engine: dict[str, float]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """OUT/result.json: every finished row of the folder, whichever command finished it, in the order they were first finished."""
+
+    settings: TableSettings
+    rows: list[RowResult]
+
+
+def settings_of(sets: Sequence[QuestionSet], seed: int) -> TableSettings:
+    """The settings that all rows share."""
+    columns = [
+        SetSettings(s.name, s.source, len(s.tasks), sum(s.rejected.values()), s.digest, s.rejected) for s in sets
+    ]
+    return TableSettings(columns, seed)
+
+
+class Evaluation:
+    """All rows of a command. ``play`` may be cancelled at any moment and gone on with later. finished: told the table after each row."""
+
+    def __init__(
+        self, rows: Sequence[Row], sets: Sequence[QuestionSet], settings: TableSettings, out: Path,
+        retrieval: CachedRetrieval | None, concurrency: int, finished: Callable[[Result], None] = lambda result: None,
+    ):  # fmt: skip
+        self.rows, self.sets, self.settings, self.out = rows, sets, settings, out
+        self.retrieval, self.concurrency, self.finished = retrieval, concurrency, finished
+        self.tasks = [(one.name, task) for one in sets for task in one.tasks]
+        self.services: InProcess | None = None
+        self.serving: Player | None = None
+
+    async def play(self) -> Result:
+        """Answer what is not answered yet. Raises Fault when it cannot go on, NotStarted when it cannot begin."""
+        for file in self.out.glob("*/result.json"):
+            if _decoded(file, RowResult) is None:
+                print(f"{file} is torn, so its row is left out: name it again, its answers are kept", file=sys.stderr)
+        unfinished = [row for row in self.rows if not (self.out / row.name / "result.json").is_file()]
+        if self.retrieval is not None and any(row.settings.retriever for row in unfinished):
+            await self.retrieval.open()
+        for row in self.rows:
+            await self._row(row)
+            result = self._so_far()
+            write_whole(self.out / "result.json", result)
+            self.finished(result)
+        return self._so_far()
+
+    def _so_far(self) -> Result:
+        """The rows whose folders hold a result."""
+        before = _decoded(self.out / "result.json", Result)
+        first = [row.name for row in before.rows] if before else []
+        files = {file.parent.name: file for file in self.out.glob("*/result.json")}
+        order = dict.fromkeys([*first, *(row.name for row in self.rows), *sorted(files)])
+        found = [_decoded(files[name], RowResult) for name in order if name in files]
+        return Result(self.settings, [row for row in found if row is not None])
+
+    async def _row(self, row: Row) -> None:
+        folder = self.out / row.name
+        kept = Kept(folder, len(self.tasks), "questions", "not be answered")
+        ledger = Ledger(folder, "questions", kept.start_s)
+        try:
+            if kept.before < len(self.tasks):
+                print(f"{row.name}: {len(self.tasks) - kept.before} questions", file=sys.stderr, flush=True)
+                services = await self._serve(row.player)
+                start = self._stats(services)
+                ledger.open(lambda: {key: value - start[key] for key, value in self._stats(services).items()})
+            answering = _Answering(row, kept, self.services)
+            room = asyncio.Semaphore(self.concurrency)
+            scores = await together(answering.question(i, *asked, room) for i, asked in enumerate(self.tasks))
+            ledger.close(kept.now)
+            if not kept.now and not kept.before:
+                reason = next(iter(kept.undone.values()), "there is none")
+                raise InfrastructureFault(f"{row.name}: no question could be answered; the first reason: {reason}")
+            write_whole(folder / "result.json", self._result(row, scores, kept.undone, ledger))
+        finally:
+            ledger.close(kept.now)
+            kept.journal.close()
+
+    # ------------------------------------------------------------------------------------------ services
+
+    async def _serve(self, player: Player) -> InProcess:
+        """The services with this player's engine, which is kept for its next row. Raises NotStarted."""
+        if self.services is not None and self.serving is player:
+            return self.services
+        await self._rest()
+        engine = player.make()
+        more = {"retrieve": self.retrieval.handle} if self.retrieval is not None else {}
+        self.services, self.serving = InProcess(engine, [], more), player
+        try:
+            await self.services.start()
+        except (OSError, ValueError, MemoryError) as error:
+            raise NotStarted(str(error)) from error
+        if player.load is not None:
+            await engine.load(player.load)
+        return self.services
+
+    def _stats(self, services: InProcess) -> dict[str, float]:
+        stats = services.engine.stats() if services.engine is not None else {}
+        asked = self.retrieval.counts if self.retrieval is not None else Counter[str]()
+        counters = {key: stats.get(key, 0.0) for key in _COUNTERS}
+        return counters | {"queries": asked["queries"], "hits": asked["hits"]}
+
+    async def _rest(self) -> None:
+        if self.services is not None:
+            services, self.services, self.serving = self.services, None, None
+            await services.close()
+
+    async def close(self) -> None:
+        """Release everything; what was answered stays."""
+        await self._rest()
+        if self.retrieval is not None:
+            await self.retrieval.close()
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def _result(self, row: Row, scores: list[dict[str, float]], failed: dict[str, str], ledger: Ledger) -> RowResult:
+        found: dict[str, dict[str, Measured]] = {}
+        first = 0
+        for one in self.sets:
+            found[one.name] = summary(scores[first : first + len(one.tasks)], row.settings.player == "endpoint")
+            first += len(one.tasks)
+        multi = [found[name] for name in MULTI_HOP if name in found]
+        spent = ledger.total()
+        count = {key: int(spent.engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")}
+        return RowResult(
+            row.name, row.settings, found, macro(list(found.values())),
+            macro(multi) if len(multi) == len(MULTI_HOP) else {}, failed, spent.seconds,
+            count["decoded_tokens"], count["queries"], count["hits"],
+            {key: value for key, value in spent.engine.items() if key in _COUNTERS},
+        )  # fmt: skip
+
+
+T = TypeVar("T", Result, RowResult)
+
+
+def _decoded(file: Path, kind: type[T]) -> T | None:
+    """A result as it was kept; None where there is none, or a torn one: all it says can be had from the journals again."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
+    except msgspec.DecodeError:
+        return None
+
+
+def summary(scores: Sequence[dict[str, float]], in_bytes: bool = False) -> dict[str, Measured]:
+    """Each measure over the questions of one set. in_bytes: what would count tokens counts bytes, so it is left out."""
+    made = {}
+    for name in MEASURES:
+        values = [score[name] for score in scores if name in score]
+        if values and not (in_bytes and name in TOKENS):
+            e = _of_counts(values) if name in COUNTS else estimate(values)
+            made[name] = Measured(e.mean, e.half, len(values))
+    return made
+
+
+def _of_counts(values: Sequence[float]) -> Estimate:
+    """Mean and 1.96 standard errors, also where every count happens to be 0 or 1 (``estimate`` takes those for proportions)."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(1, n - 1)
+    return Estimate(mean, 1.96 * math.sqrt(variance / n))
+
+
+def macro(sets: Sequence[dict[str, Measured]]) -> dict[str, Estimate]:
+    """Of each measure that all sets have, the mean of their means; they are independent, so the half width is sqrt(sum half^2) / n."""
+    made, n = {}, len(sets)
+    for name in MEASURES:
+        if all(name in one for one in sets):
+            half = math.sqrt(math.fsum(one[name].half ** 2 for one in sets)) / n
+            made[name] = Estimate(math.fsum(one[name].mean for one in sets) / n, half)
+    return made
+
+
+class _Answering:
+    """The questions of one row. services: None when all of them were answered before."""
+
+    def __init__(self, row: Row, kept: Kept, services: InProcess | None):
+        self.row, self.kept, self.services = row, kept, services
+        s = row.settings
+        self.answer = methods.load(s.method).answer
+        self.config = SchedulerConfig(
+            k=1, budget=s.how.budget, judge=UNJUDGED, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
+            max_action_tokens=s.max_tokens, thinking=s.thinking,
+            generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
+        )  # fmt: skip
+
+    async def question(self, position: int, of: str, task: Task, room: asyncio.Semaphore) -> dict[str, float]:
+        """The scores of one question, which stand in the last action of its tree. of: the name of its set."""
+        await room.acquire()
+        scores = await self._scores(position, of, task)
+        room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
+        return scores
+
+    async def _scores(self, position: int, of: str, task: Task) -> dict[str, float]:
+        tree = self.kept.done(position)
+        if tree is None:
+            tree, said = self.kept.begin(position, task.id, self.row.settings.version)
+            try:
+                await self._grow(of, task, tree, said)
+            except DataFault as fault:
+                self.kept.give_up(tree, str(fault), f"{of}/{task.id}")
+                return unanswered()
+            self.kept.close(tree)
+        return {name: value for name, value in tree.actions()[-1].scores.items() if name in MEASURES}
+
+    async def _grow(self, of: str, task: Task, tree: Tree, said: list[Sample]) -> None:
+        assert self.services is not None, "nothing was started"
+        seat: Any = Seat(self.services, said)
+        counts: Counter[str] = Counter()
+        how = self.row.settings.how
+        how = msgspec.structs.replace(how, budget=self.row.settings.budgets.get(of, how.budget))
+        config = msgspec.structs.replace(self.config, budget=how.budget)
+        shop = Shop(
+            seat, self.kept.journal, self.row.player.text, self.row.environment, config, counts,
+            lambda tree, nodes, turns: None,
+        )  # fmt: skip
+        # Again the same draws after an interruption.
+        context = Context(shop, config, task, tree, random.Random(f"heldout/{tree.id}"))
+        await self.answer(tree, context, how)
+        final = tree.actions()[-1]
+        final.scores |= score(tree, task.golds, counts["retrievals"])
+        final.scores["outcome"] = final.scores["em"]  # what tools/dump shows
+        context.save([final])

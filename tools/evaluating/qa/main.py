@@ -1,0 +1,142 @@
+"""The command tools/evaluate qa: question answering by runs, models and endpoints, and by the papers' baselines without training."""
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from tools.evaluating import players
+from tools.evaluating.folder import claim, conduct
+from tools.evaluating.qa import methods
+from tools.evaluating.qa.evaluation import Evaluation, Result, settings_of
+from tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
+from tools.evaluating.qa.rows import Row, read_rows
+from tools.evaluating.qa.scoring import MEASURES
+from tools.evaluating.qa.sets import QuestionSet, read_sets
+from tools.evaluating.qa.table import markdown, notes
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="tools/evaluate qa",
+        description="Measure question answering: a table of methods and models by question sets.",
+    )
+    questions = parser.add_argument_group("questions (default: the built-in held-out ones, as one_hop and two_hop)")
+    questions.add_argument(
+        "--set", action="append", default=[], metavar="NAME=SOURCE",
+        help="a .jsonl or .parquet file, or a hub data set owner/name[/folder][:split]; paper: the papers' seven",
+    )  # fmt: skip
+    questions.add_argument("--questions", type=int, help="of each set, a fixed subset (default: all)")
+    questions.add_argument("--seed", type=int, default=0, help="of the subset (default: %(default)s)")
+    who = parser.add_argument_group("players (at least one; --model and --run may be repeated)")
+    who.add_argument("--model", action="append", default=[], help="a model folder, a built-in name or a hub id")
+    who.add_argument("--run", type=Path, action="append", default=[], help="a run: newest weights, its own settings")
+    who.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
+    players.add_endpoint(parser)
+    players.add_local(parser)
+    players.add_actions(parser)
+    how = parser.add_argument_group("methods")
+    how.add_argument("--method", help=f"comma-separated, of {','.join(methods.known())} (default: search)")
+    how.add_argument("--prompt", help="of search: short, search_r1 or a path (default: the run's, else search_r1)")
+    how.add_argument("--topk", type=int, help="passages of a search (default: the run's, else 3)")
+    how.add_argument(
+        "--budget", action="append", type=_budget, default=[], metavar="[SET=]N",
+        help="turns of search, searches of the others (default: the run's, else 4); for one set with its name before it",
+    )  # fmt: skip
+    forced = "search: force an answer when the budget is used up (default: as the run's strategy does, else yes)"
+    how.add_argument("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
+    how.add_argument("--retriever", help="index folder, URL of a Search-R1 server, or default (else: the run's)")
+    how.add_argument("--cache", type=Path, help="file of found passages, to share (default: OUT/retrieval.sqlite)")
+    parser.add_argument(
+        "--out", type=Path, help="folder; what is there goes on, more rows may be added (default: evaluations/qa-TIME)"
+    )
+    parser.add_argument("--measure", choices=MEASURES, default="em", help="of the table (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument("--concurrency", type=int, default=16, help="questions at once (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def check(given: argparse.Namespace) -> None:
+    """Refuses values out of range and settings without effect. Raises ValueError."""
+    positive = (
+        "questions",
+        "concurrency",
+        "topk",
+        "timeout",
+        "attempts",
+        "max_tokens",
+        "threads",
+        "max_context",
+    )
+    players.check_positive(given, positive)
+    players.check_sampling(given)
+    players.check_needs(given)
+    names = [name for name, _ in given.budget]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"--budget is given twice{f' for {twice[0]}' if twice[0] else ''}: give it once")
+    if not (given.model or given.run or given.endpoint):
+        raise ValueError("nobody to measure: give --model, --run or --endpoint")
+
+
+def prepare(given: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], str]:
+    """Sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
+    check(given)
+    heldout = None
+    if not given.set:
+        from tools.defaults.facts import ensure_facts
+        from tools.defaults.settings import cache_folder  # imports torch
+
+        heldout = ensure_facts(cache_folder()) / "heldout.jsonl"
+    rows, retriever = read_rows(given)
+    sets = read_sets(given.set, given.questions, given.seed, heldout)
+    known = [one.name for one in sets]
+    if unknown := [name for name, _ in given.budget if name and name not in known]:
+        raise ValueError(f"--budget {unknown[0]}=..: expected a set of this table, {', '.join(known)}")
+    return sets, rows, retriever
+
+
+def _budget(text: str) -> tuple[str, int]:
+    """(set, its budget); the set is "" where N is for all of them."""
+    name, _, count = text.rpartition("=")
+    if not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, alone or as SET=N")
+    return name, int(count)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit status."""
+    given = parse(arguments)
+    try:
+        sets, rows, retriever = prepare(given)
+        out = given.out or Path("evaluations") / time.strftime("qa-%Y%m%d-%H%M%S")
+        settings = settings_of(sets, given.seed)
+        lock = claim(out, settings, [(row.name, row.settings) for row in rows])
+    except (OSError, ValueError, MemoryError) as error:
+        print(f"tools/evaluate qa: {error}", file=sys.stderr)
+        return 2
+    again = shlex.join(["tools/evaluate", "qa", *arguments, *([] if given.out else ["--out", str(out)])])
+
+    def evaluation() -> Evaluation:
+        retrieval = None
+        if retriever:
+            identity = next(row.settings.retriever for row in rows if row.settings.retriever)
+            opening = opening_of(retriever, given.threads or 1)
+            retrieval = CachedRetrieval(given.cache or out / "retrieval.sqlite", identity, opening)
+        return Evaluation(rows, sets, settings, out, retrieval, given.concurrency, finished)
+
+    def finished(table: Result) -> None:
+        (out / "table.md").write_text(markdown(table, given.measure) + "\n")
+
+    with lock:
+        result = conduct(evaluation, again, "answered")
+    return result if isinstance(result, int) else _report(given, result, out)
+
+
+def _report(given: argparse.Namespace, result: Result, out: Path) -> int:
+    said = "\n".join([markdown(result, given.measure), *notes(result)])
+    print(msgspec.json.encode(result).decode() if given.json else f"{said}\nresult {out / 'result.json'}")
+    return 0

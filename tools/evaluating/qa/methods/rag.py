@@ -1,0 +1,16 @@
+"""Retrieval-augmented generation (Lewis et al., 2020), as in the papers' tables: the question is the query, then the passages are read.
+
+Simplified: retriever and reader stay as they are; nothing is trained together.
+"""
+
+from scheduler.context import Context
+from scheduler.tree import Tree
+from tools.evaluating.qa.methods import How, ask, documents, filled
+
+RETRIEVES = True
+
+
+async def answer(tree: Tree, ctx: Context, how: How) -> None:
+    """One search, one reply."""
+    passages = await ctx.retrieve(ctx.task.question, how.topk)
+    await ask(tree, ctx, filled("rag", documents=documents(passages), question=ctx.task.question))

@@ -1,0 +1,59 @@
+"""Search-o1 (Li et al., 2025): searches inside one chain of reasoning, each result condensed by a generation of its own.
+
+The model writes a query inside its reasoning. The passages go to a second prompt ("reason in documents") with the reasoning so far and the
+query; what it extracts from them, not the passages, is inserted, and the reasoning goes on. ``budget`` counts the searches that were made.
+A query asked before is answered with a notice and costs none; one beyond the budget likewise, and then the model speaks once more. After
+``budget`` + 5 queries of any kind the question ends (the paper's code: 10 searches, 15 turns).
+
+Simplified: this project's <search> tags and a <result> block instead of the paper's markers; no worked example; the reasoning that the
+second prompt sees is its last 2,000 characters instead of a selection of its steps, and it is asked without thinking; an answer is not
+forced.
+"""
+
+import re
+
+from scheduler.context import Context
+from scheduler.tree import Node, Tree
+from tools.evaluating.qa.methods import How, ask, documents, filled, say, show, spoken
+
+RETRIEVES = True
+REPEATED = "This was searched before: see the result above."
+USED_UP = "No more searches can be made. Answer with what is known."
+_QUERY = re.compile(r"<search>((?:(?!<search>).)*)</search>\s*$", re.DOTALL)
+_STOP = ["</search>", "</answer>"]
+_SHOWN_REASONING = 2000
+MORE_QUERIES = 5
+"""Than searches, at most."""
+
+
+async def answer(tree: Tree, ctx: Context, how: How) -> None:
+    """Reason, and search where the reasoning asks for it."""
+    prompt = filled("search_o1", question=ctx.task.question, budget=str(how.budget))
+    node = await ask(tree, ctx, prompt, _STOP)
+    searched: set[str] = set()
+    result = ""
+    for _ in range(how.budget + MORE_QUERIES):
+        query = wanted(node.text)
+        if query is None or result == USED_UP:
+            return
+        if query in searched:
+            result = REPEATED
+        elif len(searched) == how.budget:
+            result = USED_UP
+        else:
+            result = await _condensed(tree, ctx, node, query, how.topk)
+            searched.add(query)
+        node = await say(tree, ctx, show(tree, ctx, node, f"\n<result> {result} </result>\n"), _STOP)
+
+
+async def _condensed(tree: Tree, ctx: Context, node: Node, query: str, topk: int) -> str:
+    passages = await ctx.retrieve(query, topk)
+    reasoning = "".join(above.text for above in tree.path(node) if above.kind != "prompt")[-_SHOWN_REASONING:]
+    prompt = filled("search_o1_documents", reasoning=reasoning, query=query, documents=documents(passages))
+    return spoken((await ask(tree, ctx, prompt, stop=[], thinking=False)).text)
+
+
+def wanted(text: str) -> str | None:
+    """The query that the text ends with, or None."""
+    found = _QUERY.search(text)
+    return found[1].strip() if found and found[1].strip() else None

@@ -1,0 +1,140 @@
+"""Retrieval that asks once: answers kept in SQLite by retriever, query and number of passages, for all rows and resumed sessions.
+
+Invariant: a (retriever, topk, query) is asked of the backend at most once, however many rows, sessions or questions want it at a time.
+"""
+
+import asyncio
+import sqlite3
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from judges.retriever.index import read_manifest
+from judges.retriever.worker import Backend, LocalBackend
+from tools.evaluating.folder import NotStarted
+from wire.faults import InfrastructureFault
+from wire.messages import Passage, RetrieveRequest, RetrieveResult
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS passages (
+    retriever TEXT, topk INTEGER, query TEXT, found BLOB, PRIMARY KEY (retriever, topk, query)) WITHOUT ROWID;
+"""
+_WAIT_S = 60.0
+"""For another evaluation that writes to the same file."""
+
+Open = Callable[[], Awaitable[tuple[Backend, Callable[[], Awaitable[None]]]]]
+"""A backend, when the first query needs it, and how it is closed."""
+
+
+class CachedRetrieval:
+    """The service ``retrieve``. identity: what answers, in words that change when its answers may. counts: queries and hits."""
+
+    def __init__(self, file: Path, identity: str, opening: Open):
+        self.file, self.identity, self.opening = file, identity, opening
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self.db = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)
+            self.db.execute("PRAGMA journal_mode=WAL")
+            self.db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise NotStarted(f"--cache {file} is no file of found passages ({error}): name another file") from None
+        self.counts: Counter[str] = Counter()
+        self._asking: dict[tuple[int, str], asyncio.Task[list[Passage]]] = {}
+        self._gate = asyncio.Lock()
+        self._backend: Backend | None = None
+        self._closing: Callable[[], Awaitable[None]] | None = None
+
+    async def open(self) -> Backend:
+        """The backend, ready to search. Raises NotStarted for an index or an encoder that cannot be loaded."""
+        async with self._gate:
+            if self._backend is None:
+                try:
+                    self._backend, self._closing = await self.opening()
+                except (OSError, ValueError, ImportError, MemoryError) as error:
+                    reason = str(error).strip().split("\n")[0]
+                    raise NotStarted(f"--retriever: {reason}; build the index anew, or give another one") from error
+            return self._backend
+
+    async def handle(self, request: RetrieveRequest) -> RetrieveResult:
+        """Passages of each query, best first."""
+        return RetrieveResult([await self._passages(query, request.topk) for query in request.queries])
+
+    async def _passages(self, query: str, topk: int) -> list[Passage]:
+        self.counts["queries"] += 1
+        key = (topk, query)
+        kept = self._kept(key)
+        if kept is not None:
+            self.counts["hits"] += 1
+            return kept
+        if key in self._asking:
+            self.counts["hits"] += 1
+        else:
+            task = asyncio.create_task(self._ask(key))
+            self._asking[key] = task
+            task.add_done_callback(lambda _: self._asking.pop(key, None))
+        return await asyncio.shield(self._asking[key])  # one that leaves does not take the answer from the others
+
+    def _kept(self, key: tuple[int, str]) -> list[Passage] | None:
+        row = self.db.execute(
+            "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?", (self.identity, *key)
+        ).fetchone()
+        return msgspec.msgpack.decode(row[0], type=list[Passage]) if row else None
+
+    async def _ask(self, key: tuple[int, str]) -> list[Passage]:
+        topk, query = key
+        backend = await self.open()
+        (found,) = await backend.search([query], topk)
+        row = (self.identity, topk, query, msgspec.msgpack.encode(found))
+        try:
+            self.db.execute("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", row)
+        except sqlite3.Error as error:
+            raise InfrastructureFault(f"{self.file} could not be written ({error}): free some space") from None
+        return found
+
+    async def close(self) -> None:
+        """End what is under way, and close backend and file."""
+        for task in list(self._asking.values()):
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        if self._closing is not None:
+            await self._closing()
+        self.db.close()
+
+
+def identity_of(retriever: str) -> str:
+    """What answers: a server's URL, or the corpus and encoder of an index folder. Raises ValueError or FileNotFoundError."""
+    if retriever.startswith(("http://", "https://")):
+        return retriever.rstrip("/")
+    if "://" in retriever:
+        raise ValueError(f"--retriever {retriever}: expected an index folder, an http(s):// URL, or default")
+    try:
+        manifest = read_manifest(Path(retriever))
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"--retriever {retriever}: {error}") from None
+    return f"index {manifest.corpus_sha256[:16]} of {manifest.passages} passages by {manifest.encoder}"
+
+
+def opening_of(retriever: str, threads: int) -> Open:
+    """How the backend of --retriever is had."""
+    if retriever.startswith(("http://", "https://")):
+        from judges.retriever.http_client import SearchR1Client
+
+        async def connect() -> tuple[Backend, Callable[[], Awaitable[None]]]:
+            client = await SearchR1Client(retriever).__aenter__()
+            return client, lambda: client.__aexit__(None, None, None)
+
+        return connect
+
+    async def load() -> tuple[Backend, Callable[[], Awaitable[None]]]:
+        folder = Path(retriever)
+        made: Any = await asyncio.to_thread(LocalBackend, folder, read_manifest(folder).encoder, threads)
+
+        async def nothing() -> None:
+            """The index goes with the process."""
+
+        return made, nothing
+
+    return load

@@ -1,0 +1,286 @@
+"""The command tools/sft: each subcommand reads files and writes files, so that every stage can be looked at and repeated."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.evaluating.folder import INTERRUPTED, locked
+from tools.evaluating.judge_bench import build, judging, record
+from tools.evaluating.judge_bench.evaluate import add_deadline, check_threshold
+from tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Step, Trajectory
+from tools.finetuning import training
+from tools.finetuning.judge import files, label
+from wire.atomic import write_whole
+from wire.faults import Fault
+
+MODEL_MAKERS = ("train", "warm-start")
+"""Commands whose --out is a new folder; that of the others is a file."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    given = parse(arguments)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing half made
+    try:
+        if given.command not in MODEL_MAKERS:
+            files.check(given)
+        return given.run(given) or 0
+    except KeyboardInterrupt:
+        print(f"tools/sft {given.command}: stopped; {_left(given)}", file=sys.stderr)
+        return INTERRUPTED
+    except (Fault, OSError, ValueError, MemoryError) as error:
+        print(f"tools/sft {given.command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, Fault) else 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _left(given: argparse.Namespace) -> str:
+    if given.command not in MODEL_MAKERS:
+        return "give the same command again"
+    return f"the model is whole in {given.out}" if given.out.exists() else "nothing was saved"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="tools/sft", description="From trajectories of runs to a fine-tuned judge (docs/sft.md)."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_stages(commands)
+    _add_training(commands)
+    return parser.parse_args(arguments)
+
+
+def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    one = commands.add_parser("collect", help="trajectories of search runs, from their journals")
+    one.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    one.add_argument("--split", choices=("train", "heldout"), default="train")
+    one.add_argument(
+        "--prefix", default="", help="put before ids, which begin with the run folder's name: for runs of one name"
+    )
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=collect)
+
+    one = commands.add_parser("label", help="two judges score every step; what they differ on is dropped")
+    one.add_argument("trajectories", type=Path)
+    for side in "ab":
+        one.add_argument(f"--judge-{side}", required=True, metavar="SPEC", help="a built-in judge or module:Class")
+        one.add_argument(
+            f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help="of it, a TOML value"
+        )
+    one.add_argument(
+        "--most-difference", type=float, default=label.MOST_DIFFERENCE, help="of two scores (default: %(default)s)"
+    )
+    add_deadline(one)
+    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--review", required=True, type=Path, help="the steps in a form to edit")
+    one.set_defaults(run=label_)
+
+    one = commands.add_parser("review", help="apply the corrections of an edited review file")
+    one.add_argument("labelled", type=Path)
+    one.add_argument("review", type=Path)
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=review)
+
+    one = commands.add_parser("rows", help="training rows of a process reward model")
+    one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
+    one.add_argument("--balance", action="store_true", help="as many rows of good steps as of bad ones")
+    one.add_argument("--most", type=int, default=0, help="a random part of so many rows (default: all)")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=rows)
+
+    one = commands.add_parser("bench", help="a balanced benchmark of process judges")
+    one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
+    one.add_argument("--size", required=True, type=int, help="trajectories")
+    one.add_argument(
+        "--threshold", default=str(THRESHOLD), help="good is above it: a number, or mean (default: %(default)s)"
+    )
+    one.add_argument(
+        "--exclude",
+        type=Path,
+        action="append",
+        default=[],
+        help="labelled trajectories to keep out, with their questions",
+    )
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=bench)
+
+
+def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    one = commands.add_parser("train", help="fine-tune a model on rows of {prompt or messages, completion}")
+    one.add_argument("--model", required=True, help="a model folder, a built-in name or a hub id")
+    one.add_argument("--rows", required=True, type=Path)
+    one.add_argument("--out", required=True, type=Path)
+    length = one.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=float, default=3, help="(default: %(default)s)")
+    length.add_argument("--steps", type=int, help="instead of epochs")
+    one.add_argument("--batch", type=int, default=32, help="rows a step (default: %(default)s)")
+    one.add_argument("--lr", type=float, default=2e-5, help="(default: %(default)s)")
+    one.add_argument("--schedule", choices=("cosine", "constant", "linear"), default="cosine")
+    one.add_argument("--warmup-ratio", type=float, default=0.1, help="of the steps (default: %(default)s)")
+    one.add_argument("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
+    one.add_argument("--lora-alpha", type=float, default=32.0)
+    one.add_argument(
+        "--packing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read a batch as one forest, shared prefixes once",
+    )
+    one.add_argument("--forward-tokens", type=int, default=8192, help="of one forward pass (default: %(default)s)")
+    one.add_argument(
+        "--max-tokens", type=int, help="longer rows are left out and counted (default: the model's context)"
+    )
+    one.add_argument(
+        "--held-out", type=float, default=0.1, help="share to measure on, by the rows' group (default: %(default)s)"
+    )
+    one.add_argument(
+        "--end-token",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a completion ends with the model's end token (not wanted for actions, which end by themselves)",
+    )
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    one.set_defaults(run=training.train)
+
+    one = commands.add_parser("warm-start", help="the supervised warm start of a run's policy, as a folder")
+    one.add_argument("--config", required=True, type=Path)
+    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    one.add_argument("--out", required=True, type=Path)
+    one.set_defaults(run=training.warm_start)
+
+
+# ---------------------------------------------------------------------------------------------- stages
+
+
+def collect(given: argparse.Namespace) -> None:
+    """Journals -> trajectories."""
+    from tools.finetuning.judge.collect import collect as collected
+
+    made, skipped = collected(given.runs, given.split, given.prefix)
+    record.write(given.out, made)
+    steps = sum(len(one.steps) for one in made)
+    right = sum(one.outcome for one in made)
+    print(f"{len(made)} trajectories ({right} with a correct answer), {steps} turns to judge, in {given.out}")
+    _say("skipped", skipped)
+
+
+def label_(given: argparse.Namespace) -> int:
+    """Trajectories -> labelled trajectories and a file to review."""
+    if given.review.exists():
+        raise ValueError(f"--review {given.review} exists: it may hold corrections; move it away first")
+    if not 0 <= given.most_difference <= 1:
+        raise ValueError(f"--most-difference {given.most_difference:g}: expected a difference of scores, 0 to 1")
+    trajectories = record.read(given.trajectories, Trajectory[Step])
+    if given.deadline <= 0:
+        raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
+    asked = [_asked("a", given.judge_a, given.option_a), _asked("b", given.judge_b, given.option_b)]
+    settings = label.Settings(record.digest(given.trajectories), judging.lasting(asked))
+    _, kept, lock = files.answers_of(given.out)
+    with locked(lock, f"--out {given.out}"):
+        judging.keep(kept, settings)
+        return _label(given, trajectories, asked)
+
+
+def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
+    answers = judging.Answers(files.answers_of(given.out)[0])
+    again = f"what was answered is kept in {answers.path}; go on with the same command"
+    try:
+        failed = judging.run(asked, trajectories, answers, given.deadline)
+    except Fault as fault:
+        raise type(fault)(f"{fault}\n{again}") from None
+    if failed is None:
+        print(f"stopped; {again}", file=sys.stderr)
+        return INTERRUPTED
+    for name, reasons in failed.items():
+        step, reason = next(iter(reasons.items()))
+        print(
+            f"tools/sft label: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}",
+            file=sys.stderr,
+        )
+    if failed:
+        print(again, file=sys.stderr)
+        return 1
+    made, counts = label.labelled(trajectories, answers, "a", "b", given.most_difference)
+    if not made:
+        raise ValueError(f"no step is left: {dict(counts)}")
+    record.write(given.out, made)
+    record.write(given.review, label.to_review(made))
+    print(f"{len(made)} trajectories in {given.out}, to be reviewed in {given.review}")
+    _say("steps", counts)
+    return 0
+
+
+def review(given: argparse.Namespace) -> None:
+    """Labelled trajectories and an edited review file -> corrected trajectories."""
+    from tools.finetuning.judge.review import corrected, read_corrections
+
+    records = record.read(given.labelled, Trajectory[Labelled])
+    made, counts = corrected(records, read_corrections(given.review, label.to_review(records)))
+    if not made:
+        raise ValueError("the review drops every step: there is nothing to write")
+    record.write(given.out, made)
+    print(f"{len(made)} trajectories in {given.out}")
+    _say("steps", counts)
+
+
+def rows(given: argparse.Namespace) -> None:
+    """Labelled trajectories -> rows of a process reward model."""
+    from tools.finetuning.judge.rows import judgement_rows
+
+    labelled = record.read_all(given.labelled, Trajectory[Labelled])
+    made, left = judgement_rows(labelled, given.most, given.seed, given.balance)
+    if not made:
+        raise ValueError(f"no row can be made; left out: {dict(left)} (label with judges that explain)")
+    record.write(given.out, made)
+    print(f"{len(made)} rows in {given.out}")
+    _say("left out", left)
+
+
+def bench(given: argparse.Namespace) -> None:
+    """Labelled trajectories -> a balanced benchmark and its report."""
+    if given.size < 1:
+        raise ValueError(f"--size {given.size}: expected 1 trajectory or more")
+    pool = record.read_all(given.labelled, Trajectory[Labelled])
+    kept_out = [one for path in given.exclude for one in record.read(path, Trajectory[Labelled], "--exclude")]
+    items, report = build.build(pool, given.size, _threshold(given.threshold), given.seed, kept_out)
+    record.write(given.out, items)
+    report_path = files.report_of(given.out)
+    write_whole(report_path, report)
+    print(
+        f"{len(items)} trajectories in {given.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
+    )
+    _say("taken", report.taken)
+    _say("in the pool", report.pool)
+    _say("dropped", report.dropped)
+    if report.missing:
+        print(f"the pool has {report.missing} fewer than asked for")
+    print(f"report {report_path}")
+
+
+def _threshold(text: str) -> float | None:
+    if text == "mean":
+        return None
+    try:
+        threshold = float(text)
+    except ValueError:
+        raise ValueError(f"--threshold {text}: expected a number from 0 to 1, or mean") from None
+    check_threshold(threshold)
+    return threshold
+
+
+def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
+    from judges.serve import option
+
+    return judging.Asked(name, spec, dict(option(text) for text in options))
+
+
+def _say(what: str, counts: Mapping[str, int]) -> None:
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        print(f"  {what}: {count} {reason}")

@@ -1,0 +1,140 @@
+"""Trajectories of search questions from the journals of runs, each with the turns a process judge sees: all but the last.
+
+What cannot be used is counted by its reason, never dropped in silence.
+"""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.environments import registry
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
+from actors.environments.task_files import listed, load_tasks
+from scheduler.journal import Journal
+from scheduler.tree import Node, Tree
+from tools.evaluating.judge_bench.record import Step, Trajectory, recorded
+from wire.messages import JudgedTurn
+
+
+class _Scheduler(msgspec.Struct, frozen=True):
+    budget: int = 3
+
+
+class _Process(msgspec.Struct, frozen=True):
+    """What is needed of RUN/processes/scheduler.json."""
+
+    environment: str
+    train: str | list[str]
+    heldout: str | list[str]
+    options: dict[str, Any] = {}
+    scheduler: _Scheduler = _Scheduler()
+
+
+def _process(folder: Path) -> _Process:
+    path = folder / "processes" / "scheduler.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no processes/scheduler.json: expected the folder of a run")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Process)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}; expected what tools/launch wrote") from None
+
+
+def task_files(folder: Path) -> list[Path]:
+    """The task files of a run, of those that are files. Raises as ``Run`` does for what is no run."""
+    process = _process(folder)
+    sources = [Path(source) for source in (*listed(process.train), *listed(process.heldout))]
+    return [path for path in sources if path.is_file()]
+
+
+class Run:
+    """A run folder: its environment and tasks as it had them; prefix: of its trajectories' ids.
+
+    Raises FileNotFoundError or ValueError for what is no search run.
+    """
+
+    def __init__(self, folder: Path, split: str, prefix: str = ""):
+        self.folder, self.split, self.name = folder, split, f"{prefix}{folder.name}"
+        process = _process(folder)
+        environment = registry.load(process.environment, process.options)
+        if not isinstance(environment, SearchQA):
+            raise ValueError(f"{folder} is a run of {process.environment!r}: expected one of search_qa")
+        self.environment, self.budget = environment, process.scheduler.budget
+        tasks, _ = load_tasks(process.train if split == "train" else process.heldout)
+        self.tasks = {task.id: task for task in tasks}
+        self.journal = Journal(folder / "journal.sqlite", readonly=True)
+
+    def trajectories(self) -> tuple[list[Trajectory[Step]], Counter[str]]:
+        """Every chosen spine of the closed trees, and what was skipped, by reason."""
+        made, skipped = [], Counter[str]()
+        for row in self.journal.trees("split=?", self.split):
+            task = self.tasks.get(row.task)
+            if row.status != "closed":
+                skipped[f"the tree is {row.status}"] += 1
+            elif task is None:
+                skipped["its question is not in the run's task file"] += 1
+            else:
+                tree = self.journal.tree(row)
+                for number in sorted({node.trajectory for node in tree.nodes.values() if node.kind == "action"}):
+                    found = self._one(tree, number, task)
+                    if isinstance(found, str):
+                        skipped[found] += 1
+                    else:
+                        made.append(found)
+        self.journal.close()
+        return made, skipped
+
+    def _one(self, tree: Tree, number: int, task: Task) -> Trajectory[Step] | str:
+        actions = tree.actions(number)
+        if len(actions) < 2:
+            return "it has one turn only: there is nothing to judge"
+        outcome = actions[-1].scores.get("outcome")
+        if outcome is None:
+            return "its last turn has no outcome"
+        turns = [self._judged(tree, node, task) for node in actions[:-1]]
+        if any(turn.observation is None for turn in turns):
+            return "a turn has no observation"
+        return Trajectory(
+            id=f"{self.name}-{tree.id}-{number}",
+            data_source=task.source,
+            question=task.question,
+            golden_answers=task.golds,
+            outcome=1 if outcome >= 1 else 0,
+            steps=[recorded(turn) for turn in turns],
+            evidence=task.evidence,
+        )
+
+    def _judged(self, tree: Tree, node: Node, task: Task) -> JudgedTurn:
+        """The turn as the run's own judge gets it (``scheduler.context``)."""
+        state = msgspec.convert(tree.state_before(node), type(self.environment.initial(task)))
+        action = self.environment.read(state, node.text)
+        turn = self.environment.judged(task, state, action, node.step, self.budget)
+        answers = [child.text for child in tree.children(node) if child.kind == "observation"]
+        transcript = "".join(above.text for above in tree.path(node)[1:-1])
+        return msgspec.structs.replace(turn, transcript=transcript, observation=answers[0] if answers else None)
+
+
+def collect(folders: Sequence[Path], split: str, prefix: str = "") -> tuple[list[Trajectory[Step]], Counter[str]]:
+    """The trajectories of several runs. Raises ValueError for runs of one folder name: ids begin with ``prefix`` and that name."""
+    names = [folder.resolve().name for folder in folders]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"two runs are called {twice[0]!r}, and ids begin with that name: rename one of the folders, or collect them one by one,"
+            " each with a --prefix of its own"
+        )
+    made, skipped = [], Counter[str]()
+    for folder in folders:
+        try:
+            found, without = Run(folder.resolve(), split, prefix).trajectories()
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise ValueError(f"{folder / 'journal.sqlite'} is no journal of a run ({error}): leave it out") from None
+        made += found
+        skipped += without
+    if not made:
+        raise ValueError(f"no trajectory of split {split!r} could be used; skipped: {dict(skipped)}")
+    return made, skipped

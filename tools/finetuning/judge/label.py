@@ -1,0 +1,92 @@
+"""Labels of two judges: steps on which they differ too much are dropped, the rest wait for a reviewer (methods.md 2.5; PPR, A.4)."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from tools.evaluating.judge_bench.judging import Answers, Asked
+from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory, step_id
+from tools.finetuning.judge.judgement import two_lines
+
+MOST_DIFFERENCE = 0.4
+"""Scores that differ by more are an anomaly (PPR, A.4)."""
+_ROUNDING = 1e-9
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the answers of a labelling that goes on must have in common with the first."""
+
+    trajectories: str
+    judges: list[Asked]
+
+
+class Review(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step as a reviewer sees it. correction: "S,M" for another score, "drop" to leave the step out, "" to keep it."""
+
+    id: str
+    question: str
+    golden_answers: list[str]
+    context: str
+    response: str
+    score_a: float
+    score_b: float
+    target: str
+    correction: str = ""
+
+
+def labelled(
+    trajectories: Sequence[Trajectory[Step]], answers: Answers, a: str, b: str, most_difference: float = MOST_DIFFERENCE
+) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
+    """Trajectories with what is left of their steps, and the counts of steps by what became of them.
+
+    The target is judge a's judgement, whose analysis and score agree with each other, else judge b's; "" when neither wrote one.
+    """
+    counts = Counter[str]()
+    made = []
+    for record in trajectories:
+        steps = []
+        for number, step in enumerate(record.steps, 1):
+            name = step_id(record, number)
+            one, two = (answers.found.get((judge, name)) for judge in (a, b))
+            if one is None or two is None:
+                counts["not judged"] += 1
+            elif one.score is None or two.score is None:
+                counts["output that cannot be read"] += 1
+            elif abs(one.score - two.score) > most_difference + _ROUNDING:
+                counts[f"scores differ by more than {most_difference:g}"] += 1
+            else:
+                counts["labelled"] += 1
+                target = two_lines(one.text) or two_lines(two.text)
+                counts["labelled, without a judgement to learn"] += not target
+                steps.append(_labelled(step, one.score, two.score, target))
+        if steps:
+            made.append(_with(record, steps))
+        else:
+            counts["trajectories without a step left"] += 1
+    return made, +counts
+
+
+def _labelled(step: Step, a: float, b: float, target: str) -> Labelled:
+    return Labelled(
+        context=step.context, response=step.response, turn=step.turn,
+        score_a=a, score_b=b, score=(a + b) / 2, target=target,
+    )  # fmt: skip
+
+
+def _with(record: Trajectory[Step], steps: list[Labelled]) -> Trajectory[Labelled]:
+    return Trajectory(
+        id=record.id, data_source=record.data_source, question=record.question, golden_answers=record.golden_answers,
+        outcome=record.outcome, steps=steps, evidence=record.evidence,
+    )  # fmt: skip
+
+
+def to_review(records: Sequence[Trajectory[Labelled]]) -> list[Review]:
+    """One line a step, for a person to edit."""
+    return [
+        Review(
+            step_id(r, n), r.question, r.golden_answers, s.context, s.response, s.score_a, s.score_b, s.target
+        )
+        for r in records
+        for n, s in enumerate(r.steps, 1)
+    ]  # fmt: skip

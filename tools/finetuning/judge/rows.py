@@ -1,0 +1,61 @@
+"""Training rows of a PPRM: the chat that asks for a judgement (judges/pprm.py), and the two lines that answer it."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from judges.pprm import messages, parse_final_score, read_templates
+from tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Trajectory, judged_turn, label
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message of a chat."""
+
+    role: str
+    content: str
+
+
+class JudgementRow(msgspec.Struct, frozen=True):
+    """A line that ``tools/sft train`` reads. group: the question, whose rows are held out together."""
+
+    messages: tuple[Message, ...]
+    completion: str
+    group: str = ""
+
+
+def judgement_rows(
+    records: Sequence[Trajectory[Labelled]], most: int = 0, seed: int = 0, balance: bool = False
+) -> tuple[list[JudgementRow], Counter[str]]:
+    """Rows of the steps that have a target, each once, and what was left out, by reason.
+
+    most: a random part of that size, 0 for all. balance: as many targets that say good as say bad, since a model that sees one kind
+    learns to say one score.
+    """
+    texts = read_templates()
+    good: dict[JudgementRow, bool] = {}
+    left = Counter[str]()
+    for record in records:
+        for step in record.steps:
+            chat = messages(judged_turn(record, step), texts)
+            row = JudgementRow(tuple(Message(**message) for message in chat), step.target, record.question)
+            if not step.target:
+                left["without a judgement to learn"] += 1
+            elif row in good:
+                left["the same as another"] += 1
+            else:
+                pair = parse_final_score(step.target)
+                good[row] = bool(label(pair[0] / pair[1] if pair else step.score, THRESHOLD))
+    kinds = [[row for row, kind in good.items() if kind == wanted] for wanted in (True, False)]
+    for rows in kinds:
+        random.Random(seed).shuffle(rows)
+    if balance:
+        kinds = [rows[: min(map(len, kinds))] for rows in kinds]
+        left["more than the other kind"] += len(good) - sum(map(len, kinds))
+    made = [row for rows in kinds for row in rows]
+    random.Random(seed).shuffle(made)
+    if most and len(made) > most:
+        left["more than asked for"] += len(made) - most
+        made = made[:most]
+    return made, +left

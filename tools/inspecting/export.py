@@ -1,0 +1,71 @@
+"""The command tools/export: the policy of a run as a Hugging Face folder that transformers and SGLang load."""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from actors.engines import weights
+from learner.config import LearnerProcess
+from tools.evaluating import versions
+from wire import published
+from wire.atomic import drafted
+from wire.faults import InfrastructureFault
+
+BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "special*")
+"""What else of the model folder belongs to the policy: tokenizer, chat template, generation settings."""
+
+
+def export(run: Path, folder: Path, version: int | str | None = None, dtype: str = "float32") -> int:
+    """Write the policy version (a number, "best" on the held-out tasks, or the newest) of ``run``; returns the version.
+
+    The folder appears whole or not at all. Raises ValueError for what is no run, a version that is not there (naming those that are) or a
+    folder that holds something, InfrastructureFault for weights that fail their digest, OSError for a disk that does not take them.
+    """
+    file = run / "processes" / "learner.json"
+    if not file.is_file():
+        raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
+    process = msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
+    number, found = versions.chosen(run, version)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"--out {folder} holds something already: choose another folder, or remove that one")
+    with drafted(folder, "--out") as draft:
+        model: Any = AutoModelForCausalLM.from_pretrained(process.model, dtype=torch.float32)
+        if found is not None:
+            digest = msgspec.json.decode((found / published.NAME).read_bytes(), type=published.Manifest).digest
+            weights.apply(model, Path(process.model), *weights.verified_file(found, digest))
+        try:
+            _save(model.to(getattr(torch, dtype)), Path(process.model), draft)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"the policy could not be written to {folder}: {error}; free some space") from None
+    return number
+
+
+def _save(model: Any, source: Path, folder: Path) -> None:
+    model.save_pretrained(folder)
+    for pattern in BESIDE:
+        for path in source.glob(pattern):
+            shutil.copy(path, folder / path.name)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="tools/export", description="A run's policy as a Hugging Face folder.")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--version", type=versions.argument, help="policy version, or best (default: the newest)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    given = parser.parse_args(arguments)
+    try:
+        version = export(given.run, given.out, given.version, given.dtype)
+    except (OSError, ValueError, InfrastructureFault) as error:
+        print(f"tools/export: {error}", file=sys.stderr)
+        return 2
+    print(f"policy version {version} is in {given.out}")
+    return 0

@@ -1,0 +1,125 @@
+"""The command tools/launch: config -> assets -> run folder -> processes -> summary."""
+
+import argparse
+import errno
+import fcntl
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.defaults.settings import cache_folder
+from tools.launching import processes
+from tools.launching.assets import Assets
+from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from tools.launching.prepare import prepare
+from tools.launching.supervisor import existing, no_space, supervise
+from wire.atomic import write_whole
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Parsed command line."""
+    parser = argparse.ArgumentParser(prog="tools/launch", description="Train; everything is set up on the first start.")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="TOML file (default: %(default)s)")
+    parser.add_argument("--actors", type=int, help="actor processes (actors.count)")
+    parser.add_argument("--learner", type=int, help="learner ranks (learner.count)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, e.g. learner.lr=1e-6"
+    )
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
+    parser.add_argument("--run-folder", type=Path, help="where to put the run (default: runs/<name>-<time>)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
+    )
+    return parser.parse_args(given)
+
+
+def resolve(given: argparse.Namespace) -> tuple[Config, Path]:
+    """The config and the run folder. Raises ConfigError."""
+    overrides = list(given.set)
+    if given.actors is not None:
+        overrides.append(f"actors.count={given.actors}")
+    if given.learner is not None:
+        overrides.append(f"learner.count={given.learner}")
+    if given.resume is None:
+        config = load(given.config, overrides)
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return config, given.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
+    saved = given.resume / "config.json"
+    if not saved.is_file():
+        raise ConfigError(f"--resume {given.resume}: no config.json there; expected the folder of a run")
+    try:
+        tree = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--resume {given.resume}: its config.json is torn ({error}): restore it, or start anew"
+        ) from None
+    return convert(tree, overrides), given.resume
+
+
+def _check_place(run: Path) -> None:
+    """Refuse a run folder that cannot be, before the set-up is paid for."""
+    place = existing(run)
+    if not place.is_dir():
+        raise ConfigError(f"run folder {run}: {place} is a file, expected a folder: choose another --run-folder")
+
+
+def main(command: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    given = arguments(command)
+    try:
+        config, run = resolve(given)
+        _check_place(run)
+        if given.dry_run:
+            return dry_run(config, run)
+        found = prepare(config)
+    except (ConfigError, OSError, ValueError, MemoryError) as error:
+        print(f"tools/launch: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
+        return 130
+    run = run.resolve()
+    try:
+        return _launch(config, found, run)
+    except (OSError, ValueError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        print(f"tools/launch: {no_space(run) if full else error}", file=sys.stderr)
+        return 2
+
+
+def _launch(config: Config, found: Assets, run: Path) -> int:
+    """The run folder, for this launch alone, and the processes in it. Raises OSError, and ValueError with the remedy."""
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
+        write_whole(run / "config.json", config)
+        if warning := processes.memory_warning(config, Path(found.model)):
+            print(warning, flush=True)
+        if sys.stdout.isatty():  # the scheduler writes to a pipe: it cannot ask how wide the terminal is
+            os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+        print(f"{processes.number_type(config)}\nrun folder {run}", flush=True)
+        return supervise(run, lambda: processes.make(config, found, run))
+
+
+def dry_run(config: Config, run: Path) -> int:
+    """Print what would happen."""
+    import tempfile
+
+    print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
+    model = cache_folder() / "models" / config.model.name
+    model = model if model.is_dir() else Path(config.model.name)
+    with tempfile.TemporaryDirectory() as scratch:
+        made = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
+    known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
+    print(
+        f"{processes.number_type(config)}\nrun folder {run}\nprocesses:\n{processes.describe(made, config, model)}{known}"
+    )
+    return 0

@@ -1,0 +1,21 @@
+"""The set-up of a run, in a process of its own: who waits for it never holds torch."""
+
+from tools.launching.assets import Assets
+from tools.launching.config import Config
+from wire.apart import Killed, apart
+
+
+def prepare(config: Config) -> Assets:
+    """Make or find everything; raises FileNotFoundError, ValueError or MemoryError with the remedy."""
+    try:
+        return apart(_prepare, config)
+    except Killed:
+        raise MemoryError(
+            "the set-up's process was killed, most likely for memory: free some, then start again"
+        ) from None
+
+
+def _prepare(config: Config) -> Assets:
+    from tools.launching import set_up  # it imports torch
+
+    return set_up.prepare(config)

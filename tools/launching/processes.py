@@ -1,0 +1,237 @@
+"""The processes of a run: name, module, process file and environment of each."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from actors.config import ActorProcess
+from judges.config import with_served_model
+from judges.retriever.worker import RetrieverProcess
+from judges.serve import PLAYERS, JudgeProcess, built_in_service
+from learner.config import LearnerProcess
+from scheduler.config import SchedulerProcess
+from tools.launching.assets import Assets
+from tools.launching.config import Config
+from tools.launching.judge_model import JudgeModelProcess
+from wire import hardware
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process: ``python -m module RUN/processes/<file>.json``. vital: its death ends the run; others are restarted.
+
+    python: the interpreter, "" for the launcher's own.
+    """
+
+    name: str
+    module: str
+    file: str
+    threads: int
+    vital: bool
+    environment: dict[str, str] = {}
+    python: str = ""
+
+
+def make(config: Config, assets: Assets, run: Path) -> list[Process]:
+    """Write the process files and return the plan, the scheduler first."""
+    folder = run / "processes"
+    folder.mkdir(parents=True, exist_ok=True)
+    r, w = str(run), config.learner
+    # A plug-in announces its own name, so only built-in services are waited for.
+    services = [service for service in map(built_in_service, config.judges.use) if service]
+    services += ["retrieve"] if assets.retriever else []
+    judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
+    served = config.judges.model and JudgeModelProcess(
+        "judge-model", r, assets.judge_model, _free_port(), config.judges.model
+    )
+    if served:
+        judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
+    files: dict[str, Any] = {
+        "scheduler": SchedulerProcess(
+            "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
+            assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), config.scheduler,
+        ),
+        "judges": JudgeProcess("judges", r, judges),
+        "learner": LearnerProcess(
+            "learner", r, config.seed, assets.model, config.scheduler.questions_per_update, config.scheduler.temperature, w
+        ),
+    }  # fmt: skip
+    players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
+    if players:  # apart from the judges: a slow oracle must not keep opponents waiting
+        files["players"] = JudgeProcess("players", r, players)
+    if served:
+        files["judge-model"] = served
+    if assets.retriever:
+        files["retriever"] = RetrieverProcess(
+            "retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads
+        )
+    for i in range(config.actors.count):
+        files[f"actor-{i}"] = ActorProcess(f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors, i)
+    for name, body in files.items():
+        (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
+    plan = [
+        Process("scheduler", "scheduler.main", "scheduler", 1, True),
+        Process("judges", "judges.serve", "judges", 1, False),
+    ]
+    if served:
+        plan.append(Process("judge-model", "tools.launching.judge_model", "judge-model", served.model.threads, False))
+    if players:
+        plan.append(Process("players", "judges.serve", "players", 1, False))
+    if assets.retriever:
+        plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
+    rest = _rest(config)
+    plan = [msgspec.structs.replace(p, environment=rest) if p.name in ("judges", "judge-model") else p for p in plan]
+    plan += [_actor(config, place) for place in range(config.actors.count)]
+    port = str(_free_port())
+    for rank in range(w.count):
+        place = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(w.count), "LOCAL_WORLD_SIZE": str(w.count),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        plan.append(
+            Process(
+                f"learner-{rank}",
+                "learner.main",
+                "learner",
+                w.threads,
+                True,
+                _ALLOCATOR | (place if w.count > 1 else {}),
+            )
+        )
+    return plan
+
+
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
+"""glibc's settings of a rank: a tensor of a megabyte or more goes back to the system when it is freed. With the usual ones a rank's heap
+was seen to grow to twice what it held (docs/performance.md). An engine, which decodes, gains little and loses time."""
+
+
+def _actor(config: Config, place: int) -> Process:
+    """One actor. With SGLang inside, it runs where sglang is installed; with actors.sglang.gpus it sees only its own GPUs."""
+    a, name = config.actors, f"actor-{place}"
+    if a.engine != "sglang":
+        return Process(name, "actors.worker", name, a.threads, False)
+    inside = a.sglang.way == "inside"
+    shown = gpus_of(place, a.sglang.gpus, config.learner.count, hardware.visible_gpus())
+    environment = dict(a.sglang.environment) if inside else {}
+    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
+    return Process(name, "actors.worker", name, a.threads, False, environment, a.sglang.python if inside else "")
+
+
+def _rest(config: Config) -> dict[str, str]:
+    """Judges' models go to the GPUs that neither the learner nor actors were given; where none is left they may take any."""
+    gpus, a = hardware.visible_gpus(), config.actors
+    own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
+    rest = gpus[config.learner.count + own :]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(rest)} if rest else {}
+
+
+def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
+    """The GPUs of the actor at ``place``: those behind the learner's, taking turns; all of them when there are none behind.
+
+    Raises ValueError when there are fewer than one actor takes.
+    """
+    if not each or not gpus:
+        return []
+    if each > len(gpus):
+        raise ValueError(f"actors.sglang.gpus = {each}, and {len(gpus)} are here: {gpus}")
+    own = gpus[learners:] if len(gpus) - learners >= each else gpus
+    first = place * each % (len(own) // each * each)
+    return own[first : first + each]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def describe(plan: list[Process], config: Config, model: Path) -> str:
+    """The plan and a memory estimate for --dry-run. model: the policy's folder."""
+    uncounted = ", without the judges' model" if config.judges.model else ""
+    lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
+    need, free = memory_gib(config, model), free_gib()
+    estimate = f"memory: about {need:.1f} GiB of {free:.1f} GiB free (weights, caches, activations{uncounted})"
+    return "\n".join([*lines, estimate])
+
+
+def memory_warning(config: Config, model: Path) -> str:
+    """What to tell at the start of a run on CPUs that this machine has no room for, with the largest plan that fits; "" when it has."""
+    need, free = memory_gib(config, model), free_gib()
+    if need <= free or hardware.visible_gpus():
+        return ""
+    said = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
+    sizes = [(a, w) for a in range(1, config.actors.count + 1) for w in range(1, config.learner.count + 1)]
+    fitting = [size for size in sizes if memory_gib(_sized(config, *size), model) <= free]
+    if fitting:
+        actors, ranks = max(fitting, key=lambda size: (sum(size), size[0]))
+        less = memory_gib(_sized(config, actors, ranks), model)
+        return f"{said}--actors {actors} --learner {ranks} fits ({less:.1f} GiB)"
+    least = memory_gib(_sized(config, 1, 1), model)
+    return (
+        f"{said}even --actors 1 --learner 1 needs {least:.1f} GiB. Set a smaller actors.kv_cache_gib"
+        f" (now {config.actors.kv_cache_gib}) or learner.micro_tokens (now {config.learner.micro_tokens}), or take a smaller model"
+    )
+
+
+def _sized(config: Config, actors: int, ranks: int) -> Config:
+    replace = msgspec.structs.replace
+    return replace(config, actors=replace(config.actors, count=actors), learner=replace(config.learner, count=ranks))
+
+
+def number_type(config: Config) -> str:
+    """What to tell at the start: in which number type the run computes, why, and how that is changed."""
+    learner, why = hardware.dtype_and_reason(config.learner.dtype)
+    if config.actors.engine != "local":
+        return f"number type of the learner: {learner} ({why}; learner.dtype); SGLang chooses its own (actors.sglang.arguments.dtype)"
+    actors, reason = hardware.dtype_and_reason(config.actors.dtype)
+    if actors != learner:
+        return (
+            f"warning: the learner computes in {learner} ({why}) and the actors in {actors} ({reason}): the log-probabilities of the same"
+            " tokens then differ by rounding, which the correction cannot tell from staleness; set learner.dtype and actors.dtype alike"
+        )
+    change = "; --set learner.dtype=float32 --set actors.dtype=float32 changes it" if learner == "bfloat16" else ""
+    return f"number type {learner} ({why}{change})"
+
+
+_PROCESS_GIB, _REST_GIB = 0.4, 0.6
+"""Of a process with torch beside weights, caches and activations: its libraries, buffers, what the allocator keeps; and of the retriever,
+launcher, scheduler and judges together. See docs/performance.md."""
+_SAVED = 9, 4
+"""Numbers kept for backward of a token and layer, in hidden and in intermediate widths."""
+
+
+def memory_gib(config: Config, model: Path) -> float:
+    """About what all processes hold at most, in main memory, without a judge's model; a model that is not here yet counts as nothing."""
+    a, w, served = config.actors, config.learner, config.judges.model
+    settings = model / "config.json"
+    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
+    hidden, inner = shape.get("hidden_size", 0), shape.get("intermediate_size", 0)
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2**30
+    numbers = size / (4 if shape.get("dtype", shape.get("torch_dtype")) == "float32" else 2)
+    acting, learning = (4 if hardware.compute_dtype(d) == "float32" else 2 for d in (a.dtype, w.dtype))
+    saved = w.micro_tokens * shape.get("num_hidden_layers", 0) * (_SAVED[0] * hidden + _SAVED[1] * inner)
+    activations = saved * (4 if learning == 4 else 3) / 2**30
+    actor = numbers * acting + a.kv_cache_gib + _PROCESS_GIB
+    if (
+        w.lora.rank
+    ):  # frozen weights are in memory once, adapters with gradients and moments are a fifth of them at most
+        learner = numbers * learning + w.count * (numbers * 0.8 + activations + _PROCESS_GIB)
+    else:
+        learner = w.count * (numbers * 16 + activations + _PROCESS_GIB)
+    return a.count * actor + learner + _REST_GIB + (served.kv_cache_gib + 1.1 if served else 0.0)
+
+
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
+"""Of the container that this process is in: its bound in bytes, or "max", and what it has taken."""
+
+
+def free_gib() -> float:
+    """Memory that a run may take: what the machine has free, or what the container's limit leaves."""
+    free = psutil.virtual_memory().available
+    limit, taken = (path.read_text().strip() if path.is_file() else "max" for path in _LIMITS)
+    if limit.isdigit() and taken.isdigit():
+        free = min(free, max(0, int(limit) - int(taken)))
+    return free / 2**30

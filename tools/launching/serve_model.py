@@ -1,0 +1,137 @@
+"""The command tools/serve-model: a model over the OpenAI-compatible protocol, by the embedded engine."""
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import math
+import os
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from actors.config import ActorsConfig
+from actors.engines.local import LocalEngine
+from actors.serving.server import Server, runner
+from tools.defaults.models import DEFAULT, ensure_model
+from tools.defaults.settings import cache_folder
+from wire import loop
+from wire.faults import InfrastructureFault
+
+_DEFAULTS = ActorsConfig()
+_CONTEXT = 4096
+_CACHE_GIB = 2.0
+"""More than an actor's: running samples and what clients share must fit together, or shared prefixes are computed again."""
+_PATIENCE_S = 2.0
+"""How long open requests may take to notice the end."""
+
+
+async def serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises OSError for an address that cannot be taken, InfrastructureFault when the engine has died, and what the engine's start raises.
+    """
+    work = asyncio.create_task(_serve(given, folder, api_key))
+    if await loop.or_signal(work):
+        work.result()
+
+
+async def _serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
+    config = ActorsConfig(
+        threads=given.threads,
+        max_context=given.max_context,
+        max_batch=given.max_batch,
+        kv_cache_gib=given.kv_cache_gib,
+    )
+    engine = LocalEngine(str(folder), config)
+    await engine.start()
+    server = Server(engine, folder, name=given.name, api_key=api_key)
+    served = runner(server)
+    await served.setup()
+    try:
+        await web.TCPSite(served, given.host, given.port, shutdown_timeout=_PATIENCE_S).start()
+        host = f"[{given.host}]" if ":" in given.host else given.host
+        print(f"serving {server.name} at http://{host}:{served.addresses[0][1]}/v1", flush=True)
+        raise InfrastructureFault(await engine.died())
+    finally:
+        await served.cleanup()
+        await engine.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        check(given)
+        api_key = _api_key(given.api_key_env)
+        if not is_loopback(given.host) and not api_key:
+            raise ValueError(
+                f"--host {given.host} can be reached from other machines: name the variable that holds an API key"
+                " (--api-key-env), or use 127.0.0.1"
+            )
+        _quiet()
+        loop.run(serve(given, ensure_model(given.model, cache_folder()), api_key))
+    except (ValueError, OSError, MemoryError) as error:
+        parser.exit(1, f"tools/serve-model: {error}\n")
+    except InfrastructureFault as fault:
+        parser.exit(1, f"tools/serve-model: {fault}; its traceback is above. Start the server again\n")
+    return 0
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raises ValueError for a number out of range."""
+    for name in ("threads", "max_context", "max_batch", "kv_cache_gib"):
+        if not 0 < getattr(given, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
+    if not 0 <= given.port < 2**16:
+        raise ValueError(f"--port {given.port}: expected 0 (a free one) to {2**16 - 1}")
+
+
+def is_loopback(host: str) -> bool:
+    """Is only this machine reached there? A name other than localhost may be anything."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _api_key(variable: str) -> str:
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"--api-key-env {variable}: that variable is empty, it must hold the API key")
+    return key
+
+
+def _quiet() -> None:
+    from transformers.utils import logging  # it imports torch
+
+    logging.disable_progress_bar()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/serve-model", description="Serve a model over the OpenAI-compatible protocol (docs/serve-model.md)."
+    )
+    parser.add_argument("model", nargs="?", default=DEFAULT, help=f"a folder, a hub id or a known name ({DEFAULT})")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one (30000)")
+    parser.add_argument("--name", default="", help="what clients call the model (the folder's name)")
+    parser.add_argument(
+        "--api-key-env", default="", metavar="NAME", help="variable that holds the key clients must send"
+    )
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help="compute threads (all cores)")
+    parser.add_argument("--max-context", type=int, default=_CONTEXT, help=f"prompt and answer in tokens ({_CONTEXT})")
+    batch = _DEFAULTS.max_batch
+    parser.add_argument("--max-batch", type=int, default=batch, help=f"samples that decode together ({batch})")
+    parser.add_argument(
+        "--kv-cache-gib", type=float, default=_CACHE_GIB, help=f"keys and values, running and cached ({_CACHE_GIB:g})"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

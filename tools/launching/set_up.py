@@ -1,0 +1,81 @@
+"""The set-up of a run: model, data, index, warm start; each made once and cached, with progress lines. It imports torch."""
+
+from pathlib import Path
+
+import msgspec
+
+from actors.environments import registry
+from actors.environments.game import Game
+from actors.environments.search_qa import SearchQA
+from actors.environments.task_files import listed
+from tools.defaults.facts import ensure_facts
+from tools.defaults.index_corpus import ensure_index
+from tools.defaults.legal_play import ensure_legal_play
+from tools.defaults.models import ensure_model
+from tools.defaults.search_play import ensure_search_play
+from tools.defaults.settings import cache_folder
+from tools.defaults.tiny_search import NAME as TINY_SEARCH
+from tools.defaults.warm_start import ensure_warm_start
+from tools.launching.assets import Assets
+from tools.launching.config import Config
+
+
+def prepare(config: Config) -> Assets:
+    """Make or find everything, in this process; raises FileNotFoundError, ValueError or MemoryError with the remedy."""
+    cache = cache_folder()
+    found = _prepare(config, ensure_model(config.model.name, cache), cache)
+    if config.judges.model is None:
+        return found
+    try:
+        folder = ensure_model(config.judges.model.name, cache)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"judges.{error}") from None  # it names model.name
+    return msgspec.structs.replace(found, judge_model=str(folder))
+
+
+def _prepare(config: Config, model: Path, cache: Path) -> Assets:
+    environment = registry.load(config.data.environment, config.data.options)
+    if isinstance(environment, SearchQA):
+        return _for_search(config, environment, model, cache)
+    if isinstance(environment, Game):
+        model = ensure_legal_play(model, environment, config.data.options, config.warm_start, cache, config.threads)
+        return Assets(str(model), "", "", "")
+    if config.warm_start.steps:
+        raise ValueError(
+            f"warm_start.steps = {config.warm_start.steps}: there is no warm start for {config.data.environment!r}; set it to 0"
+        )
+    return Assets(str(model), config.data.train, config.data.heldout, config.retriever.backend)
+
+
+def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path) -> Assets:
+    data = config.data
+    facts = ensure_facts(cache) if "default" in (*listed(data.train), *listed(data.heldout), data.corpus) else None
+    train, heldout = _files(data.train, facts, "train"), _files(data.heldout, facts, "heldout")
+    retriever = config.retriever.backend
+    if not retriever:
+        corpus = (
+            facts / "corpus.jsonl"
+            if facts is not None and config.data.corpus == "default"
+            else Path(config.data.corpus)
+        )
+        if not corpus.is_file():
+            raise FileNotFoundError(
+                f"data.corpus {str(corpus)!r} does not exist: expected a JSONL file of {{id, contents}}"
+            )
+        retriever = str(ensure_index(corpus, config.retriever.encoder, cache, config.threads))
+    if config.model.name == TINY_SEARCH and facts is not None:
+        model = ensure_search_play(model, facts / "corpus.jsonl", environment, config.warm_start, cache, config.threads)
+    elif config.warm_start.steps and facts is not None:
+        index = Path(retriever)
+        model = ensure_warm_start(
+            model, facts, index, config.retriever.encoder, environment, config.warm_start, cache, config.threads
+        )
+    return Assets(str(model), train, heldout, retriever)
+
+
+def _files(given: str | list[str], facts: Path | None, split: str) -> str | list[str]:
+    """The sources of a setting; "default" is the file that the built-in questions were made into."""
+    own = str(facts / f"{split}.jsonl") if facts else "default"
+    if isinstance(given, str):
+        return own if given == "default" else given
+    return [own if source == "default" else source for source in given]

@@ -1,0 +1,73 @@
+"""Wall time of the same number of updates: max_staleness = 0 over max_staleness = 4, with a judge of heavy-tailed latency.
+
+Whole runs of the real processes with the default model cut to two random layers, so that the judge is what costs time. The time
+is from the first training rollout to the last update.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tools.bootstrap import ROOT
+from tools.research.benches.slate_shape import model_folder
+
+UPDATES = 12
+
+
+def _small_model(folder: Path) -> Path:
+    source = model_folder()
+    config = AutoConfig.from_pretrained(source)
+    config.num_hidden_layers, config.layer_types = 2, None
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def _seconds(folder: Path, model: Path, staleness: int) -> float:
+    run = folder / f"staleness{staleness}"
+    settings = {
+        "model.name": f'"{model}"',
+        "warm_start.steps": 0,
+        "judges.use": '{slate_rules = {}, "tools.research.benches.slow_judge:SlowExactMatch" = {}}',
+        "scheduler.k": 2,
+        "scheduler.budget": 1,
+        "scheduler.max_action_tokens": 4,
+        "scheduler.updates": UPDATES,
+        "scheduler.questions_per_update": 4,
+        "scheduler.max_staleness": staleness,
+        "scheduler.evaluation.questions": 0,
+        "actors.count": 1,
+        "learner.count": 1,
+    }
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "launch"),
+        "--config",
+        str(ROOT / "configs" / "slate-cpu.toml"),
+        "--run-folder",
+        str(run),
+    ]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return records[-1]["time/training"]
+
+
+def run() -> dict[str, Any]:
+    """Seconds of both and their ratio."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = _small_model(folder / "model")
+        synchronous, asynchronous = (_seconds(folder, model, staleness) for staleness in (0, 4))
+    row = {"name": "wall time, synchronous / asynchronous, heavy-tailed judge", "ratio": synchronous / asynchronous}
+    return row | {"goal": 1.5, "better": "higher", "synchronous_s": synchronous, "asynchronous_s": asynchronous}
+
+
+if __name__ == "__main__":
+    print(run())

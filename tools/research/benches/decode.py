@@ -1,0 +1,155 @@
+"""Decoding at batch 32: tokens a CPU second of the embedded engine over those of ``transformers.generate``, and over the physical limit.
+
+REQUESTS prompts of about 400 tokens, of which INSTRUCTION are common, are each continued SAMPLES times by NEW sampled tokens in float32 on
+one thread. The prompts are prefilled before on both sides and that is not counted: ``generate`` would prefill every prompt once a sample,
+which is the business of the benchmark of rollouts. It gets left-padded prompts and their finished cache, expanded to the samples, as
+whoever calls it with ``past_key_values`` does. Rounds alternate after a short one that is not counted; the ratio is the median.
+
+The limit of a step: its matrix products (weights and keys) at the measured peak, or its bytes (weights once, each prefix once, tails) at the
+measured bandwidth, whichever takes longer.
+"""
+
+import asyncio
+import copy
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from actors.config import ActorsConfig
+from actors.engines.local import LocalEngine
+from tools.defaults.models import DEFAULT
+from tools.research.benches import limits
+from tools.research.benches import slate_shape as shape
+from wire.messages import GenerateRequest, Sampling
+
+ROUNDS = 2
+REQUESTS, SAMPLES, NEW = 8, 4, 48
+INSTRUCTION = 100
+PREFIX = (370, 430)
+"""Shortest and longest prompt, tokens."""
+
+
+def _prompts(vocabulary: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    common = shape.words(rng, vocabulary, INSTRUCTION)
+    own = rng.integers(PREFIX[0] - INSTRUCTION, PREFIX[1] - INSTRUCTION + 1, REQUESTS)
+    return [np.concatenate([common, shape.words(rng, vocabulary, int(count))]) for count in own]
+
+
+class _Plain:
+    """``generate`` with its prompts prefilled."""
+
+    def __init__(self, folder: Path, prompts: list[np.ndarray]):
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        longest = max(map(len, prompts))
+        self.ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        self.mask = torch.zeros_like(self.ids)
+        for row, prompt in enumerate(prompts):
+            self.ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
+            self.mask[row, longest - len(prompt) :] = 1
+        places = (self.mask.cumsum(-1) - 1).clamp_min(0)
+        self.cache = DynamicCache(config=self.model.config)
+        self.model(
+            input_ids=self.ids[:, :-1],
+            attention_mask=self.mask[:, :-1],
+            position_ids=places[:, :-1],
+            past_key_values=self.cache,
+            logits_to_keep=1,
+        )
+        self.cache.batch_repeat_interleave(SAMPLES)
+
+    def decode(self, new: int) -> float:
+        """Tokens a CPU second of ``new`` steps."""
+        cache = copy.deepcopy(self.cache)
+        start = time.process_time()
+        made = self.model.generate(
+            input_ids=self.ids.repeat_interleave(SAMPLES, 0),
+            attention_mask=self.mask.repeat_interleave(SAMPLES, 0),
+            past_key_values=cache,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            pad_token_id=0,
+        )[:, self.ids.shape[1] :]
+        return made.numel() / (time.process_time() - start)
+
+
+async def _ours(
+    folder: Path, prompts: list[np.ndarray], rounds: int, between: Any
+) -> tuple[list[float], dict[str, Any]]:
+    """Tokens a CPU second of each round; ``between`` runs after each. Before the first, the prompts enter the cache and
+    every row its memory."""
+    batch = REQUESTS * SAMPLES
+    engine = LocalEngine(
+        str(folder), ActorsConfig(dtype="float32", max_batch=batch, kv_cache_gib=2.0, max_context=1024)
+    )
+    await engine.start()
+    engine.end_tokens = frozenset()
+    first = Sampling(NEW, stop=[""])  # ends with the first token
+    await asyncio.gather(*(engine.generate(GenerateRequest(prompt, SAMPLES, first)) for prompt in prompts))
+    speeds = []
+    for number in range(rounds):
+        requests = [GenerateRequest(p, SAMPLES, Sampling(NEW, seed=100 * number + i)) for i, p in enumerate(prompts)]
+        start = time.process_time()
+        results = await asyncio.gather(*(engine.generate(request) for request in requests))
+        made = sum(len(sample.tokens) for result in results for sample in result.samples)
+        speeds.append(made / (time.process_time() - start))
+        between()
+    limit = _limit(engine, prompts)
+    await engine.close()
+    return speeds, limit
+
+
+def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
+    """Of the middle step: bytes and operations it cannot do without, and the tokens a second of a machine that does just these."""
+    batch, middle = REQUESTS * SAMPLES, NEW // 2
+    embedded = engine.model.get_input_embeddings().weight
+    head = engine.model.get_output_embeddings().weight
+    parameters = sum(p.numel() for p in engine.model.parameters())
+    weights = parameters if head is embedded else parameters - embedded.numel()
+    prefixes = sum(map(len, prompts))
+    moved = 4 * weights + engine.memory.shape.bytes_per_token * (prefixes + batch * middle)
+    settings = engine.model.config
+    width = settings.num_attention_heads * engine.memory.shape.head_dim
+    attended = SAMPLES * prefixes + batch * middle
+    operations = 2 * weights * batch + 4 * settings.num_hidden_layers * width * attended
+    read, peak = limits.bandwidth(), limits.matrix_peak()
+    seconds = max(moved / read, operations / peak)
+    return {
+        "bytes_per_step": moved,
+        "bandwidth_gb_s": read / 1e9,
+        "operations_per_step": operations,
+        "matrix_gflop_s": peak / 1e9,
+        "bandwidth_limit_tokens_s": batch / (moved / read),
+        "compute_limit_tokens_s": batch / (operations / peak),
+        "limit_tokens_s": batch / seconds,
+    }
+
+
+def run(model: str = DEFAULT) -> dict[str, Any]:
+    """Tokens a CPU second of both sides, their ratio, and ours over the limit."""
+    folder = shape.model_folder(model)
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        settings = AutoModelForCausalLM.from_pretrained(folder).config
+        prompts = _prompts(settings.vocab_size)
+        plain_side = _Plain(folder, prompts)
+        plain_side.decode(2)
+        plain: list[float] = []
+        ours, limit = asyncio.run(_ours(folder, prompts, ROUNDS, lambda: plain.append(plain_side.decode(NEW))))
+    ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
+    row = {"name": "decode tokens/s at batch 32, engine / generate", "ratio": ratio, "goal": 2.0, "better": "higher"}
+    share = statistics.median(ours) / limit["limit_tokens_s"]
+    return row | {"ours_tokens_s": ours, "generate_tokens_s": plain, "share_of_limit": share} | limit
+
+
+if __name__ == "__main__":
+    print(run(shape.model_argument()))

@@ -1,0 +1,71 @@
+"""On a GPU: a SLATE batch as one forest with FlexAttention against the same paths unshared, bf16, and the share of the peak reached.
+
+Run by tools/gpu_check; not part of tools/bench, which runs anywhere.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from learner.config import LearnerConfig, LoraConfig
+from learner.model import TreeModel
+from learner.ranks import Ranks
+from learner.trees import Path, pack
+from tools.defaults.models import DEFAULT
+from tools.research.benches.slate_shape import model_folder
+from tools.research.benches.tree_shapes import slate
+from tools.research.benches.tree_training import forest, varlen
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Dense bf16, from the vendor's data sheets."""
+REPEATS = 5
+
+
+def _seconds(work: Callable[..., None], model: TreeModel, paths: list[Path]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    work(model, paths)  # compiles
+    begin.record()
+    for _ in range(REPEATS):
+        model.tower.zero_grad(set_to_none=True)
+        work(model, paths)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000 / REPEATS
+
+
+def measure() -> dict[str, Any]:
+    """Seconds of both, the speed-up against the token ratio, and the forest's share of the bf16 peak (matrix products only)."""
+    config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        settings = LearnerConfig(dtype="bfloat16", kl_coef=0.0)
+        model = TreeModel(str(FilePath(folder)), settings, LoraConfig(rank=0), 1.0, Ranks(60))
+        rng = np.random.default_rng(0)
+        paths = [p for _ in range(4) for p in slate(rng)]
+        packed = pack(paths)
+        shared, apart = _seconds(forest, model, paths), _seconds(varlen, model, paths)
+    weights = sum(p.numel() for n, p in model.tower.named_parameters() if "layers" in n)
+    name = torch.cuda.get_device_name()
+    peak = next((v for key, v in PEAK_TFLOPS.items() if key in name), None)
+    tflops = 6 * weights * packed.nodes / shared / 1e12
+    return {
+        "device": name,
+        "packed_tokens": packed.nodes,
+        "token_ratio": packed.token_ratio,
+        "forest_s": shared,
+        "unshared_s": apart,
+        "speed_up": apart / shared,
+        "share_of_token_ratio": apart / shared / packed.token_ratio,
+        "tflops": tflops,
+        "share_of_peak": None if peak is None else tflops / peak,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=1))

@@ -1,0 +1,199 @@
+"""Prompt tokens a SLATE judge's server computes with the built-in order of the prompts, over those of one prompt for each component.
+
+The same words in three orders: "apart" (a component's rules around the context, as in the paper's listing), "tail" (one head, the rules
+with the graded text) and "head" (the rules of all components first: the built-in order). Counts are of a server that computes every
+distinct prefix once; ``served`` also reads them off a real server of the embedded engine with a tiny random model.
+
+``python -m tools.research.benches.judge_prefix`` prints the table of docs/judges.md; ``tools/bench judge_prefix`` its ratio.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+from aiohttp import web
+
+from actors.config import ActorsConfig
+from actors.engines.local import LocalEngine
+from actors.serving.server import Server, runner
+from judges.llm import ChatEndpoint
+from judges.slate import Slate
+from judges.templates import PROMPTS
+from tools.defaults.models import DEFAULT, ensure_model
+from tools.defaults.settings import cache_folder
+from wire.messages import JudgedTurn
+
+ORDERS = ("apart", "tail", "head")
+GOAL = 0.35
+_PLACE = "What is known so far:\n{context}\n"
+_WORDS = ("river", "capital", "which", "founded", "of", "the", "in", "city", "author", "born", "year", "film", "find")
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Of one question's tree: SLATE's k candidates a step, of which the last answer. Lengths in words of about one token."""
+
+    questions: int = 4
+    candidates: int = 5
+    steps: int = 4
+    step_words: int = 600
+    think_words: int = 80
+    query_words: int = 12
+
+
+# ---------------------------------------------------------------------------------------------- the orders
+
+
+def templates(order: str) -> dict[str, str]:
+    """The three templates in ``order``, of the built-in words."""
+    whole = {column: (PROMPTS / f"slate_{column}.txt").read_text() for column in Slate.columns}
+    if order == "head":
+        return whole
+    intro, think, query, answer, form = whole["think"].partition(_PLACE)[0].strip().split("\n\n")
+    made = {}
+    for column, rules in zip(Slate.columns, (think, query, answer), strict=True):
+        graded = whole[column].partition(_PLACE)[2].strip()
+        said, _, wanted = graded.rpartition("\n\n")
+        named = f"{intro} {wanted}" if order == "apart" else intro
+        made[column] = "\n\n".join([named, _PLACE.strip(), said, rules, form, *([wanted] if order == "tail" else [])])
+    return made
+
+
+def turns(shape: Shape, seed: int = 0) -> list[list[JudgedTurn]]:
+    """The candidates of every step, in the order in which SLATE's trees ask for them."""
+    made, rng = [], random.Random(seed)
+
+    def words(count: int) -> str:
+        return " ".join(rng.choice(_WORDS) for _ in range(count))
+
+    contexts = [f"Question: {words(20)}?" for _ in range(shape.questions)]
+    for step in range(1, shape.steps + 1):
+        for index, context in enumerate(contexts):
+            last = step == shape.steps
+            shown = {"query": None, "answer": ""} if last else {}
+            made.append(
+                [
+                    JudgedTurn("Q", [words(3)], context, "", step, shape.steps, think=words(shape.think_words),
+                               query=None if last else words(shape.query_words), answer=words(3) if shown else None)
+                    for _ in range(shape.candidates)
+                ]
+            )  # fmt: skip
+            contexts[index] += f"\nThinking: {words(shape.think_words)}\nRetrieved: {words(shape.step_words)}"
+    return made
+
+
+@contextlib.contextmanager
+def written(order: str) -> Any:
+    """Paths of the templates in ``order``, by column."""
+    with tempfile.TemporaryDirectory() as folder:
+        for column, text in templates(order).items():
+            (Path(folder) / column).write_text(text)
+        yield {column: str(Path(folder) / column) for column in Slate.columns}
+
+
+# ---------------------------------------------------------------------------------------------- counts
+
+
+def counted(order: str, shape: Shape, tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
+    """prompt: all tokens of all prompts. prefilled: those that no earlier prompt began with."""
+    seen: set[int] = set()
+    total = 0
+    with written(order) as paths:
+        judge = Slate(ChatEndpoint("http://127.0.0.1:1/v1", "m"), paths)
+    for prompt in (p for step in turns(shape) for turn in step for p in judge.prompts(turn).values()):
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        total += len(ids)
+        key = 0
+        for token in ids:
+            key = hash((key, token))
+            seen.add(key)
+    return {"prompt": total, "prefilled": len(seen)}
+
+
+@contextlib.asynccontextmanager
+async def server(folder: Path, config: ActorsConfig) -> AsyncIterator[tuple[LocalEngine, str]]:
+    """A server of the embedded engine and its URL."""
+    engine = LocalEngine(str(folder), config)
+    await engine.start()
+    made = runner(Server(engine, folder))
+    await made.setup()
+    await web.TCPSite(made, "127.0.0.1", 0).start()
+    try:
+        yield engine, f"http://127.0.0.1:{made.addresses[0][1]}/v1"
+    finally:
+        await made.cleanup()
+        await engine.close()
+
+
+async def served(order: str, steps: Sequence[list[JudgedTurn]], folder: Path, config: ActorsConfig) -> dict[str, int]:
+    """The engine's own counts after a judge has scored every step over HTTP."""
+    async with server(folder, config) as (engine, url):
+        with written(order) as paths:
+            judge = Slate(ChatEndpoint(url, folder.name, max_tokens=2), paths)
+        await judge.start()
+        try:
+            for candidates in steps:
+                await judge.score(candidates)
+        finally:
+            await judge.close()
+        names = ("prompt_tokens", "cached_tokens", "prefilled_tokens")
+        assert not judge.counts["failed"], "the server refused a prompt"
+        return {name: int(engine.stats()[name]) for name in names}
+
+
+def tiny(folder: Path, source: Path) -> Path:
+    """A random Llama of two small layers that reads with the tokenizer and the chat template of ``source``."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    words = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size()
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1 << 14}
+    settings = LlamaConfig(vocab_size=words, **shape, bos_token_id=0, eos_token_id=2, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(folder)
+    for path in source.iterdir():
+        if "token" in path.name or "chat_template" in path.name:
+            shutil.copy(path, folder)
+    return folder
+
+
+def run() -> dict[str, Any]:
+    """The ratio of the built-in order to "apart"."""
+    folder = ensure_model(DEFAULT, cache_folder())
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = {order: counted(order, Shape(), tokenizer) for order in ORDERS}
+    return {
+        "name": "judge prompt tokens computed, rules and context first",
+        "ratio": found["head"]["prefilled"] / found["apart"]["prefilled"],
+        "goal": GOAL,
+        "better": "lower",
+        "counts": found,
+    }
+
+
+def main() -> None:
+    """The table of docs/judges.md."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.research.benches.judge_prefix", description="Prompt orders, counted."
+    )
+    parser.parse_args()
+    print(json.dumps(run()["counts"], indent=1))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = tiny(Path(scratch) / "tiny", ensure_model(DEFAULT, cache_folder()))
+        config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=1.0)
+        steps = turns(Shape(questions=1, steps=2))
+        for order in ORDERS:
+            print(order, asyncio.run(served(order, steps, folder, config)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Peak memory of a whole run: the proportional set size (PSS) of every process of ``tools/launch``, sampled from outside.
+
+PSS counts a page that several processes map once in all, so that the sum over the processes is what the run takes from the machine.
+``python -m tools.research.benches.memory --actors 1 --learner 1 --set learner.dtype=float32 ..`` measures other sizes and number types.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from tools.bootstrap import ROOT
+
+LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
+"""The largest model that a laptop is meant to train: SmolLM2-135M."""
+SHORT = ("--set", "scheduler.updates=1", "--set", "scheduler.evaluation.questions=8")
+"""One update holds as much as sixteen do: a peak is the largest forest's and the fullest cache's."""
+INTERVAL_S = 0.3
+GOAL_GIB = {8: 12.0, 2: 4.0}
+"""By the number of actors and ranks together: what a laptop of 16 GB has free, and one of 8 GB."""
+_PROCESS_FILE = re.compile(r"processes/([a-z-]+?)(-\d+)?\.json$")
+
+
+class Peaks(msgspec.Struct):
+    """Peaks in GiB: of the sum over all processes, of one process of each kind, of each kind's sum; ``at`` is the parts of the largest sum.
+
+    counts: most processes of a kind that were seen at once.
+    """
+
+    total: float = 0.0
+    each: dict[str, float] = {}
+    kinds: dict[str, float] = {}
+    at: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    samples: int = 0
+
+    def take(self, sizes: Sequence[tuple[str, float]]) -> None:
+        """One sample: kind and GiB of every process."""
+        self.samples += 1
+        sums, seen = Counter[str](), Counter[str]()
+        for kind, size in sizes:
+            sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter adds what numbers there are)
+            seen[kind] += 1
+            self.each[kind] = max(size, self.each.get(kind, 0.0))
+        for kind, size in sums.items():
+            self.kinds[kind] = max(size, self.kinds.get(kind, 0.0))
+            self.counts[kind] = max(seen[kind], self.counts.get(kind, 0))
+        if sum(sums.values()) > self.total:
+            self.total, self.at = sum(sums.values()), dict(sums)
+
+    def table(self) -> str:
+        """The peaks as lines of text."""
+        lines = [
+            f"{'process':<14}{'count':>6}{'peak of one':>13}{'peak of all':>13}{'at the peak of the sum':>24}   GiB"
+        ]
+        lines += [
+            f"{kind:<14}{self.counts[kind]:>6}{self.each[kind]:>13.2f}{self.kinds[kind]:>13.2f}{self.at.get(kind, 0.0):>24.2f}"
+            for kind in sorted(self.kinds)
+        ]
+        return "\n".join([*lines, f"{'sum':<14}{sum(self.counts.values()):>6}{'':>26}{self.total:>24.2f}"])
+
+
+def pss_gib(pid: int) -> float:
+    """The proportional set size of a process. Raises OSError when it is gone."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 2**20
+    raise OSError(f"process {pid} has no memory map any more")
+
+
+def kind(command: Sequence[str]) -> str:
+    """ "actor" for actor-3 and so on by the process file of a run; "launcher" without one, "set-up" for what it computes apart."""
+    found = _PROCESS_FILE.search(command[-1]) if command else None
+    if found:
+        return found[1]
+    return "set-up" if any("multiprocessing" in part for part in command) else "launcher"
+
+
+def sample(root: psutil.Process) -> list[tuple[str, float]]:
+    """Kind and GiB of a process and of all that descend from it; those that end meanwhile are left out."""
+    made = []
+    try:
+        family = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return []
+    for process in family:
+        try:
+            made.append((kind(process.cmdline()), pss_gib(process.pid)))
+        except (psutil.Error, OSError):
+            continue
+    return made
+
+
+def watch(command: Sequence[str], **settings: Any) -> tuple[Peaks, int]:
+    """Run ``command`` to its end: the peaks of its processes, and its exit status. settings: of subprocess.Popen."""
+    peaks = Peaks()
+    with subprocess.Popen(command, **settings) as process:
+        root = psutil.Process(process.pid)
+        while process.poll() is None:
+            peaks.take(sample(root))
+            time.sleep(INTERVAL_S)
+        return peaks, process.returncode
+
+
+def measure(arguments: Sequence[str]) -> Peaks:
+    """The peaks of ``tools/launch ARGUMENTS`` in a folder of its own. Raises RuntimeError with the end of its output when it fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out"
+        command = [sys.executable, str(ROOT / "tools" / "launch"), "--run-folder", f"{scratch}/run", *arguments]
+        with out.open("wb") as terminal:
+            peaks, status = watch(command, cwd=ROOT, stdout=terminal, stderr=terminal)
+        if status:
+            raise RuntimeError(f"{' '.join(command)} ended with status {status}: {out.read_text()[-2000:]}")
+    print(peaks.table(), flush=True)
+    return peaks
+
+
+def run(actors: int = 4, learner: int = 4, more: Sequence[str] = ()) -> dict[str, Any]:
+    """The peak in GiB of a run on SmolLM2-135M, one update of it."""
+    peaks = measure(["--actors", str(actors), "--learner", str(learner), *LARGE, *SHORT, *more])
+    name = f"memory: GiB of all processes, --actors {actors} --learner {learner}"
+    goal = GOAL_GIB.get(actors + learner, GOAL_GIB[8])
+    return {"name": name, "ratio": peaks.total, "goal": goal, "better": "lower"} | msgspec.to_builtins(peaks)
+
+
+def main() -> None:
+    """The bench by itself, with other sizes and settings."""
+    parser = argparse.ArgumentParser(prog="python -m tools.research.benches.memory")
+    parser.add_argument("--actors", type=int, default=4)
+    parser.add_argument("--learner", type=int, default=4)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as tools/launch takes it")
+    given = parser.parse_args()
+    print(json.dumps(run(given.actors, given.learner, [word for s in given.set for word in ("--set", s)])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What the corridor costs: no-op judge calls through wire and dispatch against a bare pyzmq echo of the same payload.
+
+Both sides run two processes under uvloop over loopback TCP without CURVE and keep the same number of calls in flight. The echo
+is the floor: it neither decodes, nor routes, nor keeps deadlines. Rounds alternate so that other load on the machine
+meets both; the ratio is the median over rounds.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from scheduler.dispatch import Dispatcher
+from wire import loop
+from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
+from wire.service import Call, Service
+
+SERVICE = "judge.noop"
+SENTENCE = "The city of Ghent lies where the Scheldt meets the Lys and was once the largest north of the Alps. "
+REQUEST = JudgeRequest(
+    [
+        JudgedTurn(
+            question="Which river meets the Scheldt in Ghent?",
+            golds=["Lys"],
+            context=SENTENCE * 6,
+            response=f"<think> {SENTENCE} </think> <search> rivers of Ghent </search>",
+            step=2,
+            budget=4,
+            think=SENTENCE,
+            query="rivers of Ghent",
+            observation=SENTENCE * 3,
+            past_queries=["Ghent"],
+        )
+    ]
+)
+"""One turn of a SLATE tree, about 1.5 kB."""
+ANSWER = JudgeResult([Judgement({"think": 1.0, "query": 0.0}, explanation="no-op")])
+
+
+async def _no_op(request: JudgeRequest, call: Call) -> JudgeResult:
+    return ANSWER
+
+
+async def _serve(endpoint: str, concurrency: int) -> None:
+    await Service("noop", {SERVICE: _no_op}, concurrency).run(endpoint, None)
+
+
+async def _echo(endpoint: str) -> None:
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.connect(endpoint)
+    await socket.send_multipart([b"hello"])
+    while True:
+        await socket.send_multipart(await socket.recv_multipart())
+
+
+@contextlib.asynccontextmanager
+async def _child(role: str, endpoint: str, concurrency: int) -> AsyncIterator[None]:
+    command = [sys.executable, "-m", "tools.research.benches.overhead", "--role", role, "--endpoint", endpoint]
+    process = await asyncio.create_subprocess_exec(*command, "--concurrency", str(concurrency))
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+class _Echo:
+    """The bare side: one coroutine that keeps the same number of messages on the way."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, peer: bytes):
+        self.socket, self.peer = socket, peer
+        self.payload = msgspec.msgpack.encode(REQUEST)
+
+    async def rate(self, calls: int, concurrency: int) -> float:
+        """Echoes a second."""
+        start = time.perf_counter()
+        for number in range(concurrency):
+            await self.socket.send_multipart([self.peer, str(number).encode(), self.payload])
+        for number in range(calls):
+            await self.socket.recv_multipart()
+            if number < calls - concurrency:
+                await self.socket.send_multipart([self.peer, str(number).encode(), self.payload])
+        return calls / (time.perf_counter() - start)
+
+
+async def _call_rate(dispatcher: Dispatcher, calls: int, concurrency: int) -> float:
+    left = calls
+
+    async def caller() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            await dispatcher.call(SERVICE, REQUEST, deadline=60.0)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(concurrency)))
+    return calls / (time.perf_counter() - start)
+
+
+async def measure(calls: int, concurrency: int, rounds: int) -> dict[str, float]:
+    """Median rates (calls a second) of both and the median of their ratios by round."""
+    dispatcher = Dispatcher("tcp://127.0.0.1:0", None)
+    await dispatcher.start()
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    bare: list[float] = []
+    ours: list[float] = []
+    async with (
+        _child("serve", dispatcher.endpoint, concurrency),
+        _child("echo", f"tcp://127.0.0.1:{port}", concurrency),
+    ):
+        await dispatcher.wait_for(SERVICE, 1, 30.0)
+        echo = _Echo(socket, (await socket.recv_multipart())[0])
+        await _call_rate(dispatcher, calls // 10, concurrency)
+        await echo.rate(calls // 10, concurrency)
+        for _ in range(rounds):
+            bare.append(await echo.rate(calls, concurrency))
+            ours.append(await _call_rate(dispatcher, calls, concurrency))
+    await dispatcher.close()
+    zmq.asyncio.Context.instance().destroy(linger=0)
+    return {
+        "echo_calls_per_s": statistics.median(bare),
+        "judge_calls_per_s": statistics.median(ours),
+        "overhead_ratio": statistics.median(o / b for o, b in zip(ours, bare, strict=True)),
+    }
+
+
+def run(calls: int = 10_000, concurrency: int = 64, rounds: int = 5) -> dict[str, Any]:
+    """Rates of both; the goal of the ratio is at least 0.5."""
+    found = loop.run(measure(calls, concurrency, rounds))
+    row = {"name": "no-op judge calls/s, dispatch / bare ZeroMQ echo", "ratio": found["overhead_ratio"]}
+    return row | {"goal": 0.5, "better": "higher"} | found
+
+
+def main() -> None:
+    """Measure, or be the other process of a measurement."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.research.benches.overhead", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--role", choices=["measure", "serve", "echo"], default="measure", help=argparse.SUPPRESS)
+    parser.add_argument("--endpoint", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.role == "serve":
+        loop.run(_serve(given.endpoint, given.concurrency))
+    elif given.role == "echo":
+        loop.run(_echo(given.endpoint))
+    else:
+        print(run(given.calls, given.concurrency, given.rounds))
+
+
+if __name__ == "__main__":
+    main()

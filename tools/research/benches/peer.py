@@ -1,0 +1,288 @@
+"""Side by side with TRL's GRPOTrainer, which a user would pick instead: trained tokens a second, seconds an update, peak memory.
+
+Both train the same model on the same questions, group sizes, sampled lengths and rewards, with LoRA of the same rank on all linear
+layers, in the same number type, on two threads in all: the peer takes turns between sampling and training on both, a run of ours
+(tools/launch, one actor and one rank) does both at once on one each. In the load "groups" each question is a group of one turn; in
+"slate" a step samples candidates from one prefix, all are trained, one is continued, and the peer gets each candidate as a sequence
+of its own with the whole prefix as its prompt.
+
+Rounds take turns. The first update is not counted, nor is the last of ours, beside which nothing is sampled any more. Memory is the
+largest sum of the proportional set sizes of a side's processes.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from tools.bootstrap import ROOT
+from tools.defaults.models import DEFAULT
+from tools.research import venvs as environments
+from tools.research.benches.peer_load import DIGITS, LOADS, Load, endless, prompts
+from tools.research.benches.slate_shape import model_folder
+
+ROUNDS, COUNTED = 3, 1
+"""Of each side, and updates of a round of the peer that count; ours are shorter, so twice as many do."""
+THREADS, RANK, ALPHA, LR = 2, 16, 32.0, 1e-3
+GOALS = {"groups": 2.5, "slate": 4.0}
+"""Of the ratio of trained tokens a second; the ratio of memory should be below 1."""
+TICK_S = 0.01
+"""Of the CPU clock."""
+SHOWN = {
+    "tokens_s": "trained tokens a second",
+    "tokens_cpu_s": "trained tokens a CPU second",
+    "update_s": "seconds an update",
+    "peak_gib": "peak memory, GiB",
+}
+"""The rows of the table."""
+LOOK_S = 0.5
+"""Between two looks at a side's processes."""
+
+
+class Update(msgspec.Struct, frozen=True):
+    """The end of an update: seconds on its side's own clock, and the tokens that it trained."""
+
+    seconds: float
+    tokens: float
+
+
+class Look(msgspec.Struct, frozen=True):
+    """A side's processes from outside: updates done, CPU seconds of all, bytes of memory (what several share is counted once)."""
+
+    updates: int
+    cpu_s: float
+    bytes: int
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One round of one side. tokens_cpu_s: trained tokens for each CPU second of all its processes, which other work on the machine
+    changes less than tokens_s. load: of the machine before the round, over one minute."""
+
+    tokens_s: float
+    update_s: float
+    tokens_cpu_s: float
+    peak_gib: float
+    load: float
+
+
+def watched(command: Sequence[str], folder: Path, environment: dict[str, str], done: Path) -> list[Look]:
+    """Run ``command`` to its end, looking every ``LOOK_S``; it adds a line to ``done`` at the end of each update.
+
+    Raises RuntimeError with the end of what it printed.
+    """
+    printed, looks = folder / "printed", []
+    with printed.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=out, stderr=out, process_group=0
+        )
+        try:
+            while process.poll() is None:
+                looks += _look(process.pid, done)
+                time.sleep(LOOK_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+    if process.returncode:
+        end = printed.read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"{' '.join(command[:3])} ended with status {process.returncode}:\n{end}")
+    return looks
+
+
+def _look(pid: int, done: Path) -> list[Look]:
+    """One look, or none while a process is just ending."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        updates = done.read_bytes().count(b"\n") if done.exists() else 0
+        cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes)
+        return [Look(updates, cpu_s, sum(process.memory_full_info().pss for process in processes))]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def rated(updates: Sequence[Update], looks: Sequence[Look], busy: float) -> Round:
+    """The round in which ``updates`` count, but for the first of them, which only starts the clock."""
+    spent, tokens = updates[-1].seconds - updates[0].seconds, sum(update.tokens for update in updates[1:])
+    first, last = (
+        next((look.cpu_s for look in looks if look.updates >= count), looks[-1].cpu_s) for count in (1, len(updates))
+    )
+    peak = max(look.bytes for look in looks) / 2**30
+    return Round(tokens / spent, spent / (len(updates) - 1), tokens / max(last - first, TICK_S), peak, busy)
+
+
+def peer(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Round:
+    """A round of TRL."""
+    folder.mkdir()
+    updates = counted + 1
+    work = msgspec.to_builtins(load) | {
+        "model": str(model), "prompts": prompts(load, model, 0, updates), "sequences": load.sequences, "updates": updates,
+        "steps": load.shape.steps, "dtype": dtype, "threads": THREADS, "rank": RANK, "alpha": ALPHA, "lr": LR, "seed": 0,
+    }  # fmt: skip
+    (folder / "work.json").write_bytes(msgspec.json.encode(work))
+    python, busy = environments.python("trl", "peer", over_ours=True), os.getloadavg()[0]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = folder / "updates.jsonl"
+    looks = watched(
+        [str(python), "-m", "tools.research.benches.peer_trl", str(folder / "work.json")], folder, variables, done
+    )
+    updates = [msgspec.json.decode(line, type=Update) for line in done.read_bytes().splitlines()]
+    return rated(_checked(load, updates), looks, busy)
+
+
+def ours(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Round:
+    """A round of tools/launch; checkpoints are left out, as the peer's are."""
+    folder.mkdir()
+    (folder / "peer.toml").write_text('name = "peer"\n')
+    command = [sys.executable, "-c", "import sys; from tools.launching.command import main; sys.exit(main())"]
+    command += ["--config", str(folder / "peer.toml"), "--run-folder", str(folder / "run")]
+    for key, value in _settings(load, model, dtype, counted + 2).items():
+        command += ["--set", f"{key}={value}"]
+    busy = os.getloadavg()[0]
+    done = folder / "run" / "metrics.jsonl"
+    looks = watched(command, folder, {"PYTHONPATH": str(ROOT)}, done)
+    records = [json.loads(line) for line in done.read_text().splitlines()]
+    updates = [
+        Update(r["time/run"], r["learner/trained_tokens"] * (1 - r["learner/zero_advantage_share"])) for r in records
+    ]
+    return rated(_checked(load, updates)[:-1], looks, busy)
+
+
+def _settings(load: Load, model: Path, dtype: str, updates: int) -> dict[str, str]:
+    """The config of a run: everything that the peer has too, no more."""
+    shape = ", ".join(f"{key} = {value}" for key, value in msgspec.to_builtins(load.shape).items())
+    steps = load.shape.steps
+    longest = 100 + load.shape.shared + load.shape.question + steps * (load.action + load.shape.observation)
+    given = {
+        "model.name": f'"{model}"',
+        "data.environment": '"tools.research.benches.any_text:AnyText"',
+        "data.options": f'{{shape = {{{shape}}}, alphabet = "{DIGITS}"}}',
+        "warm_start.steps": 0,
+        "judges.use": '{"tools.research.benches.any_text:Checksum" = {}}',
+        "scheduler.judge": '"checksum"',
+        "scheduler.strategy": '"full"' if steps == 1 else '"slate"',
+        "scheduler.k": load.samples,
+        "scheduler.budget": steps,
+        "scheduler.max_action_tokens": load.action,
+        "scheduler.updates": updates,
+        "scheduler.questions_per_update": load.questions,
+        "scheduler.max_staleness": 1,
+        "scheduler.evaluation.questions": 0,
+        "actors.count": 1,
+        "actors.dtype": f'"{dtype}"',
+        "actors.threads": THREADS // 2,
+        "actors.max_batch": 64,
+        "actors.capacity": 128,
+        "actors.max_context": longest,
+        "actors.kv_cache_gib": 0.4,
+        "learner.count": 1,
+        "learner.dtype": f'"{dtype}"',
+        "learner.threads": THREADS // 2,
+        "learner.scheme": '"grpo"' if steps == 1 else '"slate"',
+        "learner.aggregation": '"token"',
+        "learner.kl_coef": 0.0,
+        "learner.lr": LR,
+        "learner.lora": f"{{rank = {RANK}, alpha = {ALPHA}}}",
+        "learner.checkpoint_every": updates,
+    }
+    return {key: str(value) for key, value in given.items()}
+
+
+def _checked(load: Load, updates: list[Update]) -> list[Update]:
+    """Raises RuntimeError where a side trained fewer tokens than the load has (a group of equal rewards teaches nothing)."""
+    for update in updates:
+        if not 0.9 * load.tokens <= update.tokens <= load.tokens:
+            raise RuntimeError(
+                f"an update trained {update.tokens:.0f} tokens: expected {load.tokens}, and at most a tenth less in groups whose rewards"
+                " are all equal; see tools/research/benches/peer.py"
+            )
+    return updates
+
+
+def compare(load: Load, model: Path, folder: Path, dtype: str, rounds: int, counted: int) -> dict[str, Any]:
+    """Interleaved rounds of both; each ratio is the median over the rounds, above 1 where ours is faster, below where it is smaller."""
+    made: dict[str, list[Round]] = {"peer": [], "ours": []}
+    for number in range(rounds):
+        made["peer"].append(peer(load, model, folder / f"peer{number}", dtype, counted))
+        made["ours"].append(ours(load, model, folder / f"ours{number}", dtype, 2 * counted))
+        for side, found in made.items():
+            print(f"round {number}, {side}: {found[-1]}", file=sys.stderr, flush=True)
+    pairs = list(zip(made["ours"], made["peer"], strict=True))
+    return {
+        "tokens_ratio": statistics.median(a.tokens_s / b.tokens_s for a, b in pairs),
+        "cpu_ratio": statistics.median(a.tokens_cpu_s / b.tokens_cpu_s for a, b in pairs),
+        "memory_ratio": statistics.median(a.peak_gib / b.peak_gib for a, b in pairs),
+        **{side: [msgspec.to_builtins(one) for one in found] for side, found in made.items()},
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The comparison in Markdown: medians, and the ratios of ours to the peer's with those of the single rounds."""
+    lines = ["| load | | TRL | Coppice | ratio (rounds) |", "|---|---|---|---|---|"]
+    for load, row in found.items():
+        for key, what in SHOWN.items():
+            theirs, own = ([one[key] for one in row[side]] for side in ("peer", "ours"))
+            ratios = [a / b for a, b in zip(own, theirs, strict=True)]
+            cells = [f"{statistics.median(values):.1f}" for values in (theirs, own)]
+            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            lines.append(f"| {load} | {what} | {' | '.join(cells)} | {statistics.median(ratios):.2f} ({each}) |")
+    return "\n".join(lines)
+
+
+def run(
+    model: str = DEFAULT,
+    loads: dict[str, Load] = LOADS,
+    dtype: str = "float32",
+    rounds: int = ROUNDS,
+    counted: int = COUNTED,
+) -> dict[str, Any]:
+    """All loads. The ratio is the worst of (tokens a second over its goal, memory of the peer over ours): 1 meets every goal."""
+    environments.python("trl", "peer", over_ours=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        copy = endless(model_folder(model), folder / "model")
+        found = {}
+        for name, load in loads.items():
+            (folder / name).mkdir()
+            found[name] = compare(load, copy, folder / name, dtype, rounds, counted)
+    worst = min(min(row["tokens_ratio"] / GOALS[name], 1 / row["memory_ratio"]) for name, row in found.items())
+    print(table(found), flush=True)
+    packages = ("torch", "transformers", "peft")
+    versions = {name: metadata.version(name) for name in packages} | {"trl": _version("trl")}
+    row = {"name": "side by side with TRL: ratio / its goal (worst)", "ratio": worst, "goal": 1.0, "better": "higher"}
+    return row | {"dtype": dtype, "versions": versions, "loads": msgspec.to_builtins(loads), **found}
+
+
+def _version(package: str) -> str:
+    """Of a package in the peer's environment."""
+    python = str(environments.python("trl", "peer", over_ours=True))
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Side by side with TRL's GRPOTrainer.")
+    parser.add_argument("loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}; default all")
+    parser.add_argument("--model", default=DEFAULT, help="name, folder or hub id (default %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each side (default %(default)s)")
+    parser.add_argument(
+        "--counted", type=int, default=COUNTED, help="updates of a round that count (default %(default)s)"
+    )
+    parser.add_argument("--questions", type=int, help="of an update (default: the load's), for a slow machine")
+    given = parser.parse_args()
+    less = {"questions": given.questions} if given.questions else {}
+    chosen = {name: msgspec.structs.replace(LOADS[name], **less) for name in given.loads}
+    print(json.dumps(run(given.model, chosen, given.dtype, given.rounds, given.counted)))

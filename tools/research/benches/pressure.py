@@ -1,0 +1,91 @@
+"""Prefill tokens over the ideal when the actors' caches hold all, half or a quarter of what the trees need, by way of placement.
+
+The ideal computes each distinct prompt token once, on one engine; two actors compute the common head twice.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from scheduler.fleet import Fleet
+from tools.research.benches import fleet_shape
+from tools.research.benches.fleet_shape import Outcome, Setting
+from tools.research.benches.routers import Arrival, Home, RoundRobin, Router
+
+QUESTIONS, ACTORS = 32, 2
+"""SLATE's batch of questions."""
+SCALES = (1.0, 0.5, 0.25)
+WAYS: dict[str, Callable[[], Fleet]] = {
+    "ours": lambda: Fleet(fleet_shape.STEPS),
+    "arrival": Arrival,
+    "round_robin": RoundRobin,
+    "home": Home,
+    "router": Router,
+    "router_at_0.7": lambda: Router(threshold=0.7),
+}
+GOAL = 1.02
+
+
+def whole(model: Path, questions: int) -> Setting:
+    """Actors whose caches hold together every token that the trees bring into one that keeps all."""
+    return Setting(questions, ACTORS, fleet_shape.measure(model, Fleet(), Setting(questions, actors=1)).held)
+
+
+def part(setting: Setting, scale: float, judge_s: float = 0.0) -> Setting:
+    """The same with ``scale`` of the prefix cache."""
+    assert setting.tokens is not None
+    return msgspec.structs.replace(setting, tokens=scale * setting.tokens, judge_s=judge_s)
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """One way at one size. hit_rate, predicted: shares of the prompt tokens (predicted only where we place)."""
+    found: dict[str, Any] = {
+        "ratio": outcome.ratio,
+        "prefilled": outcome.prefilled,
+        "ideal": outcome.ideal,
+        "hit_rate": 1 - outcome.prefilled / outcome.prompt,
+        "requests": list(outcome.requests.values()),
+        "seconds": outcome.seconds,
+    }
+    if outcome.forecast.prompt:
+        found["predicted"] = outcome.forecast.predicted / outcome.forecast.prompt
+    return found
+
+
+def run(
+    questions: int = QUESTIONS,
+    ways: Sequence[str] = tuple(WAYS),
+    scales: Sequence[float] = SCALES,
+    judge_s: float = 0.0,
+) -> dict[str, Any]:
+    """Counts; seconds only for comparison within one run."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = fleet_shape.policy(Path(scratch))
+        setting = whole(model, questions)
+        table: dict[str, dict[str, Any]] = {}
+        for scale in scales:
+            given = part(setting, scale, judge_s)
+            table[f"{scale:g}x"] = {name: row(fleet_shape.measure(model, WAYS[name](), given)) for name in ways}
+    return {
+        "name": f"prefill tokens / ideal, {ACTORS} actors, cache of all trees",
+        "ratio": table["1x"]["ours"]["ratio"],
+        "goal": GOAL,
+        "better": "lower",
+        "questions": questions,
+        "needed_tokens": setting.tokens,
+        **table,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--questions", type=int, default=QUESTIONS)
+    parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS))
+    parser.add_argument("--scales", nargs="+", type=float, default=list(SCALES), help="1 among them")
+    parser.add_argument("--judge-s", type=float, default=0.0, help="median latency of the judge (default %(default)s)")
+    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

@@ -1,0 +1,119 @@
+"""The engine does not wait for an oracle: chains of Tic-Tac-Toe with one that answers late, against one that answers at once.
+
+The late one takes a log-normal time for each turn. Beside it the same with one await more: a turn waits for the judgement of the turn
+before, as if chains scored before they played on. Same tasks and seeds in all three, all games at once, one batch.
+
+play_s: until the engine's last answer. wall_s: until the last judgement, which the last turns wait for in any case. busy: the share of
+play_s in which the engine computed; the ratio is between these shares, which other load on the machine changes least.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from judges.oracles.tictactoe import TicTacToeOracle
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context
+from scheduler.tree import Node
+from tools.research.benches import game_shape
+from wire.messages import JudgedTurn, Judgement
+
+GAMES, ROUNDS, MAX_BATCH = 96, 3, 64
+MEDIAN_S, SIGMA = 0.15, 1.3
+GOAL = 0.9
+
+
+class LateOracle(TicTacToeOracle):
+    """Exact values after median_s exp(sigma z) seconds, z standard normal, drawn for each turn; 0 answers at once."""
+
+    concurrency = 4096
+    batch = 1
+
+    def __init__(self, median_s: float, sigma: float = SIGMA, seed: int = 0):
+        super().__init__(kind="minimax")
+        self.median_s, self.sigma, self.rng = median_s, sigma, random.Random(seed)
+        self.delays: list[float] = []
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        self.delays.append(self.median_s * self.rng.lognormvariate(0.0, self.sigma))
+        await asyncio.sleep(self.delays[-1])
+        return await super().score(turns)
+
+
+class Awaiting(Context):
+    """A context whose turns wait for the judgement of the turn before."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.judgements: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def judge(self, nodes: Sequence[Node]) -> list[float]:
+        """As ever, and says that it is done."""
+        found = await super().judge(nodes)
+        for node in nodes:
+            self.judgements[node.id].set()
+        return found
+
+    async def step(self, node: Node) -> Node | None:
+        """As ever, but later."""
+        await self.judgements[node.id].wait()
+        return await super().step(node)
+
+
+async def _measure(model: Path, folder: Path, games: int, median_s: float, kind: type[Context]) -> dict[str, float]:
+    judge = LateOracle(median_s)
+    settings = SchedulerConfig(strategy="chain", k=1, judge=judge.name, max_action_tokens=game_shape.ACTION_TOKENS)
+    engine = game_shape.engine(model, MAX_BATCH)
+    async with game_shape.opened(game_shape.Services(engine, [judge])) as services:
+        counts = await game_shape.play(services, model, folder, games, settings, kind)
+        wall = time.monotonic() - services.start_s
+        played = services.answered_s - services.start_s
+        return {
+            "play_s": played,
+            "wall_s": wall,
+            "busy": engine.busy_s / played,
+            "turns": counts["actions"],
+            "longest_delay_s": max(judge.delays),
+        }
+
+
+def run(games: int = GAMES, rounds: int = ROUNDS, median_s: float = MEDIAN_S) -> dict[str, Any]:
+    """Rounds alternate; every value is the median over rounds."""
+    kinds = {"at_once": (0.0, Context), "late": (median_s, Context), "awaited": (median_s, Awaiting)}
+    made: list[dict[str, dict[str, float]]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = game_shape.policy(folder)
+        asyncio.run(_measure(model, folder, 8, 0.0, Context))  # threads and libraries start
+        for _ in range(rounds):
+            found = {name: asyncio.run(_measure(model, folder, games, *given)) for name, given in kinds.items()}
+            made.append(found)
+    row = {"name": "engine busy in play: late oracle / oracle that answers at once", "goal": GOAL, "better": "higher"}
+    row |= {"ratio": _ratio(made, "late", "busy"), "awaited_ratio": _ratio(made, "awaited", "busy")}
+    row |= {"play_ratio": _ratio(made, "late", "play_s"), "awaited_play_ratio": _ratio(made, "awaited", "play_s")}
+    row |= {"games": games, "median_s": median_s, "sigma": SIGMA}
+    return row | {
+        f"{name}_{key}": statistics.median(found[name][key] for found in made)
+        for name in kinds
+        for key in made[0][name]
+    }
+
+
+def _ratio(made: list[dict[str, dict[str, float]]], name: str, key: str) -> float:
+    return statistics.median(found[name][key] / found["at_once"][key] for found in made)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--games", type=int, default=GAMES)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--median-s", type=float, default=MEDIAN_S)
+    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

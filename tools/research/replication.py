@@ -1,0 +1,281 @@
+"""The command tools/replicate: an experiment of several arms and seeds on this machine, and its curves with intervals.
+
+Every arm is a config with changed keys; every run is a usual run folder, so an interrupted replication goes on where it stood and each
+run can be looked at with the other tools. Arms are compared at equal environment steps and at equal generated tokens.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from matplotlib.figure import Figure
+
+from tools.bootstrap import ROOT
+from tools.inspecting.figures import save
+from tools.launching.config import ConfigError, load, saved
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Two-sided 95% quantiles of Student's t by degrees of freedom."""
+STEPS = ("count/environment_steps", "count/continuation_steps")
+"""Environment steps of trained episodes, and of Monte Carlo continuations: both cost the same."""
+TOKENS = "count/generated_tokens"
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """One condition: a config of configs/ and what is changed in it."""
+
+    config: str
+    changes: list[str] = []
+
+
+class Study(msgspec.Struct, frozen=True):
+    """Arms compared with each other. measure: of held-out evaluations."""
+
+    measure: str
+    arms: dict[str, Arm]
+    seeds: int = 5
+
+
+_PPR, _SLATE = "ppr-cpu", "slate-tiny"
+_ALONE = ["actors.count=1", "learner.count=1", "scheduler.max_staleness=0"]
+"""Arms are compared with each other: synchronous, so that no arm trains on older data than another."""
+_NORM = "learner.scheme_options.normalisation="
+_EM_ONLY = ["scheduler.judge=slate_em", "scheduler.bonus=0.0", "judges.use={exact_match={}, slate_em={}}"]
+_OR = ["learner.scheme=outcome"]
+_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5"]
+_STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
+_TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
+
+STUDIES = {
+    "ppr": Study(
+        "em",
+        {
+            "ReNorm": Arm(_PPR),
+            "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
+            "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
+            "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
+            "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
+            "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
+        },
+    ),
+    "slate": Study(
+        "em",
+        {
+            "SLATE": Arm(_SLATE, _ALONE),
+            "(a) whole trajectories": Arm(_SLATE, [*_ALONE, "scheduler.strategy=full", "learner.scheme=slate_full"]),
+            "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
+            "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
+        }
+        | {f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.k={k}"]) for k in (1, 3, 7)},
+    ),
+    "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}),
+    "vpr-sudoku": Study(
+        "success", {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, [*_MC, *_SHORT])}
+    ),
+    "vpr-minesweeper": Study(
+        "success", {"VPR": Arm(_MINES), "OR": Arm(_MINES, _OR), "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=16"])}
+    ),
+    "vpr-oracles": Study(
+        "return",
+        {
+            "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
+            "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
+            "MCTS 100x10, tolerance 0": Arm(_TTT, [*_STRICT, "judges.use.tictactoe.simulations=100", *_SHORT]),
+            "MCTS 10x1, tolerance 0": Arm(
+                _TTT,
+                [*_STRICT, "judges.use.tictactoe.simulations=10", "judges.use.tictactoe.rollouts=1", *_SHORT],
+            ),
+        },
+    ),
+}
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """One run's held-out evaluations: policy version, environment steps (continuations included) and generated tokens so far, the measure."""
+
+    version: list[int]
+    steps: list[float]
+    tokens: list[float]
+    value: list[float]
+
+
+def slug(name: str) -> str:
+    """A folder name."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+
+
+def run_all(study: Study, out: Path, seeds: int, parallel: int, changes: list[str]) -> list[str]:
+    """Start what is missing, at most ``parallel`` at once; returns what failed."""
+    todo = [(name, arm, seed) for seed in range(seeds) for name, arm in study.arms.items()]
+    with ThreadPoolExecutor(parallel) as pool:
+        results = pool.map(lambda job: _run(out / slug(job[0]) / f"seed{job[2]}", job[1], job[2], changes), todo)
+        return [f"{name}, seed {seed}" for (name, _, seed), ok in zip(todo, results, strict=True) if not ok]
+
+
+def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
+    path, overrides = ROOT / "configs" / f"{arm.config}.toml", [*arm.changes, f"seed={seed}", *changes]
+    command = [sys.executable, str(ROOT / "tools" / "launch")]
+    if (folder / "config.json").is_file():
+        if (folder / "config.json").read_bytes() != saved(load(path, overrides)):
+            raise ConfigError(f"{folder} was made with another config: choose another --out, or remove the folder")
+        if (folder / "summary.json").is_file():
+            return True
+        command += ["--resume", str(folder)]
+    else:
+        command += ["--config", str(path), "--run-folder", str(folder)]
+        for change in overrides:
+            command += ["--set", change]
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with (folder / "output.log").open("ab") as log:
+        status = subprocess.run(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+    print(f"{folder}: status {status} after {time.monotonic() - start:.0f} s", flush=True)
+    return status == 0
+
+
+def curve(folder: Path, measure: str) -> Curve:
+    """The held-out evaluations of a run, in order; a version that was evaluated twice counts once."""
+    values: dict[int, float] = {}
+    work: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row: dict[str, float] = json.loads(line)
+        version = int(row["version"])
+        counted = work.setdefault(version, {})
+        counted |= {key: max(counted.get(key, 0.0), row.get(key, 0.0)) for key in (*STEPS, TOKENS)}
+        if f"heldout/{measure}" in row:
+            values[version] = row[f"heldout/{measure}"]
+    if not values:
+        raise ValueError(f"{folder} has no held-out {measure!r}")
+    versions = sorted(values)
+    steps = [sum(work[version][key] for key in STEPS) for version in versions]
+    if any(later < earlier for earlier, later in itertools.pairwise(steps)):
+        raise ValueError(f"{folder}: the counts of steps decrease: it was resumed by a version that did not keep them")
+    return Curve(versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions])
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean over seeds, half width of its 95% interval by Student's t (nan for one seed)."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, math.nan
+    return mean, T_95[min(9, len(values) - 1)] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def at(curve: Curve, axis: Sequence[float], place: float) -> float:
+    """The measure where ``axis`` (versions, steps or tokens of the curve) is at ``place``, linear between evaluations."""
+    return float(np.interp(place, axis, curve.value))
+
+
+def table(curves: dict[str, list[Curve]], measure: str) -> str:
+    """Markdown: start, end, and at the updates, steps and tokens that every arm reached."""
+    everyone = [c for found in curves.values() for c in found]
+    steps, tokens = min(c.steps[-1] for c in everyone), min(c.tokens[-1] for c in everyone)
+    updates = min(c.version[-1] for c in everyone)
+    heads = [
+        "arm",
+        "seeds",
+        "start",
+        f"at {updates} updates",
+        f"at {steps:,.0f} steps",
+        f"at {tokens:,.0f} tokens",
+        "end",
+        "steps",
+        "tokens",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, found in curves.items():
+        cells = [
+            _shown(interval([c.value[0] for c in found])),
+            _shown(interval([at(c, c.version, updates) for c in found])),
+            _shown(interval([at(c, c.steps, steps) for c in found])),
+            _shown(interval([at(c, c.tokens, tokens) for c in found])),
+            _shown(interval([c.value[-1] for c in found])),
+            f"{np.mean([c.steps[-1] for c in found]):,.0f}",
+            f"{np.mean([c.tokens[-1] for c in found]):,.0f}",
+        ]
+        lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
+    return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
+
+
+def _shown(found: tuple[float, float]) -> str:
+    return f"{found[0]:.3f} ±{found[1]:.3f}" if not math.isnan(found[1]) else f"{found[0]:.3f}"
+
+
+def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
+    """The measure against environment steps and against generated tokens, a band of the 95% interval over seeds."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, kind, label in zip(
+        axes, ("steps", "tokens"), ("environment steps, continuations included", "generated tokens"), strict=True
+    ):
+        for name, found in curves.items():
+            length = min(len(c.value) for c in found)
+            x = np.mean([getattr(c, kind)[:length] for c in found], axis=0)
+            bands = [interval([c.value[i] for c in found]) for i in range(length)]
+            middle, half = np.array([b[0] for b in bands]), np.nan_to_num([b[1] for b in bands])
+            axis.plot(x, middle, marker=".", label=name)
+            axis.fill_between(x, middle - half, middle + half, alpha=0.2)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"held-out {measure}")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="tools/replicate", description="Run an experiment of several arms and seeds.")
+    parser.add_argument("study", choices=sorted(STUDIES))
+    parser.add_argument("--out", type=Path, help="folder of the runs (default runs/replication/STUDY)")
+    parser.add_argument("--seeds", type=int, help="seeds an arm")
+    parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="runs at once (default %(default)s)")
+    parser.add_argument("--only", action="append", metavar="ARM", help="this arm; repeatable")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key in every run")
+    parser.add_argument("--measure", help="held-out measure to report (default: the study's)")
+    parser.add_argument("--report", action="store_true", help="start nothing, report what is there")
+    given = parser.parse_args(arguments)
+    study = STUDIES[given.study]
+    if unknown := set(given.only or []) - set(study.arms):
+        print(f"tools/replicate: no arm {sorted(unknown)}; there are {list(study.arms)}", file=sys.stderr)
+        return 2
+    if given.only:
+        study = msgspec.structs.replace(
+            study, arms={name: study.arms[name] for name in study.arms if name in given.only}
+        )
+    if given.measure:
+        study = msgspec.structs.replace(study, measure=given.measure)
+    out = given.out or ROOT / "runs" / "replication" / given.study
+    seeds = given.seeds or study.seeds
+    try:
+        failed = [] if given.report else run_all(study, out, seeds, given.parallel, given.set)
+        curves = {name: _curves(out / slug(name), study.measure, seeds) for name in study.arms}
+    except ValueError as error:
+        print(f"tools/replicate: {error}", file=sys.stderr)
+        return 2
+    curves = {name: found for name, found in curves.items() if found}
+    if not curves:
+        print(f"tools/replicate: no finished run in {out}", file=sys.stderr)
+        return 2
+    text, plot = table(curves, study.measure), out / f"{study.measure}.svg"
+    (out / f"{study.measure}.md").write_text(text + "\n")
+    save(draw(curves, study.measure, given.study), plot)
+    print(f"{text}\n\nplot: {plot}")
+    for name in failed:
+        print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _curves(arm: Path, measure: str, seeds: int) -> list[Curve]:
+    runs = [arm / f"seed{seed}" for seed in range(seeds)]
+    return [curve(run, measure) for run in runs if (run / "summary.json").is_file()]

@@ -1,0 +1,117 @@
+"""The command tools/theory: what four papers on process rewards claim, and the bias of corrections, measured from the definitions.
+
+A paper is a module here with ``rows(seed) -> list[Row]`` and ``figures(folder)``. A row says what was found to be
+true, also where the paper prints something else; docs/theory.md has both.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+PAPERS = ("slate", "ppr", "vpr", "oprl", "staleness")
+BATCHES = 40  # enough for the spread of the batch means to be known to a ninth of itself
+STANDARD_ERRORS = 4.5  # a right value is farther off than this less than once in ten thousand times, with 40 batches
+STEP = 1e-5  # of the central differences: truncation and rounding error are then both near 1e-11
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One claim: what was measured, what was expected, and whether they agree within the sampling or rounding error."""
+
+    claim: str
+    measured: str
+    expected: str
+    agrees: bool
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over independent batches and its standard error, [...] each."""
+
+    value: NDArray[np.float64]
+    error: NDArray[np.float64]
+
+    def near(self, expected: ArrayLike) -> bool:
+        """Whether every entry is within STANDARD_ERRORS of ``expected``."""
+        return bool(np.all(np.abs(self.value - np.asarray(expected)) <= STANDARD_ERRORS * self.error + 1e-12))
+
+    def at(self, index: int) -> "Estimate":
+        """One entry of the first axis."""
+        return Estimate(self.value[index], self.error[index])
+
+    def __str__(self) -> str:
+        return f"{show(self.value)} (se {np.max(self.error):.4f})"
+
+
+def estimate(statistic: Callable[[np.random.Generator], ArrayLike], rng: np.random.Generator) -> Estimate:
+    """The mean and standard error of ``statistic`` over BATCHES independent batches that it draws from ``rng``."""
+    values = np.array([statistic(rng) for _ in range(BATCHES)], dtype=np.float64)
+    return Estimate(values.mean(axis=0), values.std(axis=0, ddof=1) / BATCHES**0.5)
+
+
+def together(estimates: Iterable[Estimate]) -> Estimate:
+    """Estimates as one, stacked along a new first axis."""
+    found = list(estimates)
+    return Estimate(np.stack([one.value for one in found]), np.stack([one.error for one in found]))
+
+
+def differences(objective: Callable[[NDArray[np.float64]], float], place: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Gradient of ``objective`` at ``place`` by central differences, in the shape of ``place``."""
+    gradient = np.empty_like(place)
+    for index in np.ndindex(*place.shape):
+        shift = np.zeros_like(place)
+        shift[index] = STEP
+        gradient[index] = (objective(place + shift) - objective(place - shift)) / (2 * STEP)
+    return gradient
+
+
+def show(values: ArrayLike, digits: int = 4) -> str:
+    """Numbers as text, "0.5000 / 0.2500"; ``digits`` after the point."""
+    return " / ".join(f"{value:.{digits}f}" for value in np.atleast_1d(np.asarray(values, dtype=np.float64)))
+
+
+def magnitude(error: float) -> str:
+    """A rounding error as text, one digit."""
+    return "0" if error == 0 else f"{error:.0e}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the named papers' claims (all by default); returns 1 when a row disagrees, 2 for an unknown name."""
+    parser = argparse.ArgumentParser(
+        prog="tools/theory", description="Claims of four papers and the bias of corrections, measured."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAPERS)}; default all")
+    parser.add_argument("--seed", type=int, default=0, help="of every random draw; default 0")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="also write the plots (SVG) to this folder")
+    given = parser.parse_args(arguments)
+    unknown = set(given.names) - set(PAPERS)
+    if unknown:
+        print(f"tools/theory: unknown {sorted(unknown)}; expected of {list(PAPERS)}", file=sys.stderr)
+        return 2
+    papers = [_module(name) for name in given.names or PAPERS]
+    rows = [row for paper in papers for row in paper.rows(given.seed)]
+    print(table(rows))
+    if given.figures is not None:
+        given.figures.mkdir(parents=True, exist_ok=True)
+        for paper in papers:
+            paper.figures(given.figures)
+    return int(not all(row.agrees for row in rows))
+
+
+def table(rows: Iterable[Row]) -> str:
+    """``rows`` as aligned text with a heading, one line a row."""
+    cells = [("claim", "measured", "expected", "agrees")]
+    cells += [(row.claim, row.measured, row.expected, "yes" if row.agrees else "NO") for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")

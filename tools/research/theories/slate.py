@@ -1,0 +1,246 @@
+"""SLATE (arXiv 2602.23440): variance of advantages from k actions after one prefix against G whole trajectories.
+
+Every step reward is made of independent noise in {-1, 0, 1} with probabilities 1/4, 1/4, 1/2; a process says how it
+depends on the steps before it. Source: SLATE section 4 and appendix A.4-A.7; methods.md 5.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from tools.inspecting.figures import save
+from tools.research.theories import BATCHES, STANDARD_ERRORS, Estimate, Row, estimate, magnitude, show, together
+
+Array = NDArray[np.float64]
+Process = Callable[[list[Array], list[Array], Array], Array]  # (earlier noise, earlier rewards, noise) -> reward
+
+NOISE = np.array([-1.0, 0.0, 1.0, 1.0])
+HORIZONS = (2, 4, 8)
+GROUP = 5
+DEPENDENCE = 0.5  # how much of each earlier step's noise moves the mean of a later reward
+
+
+def independent(_noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
+    """r_t = u_t."""
+    return noise
+
+
+def prefix_dependent(noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
+    """r_t = u_t + (u_1 + .. + u_{t-1}) / 2: a good step makes later steps better (covariance with the future > 0)."""
+    return noise + DEPENDENCE * sum(noises)
+
+
+def cancelling(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
+    """r_t = u_t - (r_1 + .. + r_{t-1}): each step takes back what was won before (covariance with the future < 0)."""
+    return noise - sum(rewards)
+
+
+def negating(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
+    """r_1 = u_1, r_2 = -r_1: the return is always zero."""
+    return noise if not rewards else np.broadcast_to(-rewards[-1], noise.shape)
+
+
+def draw(rng: np.random.Generator, *shape: int) -> Array:
+    """Noise, [shape]."""
+    return NOISE[rng.integers(0, len(NOISE), size=shape, dtype=np.int8)]
+
+
+def trajectories(process: Process, horizon: int, group: int, groups: int, rng: np.random.Generator) -> Array:
+    """Step rewards of whole trajectories, [steps, groups, group]."""
+    noises: list[Array] = []
+    rewards: list[Array] = []
+    for _ in range(horizon):
+        noise = draw(rng, groups, group)
+        rewards.append(process(noises, rewards, noise))
+        noises.append(noise)
+    return np.stack(rewards)
+
+
+def candidates(process: Process, horizon: int, k: int, groups: int, rng: np.random.Generator) -> Array:
+    """Rewards of k actions after one shared prefix, [steps, groups, k]; the first action extends the prefix."""
+    noises: list[Array] = []
+    rewards: list[Array] = []
+    tried: list[Array] = []
+    for _ in range(horizon):
+        noise = draw(rng, groups, k)
+        tried.append(process(noises, rewards, noise))
+        noises.append(noise[:, :1])
+        rewards.append(tried[-1][:, :1])
+    return np.stack(tried)
+
+
+def centred(values: Array) -> Array:
+    """Values less the mean of their group, [..., group]: both advantages of Theorem 1."""
+    return values - values.mean(axis=-1, keepdims=True)
+
+
+def variances(
+    process: Process, horizon: int, k: int, group: int, groups: int, rng: np.random.Generator
+) -> tuple[Array, float]:
+    """Expected variance of the truncated advantage, [steps], and that of the full-trajectory one (eq. 8)."""
+    truncated = centred(candidates(process, horizon, k, groups, rng))
+    full = centred(trajectories(process, horizon, group, groups, rng).sum(axis=0))
+    return (truncated**2).mean(axis=(1, 2)), float((full**2).mean())
+
+
+def variance_ratio(process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """Truncated over full-trajectory variance, k = G = 5, mean over the steps (eq. 9 claims at most 1/T)."""
+
+    def ratio(rng: np.random.Generator) -> float:
+        truncated, full = variances(process, horizon, GROUP, GROUP, groups // BATCHES, rng)
+        return float(truncated.mean() / full)
+
+    return estimate(ratio, rng)
+
+
+def future_covariance(process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """Covariance of r_1, whose prefix is empty, with the rewards after it (assumption 1 wants it non-negative)."""
+
+    def covariance(rng: np.random.Generator) -> float:
+        rewards = trajectories(process, horizon, 1, groups // BATCHES, rng)[..., 0]
+        return float(np.cov(rewards[0], rewards[1:].sum(axis=0))[0, 1])
+
+    return estimate(covariance, rng)
+
+
+def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """Truncated variance at step 1 and full-trajectory variance when the second step takes back the first, [2]."""
+
+    def both(rng: np.random.Generator) -> list[float]:
+        truncated, full = variances(negating, 2, GROUP, GROUP, groups // BATCHES, rng)
+        return [float(truncated[0]), full]
+
+    return estimate(both, rng)
+
+
+def mean_advantage_ratio(horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000) -> Estimate:
+    """(1/k) truncated variance over (1/G) full variance at k = G/T, independent steps (Proposition 2 claims 1)."""
+    k = group // horizon
+
+    def ratio(rng: np.random.Generator) -> float:
+        truncated, full = variances(independent, horizon, k, group, groups // BATCHES, rng)
+        return float(truncated.mean() / k / (full / group))
+
+    return estimate(ratio, rng)
+
+
+def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """How well each advantage tells r_1 less its group mean, independent steps, groups of 5, [6].
+
+    Correlation of the full-trajectory advantage before and after it is divided by the group's standard deviation, the
+    same for the truncated one, and the variances of both after the division. Groups of equal rewards have no such
+    quotient and are left out.
+    """
+
+    def statistics(rng: np.random.Generator) -> list[float]:
+        found: list[float] = []
+        scales: list[float] = []
+        rewards = trajectories(independent, horizon, GROUP, groups // BATCHES, rng)
+        step_one = centred(rewards[0])
+        for advantage in (centred(rewards.sum(axis=0)), step_one):
+            spread = advantage.std(axis=-1)
+            kept = spread > 0
+            divided = advantage[kept] / spread[kept, None]
+            found += [_correlation(advantage, step_one), _correlation(divided, step_one[kept])]
+            scales.append(float((divided**2).mean()))
+        return found + scales
+
+    return estimate(statistics, rng)
+
+
+def rows(seed: int = 0) -> list[Row]:
+    """SLATE's rows of methods.md 5."""
+    rng = np.random.default_rng(seed)
+    return [*_theorem_1(rng), *_scope(rng), *_proposition_2(rng)]
+
+
+def _theorem_1(rng: np.random.Generator) -> list[Row]:
+    inverse = [1 / horizon for horizon in HORIZONS]
+    dependent = [1 / sum((1 + DEPENDENCE * later) ** 2 for later in range(horizon)) for horizon in HORIZONS]
+    found = []
+    for claim, process, expected in (
+        ("SLATE Thm 1: variance ratio at T=2/4/8, independent steps: 1/T", independent, inverse),
+        ("SLATE Thm 1: the same, prefix-dependent means: below 1/T", prefix_dependent, dependent),
+        ("SLATE Thm 1: the same, steps cancel the past: bound 1/T fails", cancelling, [1.0] * 3),
+    ):
+        ratios = together(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
+        found.append(Row(claim, str(ratios), show(expected), ratios.near(expected)))
+    for claim, process, expected in (
+        ("SLATE Thm 1: Cov(r_1, later), prefix-dependent means, T=4", prefix_dependent, 3 * DEPENDENCE * NOISE.var()),
+        ("SLATE Thm 1: Cov(r_1, later), steps cancel the past: assumption 1 fails", cancelling, -NOISE.var()),
+    ):
+        covariance = future_covariance(process, 4, rng)
+        found.append(Row(claim, str(covariance), show(expected), covariance.near(expected)))
+    both = negated_variances(rng)
+    expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
+    claim = "SLATE Thm 1: r_2 = -r_1, truncated (step 1) and full variance: eq. 8 fails"
+    return [*found, Row(claim, str(both), show(expected), both.near(expected))]
+
+
+def _scope(rng: np.random.Generator) -> list[Row]:
+    horizon = 4
+    measured = correlations(horizon, rng)
+    full, divided, truncated, truncated_divided, *scales = measured.value
+    limit = horizon**-0.5
+    agrees = measured.at(0).near(limit) and abs(truncated - 1) < 1e-12
+    within = divided <= limit + STANDARD_ERRORS * measured.error[1] and divided < truncated_divided
+    return [
+        Row(
+            "SLATE scope: correlation with the step-1 advantage, T=4, full / truncated",
+            f"{show([full, truncated])} (se {measured.error[0]:.4f})",
+            show([limit, 1]),
+            bool(agrees),
+        ),
+        Row(
+            "SLATE scope: variance after division by the group's std, full / truncated",
+            show(scales),
+            show([1, 1]),
+            bool(np.allclose(scales, 1, atol=1e-9)),
+        ),
+        Row(
+            "SLATE scope: correlation after that division, full / truncated",
+            f"{show([divided, truncated_divided])} (se {measured.error[1]:.4f})",
+            f"<= {limit:.4f} < truncated",
+            bool(within),
+        ),
+    ]
+
+
+def _proposition_2(rng: np.random.Generator) -> list[Row]:
+    cases = ((4, 20), (2, 10), (5, 50))
+    ratios = together(mean_advantage_ratio(horizon, group, rng) for horizon, group in cases)
+    expected = [(1 - horizon / group) / (1 - 1 / group) for horizon, group in cases]
+    claim = "SLATE Prop 2: per-mean variance ratio at k=G/T, (T,G)=(4,20)/(2,10)/(5,50): below 1"
+    literal = float(np.abs(centred(candidates(independent, 4, GROUP, 1000, rng)).mean(axis=-1)).max())
+    return [
+        Row(claim, str(ratios), show(expected), ratios.near(expected)),
+        Row(
+            "SLATE Prop 2: largest |mean of the centred advantages|: always 0", magnitude(literal), "0", literal < 1e-12
+        ),
+    ]
+
+
+def figures(folder: Path) -> None:
+    """Write theory-slate.svg: the variance ratio against the horizon for the three processes."""
+    horizons = np.arange(1, 9)
+    figure = Figure(figsize=(5.2, 3.2))
+    axes = figure.subplots()
+    axes.plot(horizons, 1 / horizons, color="black", linewidth=1, label="claimed bound, 1/T")
+    for name, process, mark in (
+        ("independent steps", independent, "o"),
+        ("prefix-dependent means", prefix_dependent, "s"),
+        ("steps that cancel the past", cancelling, "^"),
+    ):
+        rng = np.random.default_rng(0)
+        ratios = [variance_ratio(process, int(horizon), rng, groups=40_000).value for horizon in horizons]
+        axes.plot(horizons, ratios, mark, markersize=5, label=name)
+    axes.set(yscale="log", xlabel="steps T", ylabel="truncated / full variance", title="SLATE Theorem 1, k = G = 5")
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, folder / "theory-slate.svg")
+
+
+def _correlation(a: Array, b: Array) -> float:
+    return float((a * b).mean() / ((a**2).mean() * (b**2).mean()) ** 0.5)
