@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from wire.numbers import Count, Natural, Positive
+
 
 class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors.sglang], for engine = "sglang".
@@ -24,33 +26,34 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str = ""
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
-    gpus: int = 0
+    gpus: Natural = 0
     api_key_env: str = ""
     weights: Literal["auto", "disk", "tensor", "distributed"] = "auto"
     lora: Literal["adapter", "merged"] = "adapter"
     pause: Literal["retract", "in_place"] = "retract"
-    start_timeout_s: float = 900.0
-    update_timeout_s: float = 300.0
-    request_timeout_s: float = 1800.0
+    start_timeout_s: Positive = 900.0
+    update_timeout_s: Positive = 300.0
+    request_timeout_s: Positive = 1800.0
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors].
 
-    engine: "local" is the embedded engine, "sglang" the one for GPUs. count: actor processes. max_batch: samples decoding together in one
+    engine: "local" is the embedded engine, "sglang" the one for GPUs, "module:Class" one of your own with its engine_options. count: actor processes. max_batch: samples decoding together in one
     actor. capacity: requests in flight an actor accepts. kv_cache_gib: keys and values of the embedded engine in all, running samples
     and prefix cache. max_context: longest prompt + continuation in tokens. prefill_tokens: prompt tokens computed in one step.
     threads: compute threads of one actor. dtype: "auto" is bfloat16 where the machine is faster in it, else float32.
     """
 
-    engine: Literal["local", "sglang"] = "local"
-    count: int = 4
-    max_batch: int = 24
-    capacity: int = 16
-    kv_cache_gib: float = 1.0
-    max_context: int = 1024
-    prefill_tokens: int = 512
-    threads: int = 1
+    engine: str = "local"
+    engine_options: dict[str, Any] = {}
+    count: Count = 4
+    max_batch: Count = 24
+    capacity: Count = 16
+    kv_cache_gib: Positive = 1.0
+    max_context: Count = 1024
+    prefill_tokens: Count = 512
+    threads: Count = 1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     sglang: SGLangConfig = SGLangConfig()
 

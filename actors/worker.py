@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from actors.config import ActorProcess
+from actors.engines import registry
 from actors.engines.base import Engine
 from wire import loop
 from wire.faults import InfrastructureFault
@@ -38,20 +39,9 @@ def service(engine: Engine, name: str, capacity: int) -> Service:
     return Service(name, {"generate": generate, "score": score, "load": load}, capacity, engine.stats)
 
 
-def engine_of(process: ActorProcess) -> Engine:
-    """The engine that ``[actors] engine`` names; each is imported only where it runs."""
-    if process.actors.engine == "sglang":
-        from actors.engines.sglang import SGLangEngine
-
-        return SGLangEngine(process.model, process.actors, process.seed, process.place)
-    from actors.engines.local import LocalEngine
-
-    return LocalEngine(process.model, process.actors, process.seed)
-
-
 async def run(process: ActorProcess) -> None:
     """Load the model, then serve until drained, or until the engine is gone."""
-    engine = engine_of(process)
+    engine = registry.load(process)
     await engine.start()
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
     folder = Path(process.run)

@@ -12,11 +12,12 @@ from wire.messages import JudgedTurn, Judgement
 class Judge:
     """Subclass this, set ``name`` and ``columns``, write ``score``; ``tools/serve my_module:MyJudge --run RUN`` plugs it in.
 
-    columns: names of the scores. concurrency: requests in flight at once. batch: most turns given to one ``score`` call.
+    columns: names of the scores. environments: names of those it can judge, () for any. concurrency: requests in flight at once. batch: most turns given to one ``score`` call.
     """
 
     name: str = ""
     columns: Sequence[str] = ()
+    environments: Sequence[str] = ()
     concurrency: int = 32
     batch: int = 32
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from wire.numbers import Count, Positive
+
 SERVED = "served"
 """The url of an endpoint that asks the model of [judges.model]."""
 
@@ -16,11 +18,11 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str = "smollm2-135m"
-    threads: int = 1
-    max_context: int = 4096
-    max_batch: int = 8
-    kv_cache_gib: float = 1.0
-    wait_s: float = 300.0
+    threads: Count = 1
+    max_context: Count = 4096
+    max_batch: Count = 8
+    kv_cache_gib: Positive = 1.0
+    wait_s: Positive = 300.0
 
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,4 +72,4 @@ class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     backend: str = ""
     encoder: str = "minilm"
-    threads: int = 1
+    threads: Count = 1

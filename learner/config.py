@@ -4,12 +4,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from wire.numbers import Count, Discount, Natural, NotNegative, Positive
+
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Low-rank adapters on all linear layers. rank 0 trains every weight instead."""
 
-    rank: int = 16
-    alpha: float = 64.0
+    rank: Natural = 16
+    alpha: Positive = 64.0
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True):
@@ -29,11 +31,11 @@ class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_clip: a new value may leave the one the update began with by so much before its error counts no more (methods.md 2.4).
     """
 
-    lr: float = 1e-5
-    warmup_updates: int = 0
-    value_clip: float = 0.5
-    loss_factor: float = 0.5
-    grad_clip: float = 1.0
+    lr: Positive = 1e-5
+    warmup_updates: Natural = 0
+    value_clip: Positive = 0.5
+    loss_factor: Positive = 0.5
+    grad_clip: Positive = 1.0
     lora: LoraConfig | None = None
 
 
@@ -46,16 +48,16 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the policy at version 0 ("initial").
     """
 
-    beta: float = 0.05
+    beta: Positive = 0.05
     loss: Literal["dpo", "cross_entropy"] = "dpo"
     outcome: str = "outcome"
     threshold: float = 0.0
     score: Literal["sum", "mean"] = "sum"
     order: Literal["score_first", "update_first"] = "score_first"
     reference: Literal["behaviour", "initial"] = "behaviour"
-    lr: float = 1e-6
-    warmup_updates: int = 0
-    grad_clip: float = 10.0
+    lr: Positive = 1e-6
+    warmup_updates: Natural = 0
+    grad_clip: Positive = 10.0
     lora: LoraConfig | None = None
 
 
@@ -69,15 +71,15 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     times as many or as few as in the first updates (scheme ppr).
     """
 
-    engine_gap: float = 0.05
-    engine_gap_bfloat16: float = 0.4
-    sample_share: float = 0.5
-    clip_share: float = 0.3
-    mask_share: float = 0.3
-    entropy: float = 0.01
-    kl: float = 1.0
-    grad_norm: float = 10.0
-    turns: float = 1.3
+    engine_gap: NotNegative = 0.05
+    engine_gap_bfloat16: NotNegative = 0.4
+    sample_share: NotNegative = 0.5
+    clip_share: NotNegative = 0.3
+    mask_share: NotNegative = 0.3
+    entropy: NotNegative = 0.01
+    kl: NotNegative = 1.0
+    grad_norm: NotNegative = 10.0
+    turns: NotNegative = 1.3
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,39 +97,39 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "memory" (engines on GPUs take them there), or "both". publish_host: where the memory's rendezvous listens. critic, prm: settings of the models the scheme needs; refused when it needs none.
     """
 
-    count: int = 4
+    count: Count = 4
     sharding: Literal["replicate", "fsdp"] = "replicate"
     scheme: str = "slate"
     scheme_options: dict[str, Any] = {}
     correction: str = "ppo_clip"
     correction_options: dict[str, Any] = {}
     aggregation: Literal["turn", "trajectory", "token", "constant"] = "turn"
-    constant_tokens: int = 0
+    constant_tokens: Natural = 0
     mean_over_steps: bool = False
-    epochs: int = 1
-    minibatches: int = 1
-    kl_coef: float = 0.001
+    epochs: Count = 1
+    minibatches: Count = 1
+    kl_coef: NotNegative = 0.001
     entropy_coef: float = 0.0
-    lr: float = 1e-6
-    warmup_updates: int = 0
-    decay_updates: int = 0
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
+    lr: Positive = 1e-6
+    warmup_updates: Natural = 0
+    decay_updates: Natural = 0
+    betas: tuple[Discount, Discount] = (0.9, 0.999)
+    weight_decay: NotNegative = 0.0
+    grad_clip: Positive = 1.0
     lora: LoraConfig = LoraConfig()
     critic: CriticConfig | None = None
     prm: PrmConfig | None = None
     watch: WatchConfig = WatchConfig()
     attention: Literal["auto", "dense", "cascade", "flex"] = "auto"
-    micro_tokens: int = 1536
+    micro_tokens: Count = 1536
     gradient_checkpointing: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    checkpoint_every: int = 1
-    keep: int = 3
+    checkpoint_every: Count = 1
+    keep: Count = 3
     publish: Literal["file", "memory", "both"] = "file"
     publish_host: str = "127.0.0.1"
-    threads: int = 1
-    collective_timeout_s: float = 1800.0
+    threads: Count = 1
+    collective_timeout_s: Positive = 1800.0
 
     @property
     def optimizer(self) -> OptimizerConfig:

@@ -46,15 +46,17 @@ class Trainer:
         self.correct = corrections.load(c.correction, c.correction_options)
         prm = c.prm or PrmConfig()
         self.prm: ImplicitPrm | None = None
-        self.needs_reference = "kl" in self.scheme.needs or ("prm" in self.scheme.needs and prm.reference == "initial")
+        self.needs_reference = "kl" in self.scheme.needs.models or (
+            "prm" in self.scheme.needs.models and prm.reference == "initial"
+        )
         reference = c.kl_coef > 0 or self.needs_reference
         self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=reference)
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks)
         self.critic = (
-            Critic(folder, c, c.critic or CriticConfig(), ranks, seed) if "value" in self.scheme.needs else None
+            Critic(folder, c, c.critic or CriticConfig(), ranks, seed) if "value" in self.scheme.needs.models else None
         )
-        if "prm" in self.scheme.needs:
+        if "prm" in self.scheme.needs.models:
             self.prm = ImplicitPrm(folder, c, prm, ranks, seed, process.temperature)
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
@@ -115,7 +117,7 @@ class Trainer:
         self, table: TurnTable, rows: Rows, steps: Plan
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """What the models of the learner say of each token, as far as scheme, correction or KL term read it."""
-        needs, made, metrics = self.scheme.needs, {}, {}
+        needs, made, metrics = self.scheme.needs.models, {}, {}
         if "log_ratio" in needs or self.correct.needs_proximal:
             made["proximal"] = self._proximal(rows, steps)
             made["log_ratio"] = np.where(rows.sampled, made["proximal"] - rows.behaviour, 0.0)

@@ -10,16 +10,17 @@ from scheduler.placement import Breaker, Place
 from wire.arrays import Frame
 from wire.faults import Fault
 from wire.messages import Register
+from wire.numbers import Count, Discount, Positive
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timing of workers and calls, in seconds."""
 
-    heartbeat_s: float = 2.0
-    dead_after_s: float = 20.0
+    heartbeat_s: Positive = 2.0
+    dead_after_s: Positive = 20.0
     """Silence after which a worker is given up and its calls move on. Well above a long pause of a busy machine."""
-    max_attempts: int = 3
-    hedge_quantile: float = 0.0
+    max_attempts: Count = 3
+    hedge_quantile: Discount = 0.0
     """Start a second attempt elsewhere when a call takes longer than this share (0.99) of the service's latest; 0: never."""
 
 

@@ -1,10 +1,11 @@
 """Settings of the scheduler."""
 
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
 from scheduler.dispatch import DispatchConfig
+from wire.numbers import Count, Natural, NotNegative, Positive
 
 UNJUDGED = "none"
 """scheduler.judge of a run that learns from outcomes alone: no turn is judged."""
@@ -18,9 +19,9 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     from data.options (a fixed opponent).
     """
 
-    questions: int = 128
-    every: int = 0
-    temperature: float = 0.0
+    questions: Natural = 128
+    every: Natural = 0
+    temperature: NotNegative = 0.0
     options: dict[str, Any] = {}
 
 
@@ -31,44 +32,39 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the cache comes first).
     """
 
-    batch: int = 16
+    batch: Natural = 16
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler].
 
-    strategy: a module of scheduler/strategies. k: samples of each step (slate) or trajectories of a question (full).
-    budget: steps B. eta: temperature of the reward-weighted choice. bonus: lambda of the early-answer bonus.
-    selection: "reward-weighted" or "best-of-k". judge: the service judge.<judge>, or "none". max_action_tokens: of one action.
-    continuations: of each state (mc_value). thinking: ask a chat template that knows the switch for a thinking block.
+    strategy: a module of scheduler/strategies, or module:grow; strategy_options: its keyword arguments. budget: steps B.
+    judge: the service judge.<judge>, or "none". max_action_tokens: of one action. thinking: ask a chat template that knows the switch for
+    a thinking block.
     updates: optimizer steps of the run. questions_per_update: trees that make
     one update. max_staleness: see scheduler/pacing.py. Deadlines and timeouts in seconds.
     """
 
     strategy: str = "slate"
-    k: int = 5
-    budget: int = 4
-    eta: float = 0.7
-    bonus: float = 0.1
-    selection: Literal["reward-weighted", "best-of-k"] = "reward-weighted"
+    strategy_options: dict[str, Any] = {}
+    budget: Count = 4
     judge: str = "slate_rules"
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_action_tokens: int = 500
-    continuations: int = 100
+    temperature: Positive = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Natural = 0
+    max_action_tokens: Count = 500
     thinking: bool = True
-    updates: int = 100
-    questions_per_update: int = 32
-    max_staleness: int = 1
+    updates: Count = 100
+    questions_per_update: Count = 32
+    max_staleness: Natural = 1
     evaluation: EvaluationConfig = EvaluationConfig()
     dispatch: DispatchConfig = DispatchConfig()
     placement: PlacementConfig = PlacementConfig()
     bind: str = "tcp://127.0.0.1:0"
-    generate_deadline_s: float = 600.0
-    judge_deadline_s: float = 120.0
-    startup_timeout_s: float = 600.0
-    watchdog_s: float = 120.0
+    generate_deadline_s: Positive = 600.0
+    judge_deadline_s: Positive = 120.0
+    startup_timeout_s: Positive = 600.0
+    watchdog_s: Positive = 120.0
 
 
 class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,6 @@ from scheduler.fleet import Fleet
 from scheduler.journal import Journal
 from scheduler.judged import Judged
 from scheduler.placement import Place
-from scheduler.rewards import INVALID_REWARD, composite
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Node, Tree
@@ -65,7 +64,7 @@ class Shop(msgspec.Struct, frozen=True):
 
 
 class Context:
-    """One tree's view of the system. ``settings`` may differ from the run's (an evaluation is greedy with k = 1).
+    """One tree's view of the system. ``settings`` may differ from the run's (an evaluation is greedy).
 
     attempt: which of ``ATTEMPTS`` this is, 0 where there is only one.
     """
@@ -111,8 +110,8 @@ class Context:
             return self.environment.parse_forced(node.text)
         return self.environment.read(self.state(node), node.text)
 
-    async def judge(self, nodes: Sequence[Node]) -> list[float]:
-        """Rewards r_t of sibling actions; columns are written to the nodes.
+    async def judge(self, nodes: Sequence[Node]) -> None:
+        """Have sibling actions judged; the judge's columns, and whether each action is valid, are written to the nodes.
 
         Where the judge's columns make the reward (SLATE), invalid actions are not judged (methods.md 1.4).
         """
@@ -127,10 +126,7 @@ class Context:
                 nodes[i].notes[self.settings.judge] = judgement.explanation
         for node, action in zip(nodes, actions, strict=True):
             node.scores["valid"] = float(action.valid)
-            if not self.environment.rewarded_by_judge and self.settings.judge != UNJUDGED:
-                node.scores["reward"] = self._reward(node, action)
         self._count(nodes, actions)
-        return [node.scores.get("reward", math.nan) for node in nodes]
 
     def note(self, node: Node) -> Action:
         """The parsed action of a new turn that ``assess`` may judge later; whether it is valid is a column at once."""
@@ -372,12 +368,6 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
-
-    def _reward(self, node: Node, action: Action) -> float:
-        if not action.valid:
-            return INVALID_REWARD
-        s = self.settings
-        return composite(node.scores, action.kind == "answer", node.step, s.budget, s.bonus)
 
     def _count(self, nodes: Sequence[Node], actions: Sequence[Action]) -> None:
         counts = self.shop.counts

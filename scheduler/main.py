@@ -134,7 +134,8 @@ class Run:
             judged=Judged(self.settings.judge, self.folder),
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
-        self.grow = strategies.load(self.settings.strategy)
+        self.examine = strategies.evaluation(self.settings.strategy, self.settings.strategy_options)
+        self.grow = strategies.load(self.settings.strategy, self.settings.strategy_options)
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -439,7 +440,7 @@ class Run:
         weights = self.spread.weights
         version = weights.version
         e = self.settings.evaluation
-        settings = msgspec.structs.replace(self.settings, k=1, temperature=e.temperature)
+        settings = msgspec.structs.replace(self.settings, temperature=e.temperature)
         room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
         pairs = await together(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout))
         found = evaluation.summarise(version, self.examination, [pair for pair in pairs if pair is not None])
@@ -462,7 +463,7 @@ class Run:
             context = Context(shop, settings, task, tree, rng)
             self.journal.start_tree(tree, position, self.spread.weights.version)
             try:
-                await self._attempts(tree, context, strategies.evaluation(self.settings.strategy))
+                await self._attempts(tree, context, self.examine)
             except DataFault as fault:
                 self._quarantine_heldout(tree, fault)
                 return None

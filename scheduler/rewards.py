@@ -4,8 +4,26 @@ import math
 import random
 from collections.abc import Sequence
 
+from scheduler.config import UNJUDGED
+from scheduler.context import Context
+from scheduler.tree import Node
+
+COMPONENTS = frozenset({"think", "query", "answer"})
+"""The judge's columns of which ``composite`` makes a reward."""
 INVALID_REWARD = -2.0
 """An action with neither search nor answer gets the worst composite score (methods.md 1.4)."""
+
+
+async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float]:
+    """Judge sibling actions and return their rewards r_t, NaN without a judge: the judge's own column "reward" where the environment
+    says so, else SLATE's ``composite`` of its columns."""
+    await ctx.judge(nodes)
+    if not ctx.environment.rewarded_by_judge and ctx.settings.judge != UNJUDGED:
+        for node in nodes:
+            action = ctx.action(node)
+            reward = composite(node.scores, action.kind == "answer", node.step, ctx.settings.budget, bonus)
+            node.scores["reward"] = reward if action.valid else INVALID_REWARD
+    return [node.scores.get("reward", math.nan) for node in nodes]
 
 
 def composite(scores: dict[str, float], answered: bool, step: int, budget: int, bonus: float) -> float:

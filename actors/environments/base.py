@@ -89,6 +89,8 @@ class Environment(Protocol):
     """Text that forces a final answer once the budget of steps is used up; "": episodes end by the rules alone."""
     outcome_judge: str
     """The judge that gives the outcome of a finished episode; "": the last transition says it."""
+    measured: Sequence[str]
+    """Score columns that the last turn of an episode has beside "outcome": the keys of ``Transition.measures``."""
     headline: str
     """The measure to look at first."""
     fresh: bool

@@ -31,6 +31,7 @@ class Game:
     """
 
     name = ""
+    measured: Sequence[str] = ("success", "completion")
     headline = "return"
     forced_prefix = ""
     outcome_judge = ""

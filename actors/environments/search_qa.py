@@ -57,6 +57,7 @@ class SearchQA:
     stop = ["</search>", "</answer>"]
     forced_prefix = "\n<answer>"
     outcome_judge = "exact_match"
+    measured = ()
     headline = "em"
     fresh = False
     rewarded_by_judge = False

@@ -62,6 +62,7 @@ class MinesweeperOracle(Judge):
     """
 
     name = "minesweeper"
+    environments = ("minesweeper",)
     columns = ("reward", "graded", "risk", "exact", "valid_share")
     concurrency = 64
     batch = 32

@@ -18,6 +18,7 @@ class SudokuOracle(Judge):
     """
 
     name = "sudoku"
+    environments = ("sudoku",)
     columns = ("reward", "graded", "valid_share")
     concurrency = 256
     batch = 256

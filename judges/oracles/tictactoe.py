@@ -91,6 +91,7 @@ class TicTacToeOracle(Judge):
     """
 
     name = "tictactoe"
+    environments = ("tictactoe",)
     columns = ("reward", "optimal", "valid_share")
     concurrency = 1
     batch = 8

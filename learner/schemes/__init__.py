@@ -1,13 +1,10 @@
 """Advantage schemes: one file each, knowing no model and no staleness.
 
-``advantages(table, **options)`` returns float64 [tokens], or an ``Estimate`` when it also has targets for a critic. The optional
-``needs(**options)`` names the token columns it reads ("value", "prm", "kl", "log_ratio"): that is what makes the learner hold a
-critic, an implicit reward model or a reference. The optional ``metrics(table, **options)`` measures each batch.
-A new scheme is a new file here and ``learner.scheme = "its name"``.
+A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens] (or an ``Estimate`` when it also has targets for a
+critic), and ``needs(**options)``, which declares what the scheme reads as a ``SchemeNeeds``; it gets every option with its value. The
+optional ``metrics(table, **options)`` measures each batch. ``learner.scheme`` names a file here, or a user's own "module:advantages".
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +12,17 @@ import msgspec
 
 from learner.table import TurnTable
 from learner.targets import Estimate
-from wire.options import checked, known
+from wire.declared import SchemeNeeds
+from wire.options import checked, declared, modules, plugin
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """A scheme with its options. needs: the token columns it reads. measure: what it measures of each batch."""
+    """A scheme with its options. measure: what it measures of each batch."""
 
     name: str
     function: Callable[..., Any]
     options: dict[str, Any]
-    needs: frozenset[str]
+    needs: SchemeNeeds
     measure: Callable[..., dict[str, float]] | None = None
 
     def __call__(self, table: TurnTable) -> Estimate:
@@ -37,14 +35,14 @@ class Scheme(msgspec.Struct, frozen=True):
 
 
 def names() -> list[str]:
-    """The known schemes."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """The built-in schemes."""
+    return modules(__name__)
 
 
 def load(name: str, options: dict[str, Any]) -> Scheme:
-    """The scheme ``name``; raises ValueError naming the known schemes, or the options it takes and what each expects."""
-    known(f"learner.scheme = {name!r}", name, names())
-    module = importlib.import_module(f"{__name__}.{name}")
-    options = checked("learner.scheme_options", f"scheme {name!r}", module.advantages, options, ("table",))
-    needs = module.needs(**options) if hasattr(module, "needs") else ()
-    return Scheme(name, module.advantages, options, frozenset(needs), getattr(module, "metrics", None))
+    """The scheme ``name``. Raises ValueError naming the known schemes, or the options it takes and what each expects."""
+    what = f"learner.scheme = {name!r}"
+    module, function = plugin(what, name, __name__, "advantages")
+    options = checked("learner.scheme_options", f"scheme {name!r}", function, options, ("table",))
+    needs = declared(what, module, "needs", SchemeNeeds, function, options)
+    return Scheme(name, function, options, needs, getattr(module, "metrics", None))

@@ -9,16 +9,23 @@ import numpy as np
 from learner.schemes import grpo
 from learner.statistics import standardise, within
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import NotNegative, Positive, Share
+
+
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """Whole trajectories of one task, two at least."""
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
 def advantages(
     table: TurnTable,
     column: str = "reward",
-    gamma: float = 0.95,
-    alpha: float = 1.0,
+    gamma: Share = 0.95,
+    alpha: NotNegative = 1.0,
     episode_std: bool = False,
     step_std: bool = False,
-    eps: float = 1e-6,
+    eps: Positive = 1e-6,
 ) -> np.ndarray:
     """float64 [tokens]. Both std switches are off in the released code ("mean_norm"). A missing reward is 0."""
     if table.anchor is None:

@@ -4,14 +4,28 @@ R(tau) = sum_t r_t over the turns of a column ("reward", or an outcome that only
 std = False is Dr. GRPO (with learner.aggregation = "constant").
 """
 
+from typing import Annotated
+
 import numpy as np
+from msgspec import Meta
 
 from learner.statistics import standardise, within
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import Positive
+
+
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """Whole trajectories of one task, two at least."""
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
 def advantages(
-    table: TurnTable, column: str = "reward", std: bool = True, ddof: int = 1, eps: float = 1e-6
+    table: TurnTable,
+    column: str = "reward",
+    std: bool = True,
+    ddof: Annotated[int, Meta(ge=0, le=1)] = 1,
+    eps: Positive = 1e-6,
 ) -> np.ndarray:
     """float64 [tokens]. A missing score adds nothing to the return."""
     trajectories = table.trajectories()

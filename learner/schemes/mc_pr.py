@@ -8,10 +8,17 @@ import numpy as np
 
 from learner.schemes.turn_grpo import by_turn
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import Count, Positive
+
+
+def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:
+    """The turns of whole trajectories of the batch, with Monte Carlo values."""
+    return SchemeNeeds(columns=frozenset({value, outcome}), group="batch")
 
 
 def advantages(
-    table: TurnTable, value: str = "mc_value", outcome: str = "outcome", n_min: int = 4, eps: float = 1e-8
+    table: TurnTable, value: str = "mc_value", outcome: str = "outcome", n_min: Count = 4, eps: Positive = 1e-8
 ) -> np.ndarray:
     """float64 [tokens]. A turn next to a missing value has no difference: it enters no statistic and gets 0."""
     return table.per_token(by_turn(table.turn, temporal_differences(table, value, outcome), n_min, eps))

@@ -15,25 +15,29 @@ from learner.schemes import gae
 from learner.statistics import centre, leave_one_out, standardise, whiten, within
 from learner.table import TurnTable
 from learner.targets import Estimate
+from wire.declared import SchemeNeeds
+from wire.numbers import NotNegative, Positive
 
 Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 Variant = Literal["step", "process", "merged", "token", "environment"]
 
 
-def needs(base: Base = "grpo", variant: Variant = "step", **_: object) -> set[str]:
-    """Token columns."""
-    return ({"value"} if base == "ppo" else set()) | ({"prm"} if variant != "environment" else set())
+def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: object) -> SchemeNeeds:
+    """Whole trajectories of one task, two at least; the implicit reward model, and a critic for base "ppo"."""
+    models = ({"value"} if base == "ppo" else set()) | ({"prm"} if variant != "environment" else set())
+    columns = {outcome, step_reward} if variant == "environment" else {outcome}
+    return SchemeNeeds(columns=frozenset(columns), group="task", least=2, models=frozenset(models))
 
 
 def advantages(
     table: TurnTable,
     base: Base = "grpo",
     variant: Variant = "step",
-    alpha: float = 1.0,
+    alpha: NotNegative = 1.0,
     outcome: str = "outcome",
     step_reward: str = "reward",
-    invalid_penalty: float = 0.1,
-    eps: float = 1e-6,
+    invalid_penalty: NotNegative = 0.1,
+    eps: Positive = 1e-6,
 ) -> Estimate:
     """Advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers its own row's outcome only."""
     episode = _episode(table, base, outcome, invalid_penalty, eps)

@@ -4,9 +4,16 @@ import numpy as np
 
 from learner.statistics import standardise
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import Positive
 
 
-def advantages(table: TurnTable, column: str = "outcome", eps: float = 1e-8) -> np.ndarray:
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """The trajectories of the batch."""
+    return SchemeNeeds(columns=frozenset({column}), group="batch")
+
+
+def advantages(table: TurnTable, column: str = "outcome", eps: Positive = 1e-8) -> np.ndarray:
     """float64 [tokens]. Population std; an episode without an outcome has return 0 (a timeout)."""
     trajectories = table.trajectories()
     made = standardise(trajectories.total(table.column(column)), True, 0, eps)

@@ -12,13 +12,17 @@ import numpy as np
 from learner.table import Trajectories, TurnTable
 from learner.targets import Estimate, Kind, estimate
 from learner.targets import needs as target_needs
+from wire.declared import SchemeNeeds
+from wire.numbers import NotNegative, Share
 
 Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 
 
-def needs(targets: Kind = "gae", kl_coef: float = 0.0, **_: object) -> set[str]:
-    """Token columns."""
-    return target_needs(targets, kl_coef)
+def needs(process: str, outcome: str, targets: Kind, kl_coef: float, **_: object) -> SchemeNeeds:
+    """Whole trajectories; a critic, and what the targets and the KL in the reward read of each token."""
+    return SchemeNeeds(
+        columns=frozenset({process, outcome}), group="batch", models=frozenset(target_needs(targets, kl_coef))
+    )
 
 
 def advantages(
@@ -27,11 +31,11 @@ def advantages(
     invalid: Literal["zero", "skip"] = "zero",
     process: str = "process",
     outcome: str = "outcome",
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
     whiten: bool = True,
     targets: Kind = "gae",
-    kl_coef: float = 0.0,
+    kl_coef: NotNegative = 0.0,
 ) -> Estimate:
     """Advantages and value targets. Whitening and critic run over the policy's own tokens (methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))

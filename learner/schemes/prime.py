@@ -9,20 +9,24 @@ import numpy as np
 
 from learner.statistics import leave_one_out, whiten, within
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import NotNegative, Share
 
 
-def needs(**_: object) -> set[str]:
-    """Token columns."""
-    return {"prm"}
+def needs(outcome: str, **_: object) -> SchemeNeeds:
+    """Whole trajectories of one task, two at least; an implicit reward model trained with cross-entropy."""
+    return SchemeNeeds(
+        columns=frozenset({outcome}), group="task", least=2, models=frozenset({"prm"}), prm_loss="cross_entropy"
+    )
 
 
 def advantages(
     table: TurnTable,
     outcome: str = "outcome",
-    process_weight: float = 5.0,
-    outcome_weight: float = 5.0,
-    accuracy_low: float = 0.2,
-    accuracy_high: float = 0.8,
+    process_weight: NotNegative = 5.0,
+    outcome_weight: NotNegative = 5.0,
+    accuracy_low: Share = 0.2,
+    accuracy_high: Share = 0.8,
 ) -> np.ndarray:
     """float64 [tokens]. A trajectory is accurate when its outcome is above 0."""
     trajectories, spans, mask = table.trajectories(), table.token_spans(), table.mask()

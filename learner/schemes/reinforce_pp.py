@@ -9,6 +9,13 @@ import numpy as np
 
 from learner.statistics import centre, whiten, within
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+
+
+def needs(column: str, baseline: str, **_: object) -> SchemeNeeds:
+    """Trajectories of one task where the mean of the task is the baseline, else of the batch."""
+    grouped = baseline == "group"
+    return SchemeNeeds(columns=frozenset({column}), group="task" if grouped else "batch", least=2 if grouped else 1)
 
 
 def advantages(table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group") -> np.ndarray:

@@ -4,6 +4,12 @@ import numpy as np
 
 from learner.statistics import leave_one_out, within
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+
+
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """Whole trajectories of one task, two at least."""
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
 def advantages(table: TurnTable, column: str = "reward") -> np.ndarray:

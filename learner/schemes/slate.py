@@ -3,13 +3,23 @@
 A_t^j = (r_t^j - mean_j r_t) / (std_j r_t + eps) over the k candidates sampled from one prefix; with k = 1, A = r.
 """
 
+from typing import Annotated
+
 import numpy as np
+from msgspec import Meta
 
 from learner.statistics import standardise, within
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import Positive
 
 
-def advantages(table: TurnTable, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
+def needs(**_: object) -> SchemeNeeds:
+    """The candidates of one prefix."""
+    return SchemeNeeds(columns=frozenset({"reward"}), group="step")
+
+
+def advantages(table: TurnTable, ddof: Annotated[int, Meta(ge=0, le=1)] = 1, eps: Positive = 1e-6) -> np.ndarray:
     """float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof 1 is the sample standard deviation (methods.md 6, row 3), 0 the population's."""
 
     def compare(rewards: np.ndarray) -> np.ndarray:

@@ -8,9 +8,16 @@ import numpy as np
 
 from learner.statistics import standardise
 from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import Count, Positive
 
 
-def advantages(table: TurnTable, column: str = "reward", n_min: int = 4, eps: float = 1e-8) -> np.ndarray:
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """The turns of whole trajectories of the batch."""
+    return SchemeNeeds(columns=frozenset({column}), group="batch")
+
+
+def advantages(table: TurnTable, column: str = "reward", n_min: Count = 4, eps: Positive = 1e-8) -> np.ndarray:
     """float64 [tokens]. A turn whose score is missing enters no statistic and gets 0."""
     return table.per_token(by_turn(table.turn, table.column(column), n_min, eps))
 

@@ -1,29 +1,50 @@
-"""Rollout strategies: one file each, ``async def grow(tree, ctx)``, reading like the paper's pseudo-code.
+"""Rollout strategies: one file each, reading like the paper's pseudo-code.
 
-A strategy starts from ``tree.tip()``, so a tree that was grown halfway before a crash goes on where it stood. EVALUATION, where a
-module has it, is the strategy that held-out tasks are done with, one trajectory each; "chain" otherwise.
+A strategy's file has ``async def grow(tree, ctx, **options)`` and ``gives(**options)``, which declares what the strategy emits as a
+``StrategyGives``; it gets every option with its value. A strategy starts from ``tree.tip()``, so a tree that was grown halfway before a
+crash goes on where it stood. EVALUATION, where a module has it, names the strategy that held-out tasks are done with, one trajectory
+each; "chain" otherwise. ``scheduler.strategy`` names a file here, or a user's own "module:grow".
 """
 
-import importlib
-import pkgutil
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from wire.options import known
+import msgspec
 
-Strategy = Callable[[Any, Any], Awaitable[None]]
-
-
-def load(name: str) -> Strategy:
-    """The strategy ``name``; raises ValueError naming the known ones."""
-    return _module(name).grow
+from wire.declared import StrategyGives
+from wire.options import checked, declared, modules, plugin
 
 
-def evaluation(name: str) -> Strategy:
-    """The strategy that does the held-out tasks of a run with strategy ``name``."""
-    return load(getattr(_module(name), "EVALUATION", "chain"))
+class Strategy(msgspec.Struct, frozen=True):
+    """A strategy with its options. examined_by: the strategy that does the held-out tasks."""
+
+    name: str
+    function: Callable[..., Awaitable[None]]
+    options: dict[str, Any]
+    gives: StrategyGives
+    examined_by: str
+
+    def __call__(self, tree: Any, ctx: Any) -> Awaitable[None]:
+        return self.function(tree, ctx, **self.options)
 
 
-def _module(name: str) -> Any:
-    known(f"scheduler.strategy = {name!r}", name, (module.name for module in pkgutil.iter_modules(__path__)))
-    return importlib.import_module(f"{__name__}.{name}")
+def names() -> list[str]:
+    """The built-in strategies."""
+    return modules(__name__)
+
+
+def load(name: str, options: dict[str, Any] | None = None) -> Strategy:
+    """The strategy ``name``. Raises ValueError naming the known strategies, or the options it takes and what each expects."""
+    what = f"scheduler.strategy = {name!r}"
+    module, function = plugin(what, name, __name__, "grow")
+    options = checked("scheduler.strategy_options", f"strategy {name!r}", function, options or {}, ("tree", "ctx"))
+    gives = declared(what, module, "gives", StrategyGives, function, options)
+    return Strategy(name, function, options, gives, getattr(module, "EVALUATION", "chain"))
+
+
+def evaluation(name: str, options: dict[str, Any]) -> Strategy:
+    """The strategy that does the held-out tasks of a run with strategy ``name``, with those of its options that it takes too."""
+    examined = load(load(name, options).examined_by)
+    takes = inspect.signature(examined.function).parameters
+    return load(examined.name, {key: value for key, value in options.items() if key in takes})

@@ -6,36 +6,47 @@ VPR's and PPR's sampling. Turns are scored while the next ones are played: the e
 from collections.abc import Callable
 
 from scheduler.context import Context
+from scheduler.rewards import judge
 from scheduler.together import Beside
 from scheduler.tree import Node, Tree
+from wire.declared import StrategyGives
 
 
-async def grow(tree: Tree, ctx: Context) -> None:
-    """Grow the trajectory to its end, then emit it."""
+def gives(**_: object) -> StrategyGives:
+    """One trajectory of each task."""
+    return StrategyGives(group="task", reward_options=frozenset({"bonus"}))
+
+
+async def grow(tree: Tree, ctx: Context, bonus: float = 0.1) -> None:
+    """Grow the trajectory to its end, then emit it. bonus: see ``scheduler.rewards.composite``."""
     if not tree.groups:  # a crash may have come between the group and the end of its tree
-        ctx.emit([await episode(tree, ctx)])
+        ctx.emit([await episode(tree, ctx, bonus)])
 
 
 async def episode(
-    tree: Tree, ctx: Context, trajectory: int = 0, acting: Callable[[Node], object] = lambda action: None
+    tree: Tree,
+    ctx: Context,
+    bonus: float = 0.1,
+    trajectory: int = 0,
+    acting: Callable[[Node], object] = lambda action: None,
 ) -> list[Node]:
     """One trajectory from where it stands; its trained actions in order. ``acting`` is told of each action when it is sampled."""
     async with Beside() as beside:
         for action in tree.actions(trajectory):  # of a tree that was grown halfway
             if "valid" not in action.scores and not action.forced:
-                beside.start(_score(ctx, action))
+                beside.start(_score(ctx, action, bonus))
             acting(action)
         node = await ctx.tip(trajectory)
         while (place := await ctx.onward(node)) is not None:
             (node,) = await ctx.generate(place, 1, trajectory)
             node.chosen = True
             ctx.save([node])
-            beside.start(_score(ctx, node))
+            beside.start(_score(ctx, node, bonus))
             acting(node)
     await ctx.finish(trajectory)
     return [action for action in tree.actions(trajectory) if not action.forced]
 
 
-async def _score(ctx: Context, action: Node) -> None:
-    await ctx.judge([action])
+async def _score(ctx: Context, action: Node, bonus: float) -> None:
+    await judge(ctx, [action], bonus)
     ctx.save([action])

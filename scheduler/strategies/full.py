@@ -7,9 +7,16 @@ from scheduler.context import Context
 from scheduler.strategies.chain import episode
 from scheduler.together import together
 from scheduler.tree import Tree
+from wire.declared import StrategyGives
+from wire.numbers import Count
 
 
-async def grow(tree: Tree, ctx: Context) -> None:
-    """Grow the trajectories that are not done yet, then emit them as one group."""
+def gives(k: int, **_: object) -> StrategyGives:
+    """``k`` trajectories of each task."""
+    return StrategyGives(group="task", size=k, reward_options=frozenset({"bonus"}))
+
+
+async def grow(tree: Tree, ctx: Context, k: Count = 5, bonus: float = 0.1) -> None:
+    """Grow the trajectories that are not done yet, then emit them as one group. bonus: see ``scheduler.rewards.composite``."""
     if not tree.groups:
-        ctx.emit(await together(episode(tree, ctx.aside(f"trajectory {i}"), i) for i in range(ctx.settings.k)))
+        ctx.emit(await together(episode(tree, ctx.aside(f"trajectory {i}"), bonus, i) for i in range(k)))

@@ -13,25 +13,36 @@ from scheduler.rollouts import outcomes, position_before
 from scheduler.strategies import chain
 from scheduler.together import Beside
 from scheduler.tree import Node, Tree
+from wire.declared import StrategyGives
+from wire.numbers import Count
 
 
-async def grow(tree: Tree, ctx: Context) -> None:
-    """Grow the chain; value its states meanwhile; emit it."""
+def gives(**_: object) -> StrategyGives:
+    """One trajectory of each task, whose states have values."""
+    return StrategyGives(
+        group="task", purpose=frozenset({"mc_value", "mc_error", "td"}), reward_options=frozenset({"bonus"})
+    )
+
+
+async def grow(tree: Tree, ctx: Context, continuations: Count = 100, bonus: float = 0.1) -> None:
+    """Grow the chain; value its states meanwhile; emit it. bonus: see ``scheduler.rewards.composite``."""
     if tree.groups:
         return
     async with Beside() as beside:
-        actions = await chain.episode(tree, ctx, 0, lambda action: beside.start(value(ctx, action)))
+        actions = await chain.episode(
+            tree, ctx, bonus, 0, lambda action: beside.start(value(ctx, action, continuations))
+        )
     differences(actions)
     ctx.save(actions)
     ctx.emit([actions])
 
 
-async def value(ctx: Context, action: Node) -> None:
+async def value(ctx: Context, action: Node, continuations: int) -> None:
     """The value of the state in which ``action`` was taken."""
     if action.forced or "mc_value" in action.scores:
         return
     aside = ctx.aside(f"value {action.id}")  # the chain's own draws do not depend on when continuations come back
-    found = await outcomes(aside, position_before(ctx, action), ctx.settings.continuations)
+    found = await outcomes(aside, position_before(ctx, action), continuations)
     mean = math.fsum(found) / len(found)
     variance = math.fsum((x - mean) ** 2 for x in found) / max(1, len(found) - 1)
     action.scores |= {"mc_value": mean, "mc_error": math.sqrt(variance / len(found))}

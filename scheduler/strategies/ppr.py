@@ -7,9 +7,16 @@ are judged while the next ones are generated.
 from scheduler.context import Context
 from scheduler.together import Beside
 from scheduler.tree import Node, Tree
+from wire.declared import StrategyGives
 
 EVALUATION = "ppr"
 """Held-out questions are answered in the same rounds; no answer is forced."""
+
+
+def gives(**_: object) -> StrategyGives:
+    """One trajectory of each question with the judge's columns; no reward is made of them."""
+    columns = frozenset({"judge_valid"})
+    return StrategyGives(group="task", columns=columns, rewarded=False, needs_outcome_judge=True)
 
 
 async def grow(tree: Tree, ctx: Context) -> None:

@@ -4,24 +4,58 @@ At each step k candidates are sampled from one prefix and judged; all k leave fo
 its advantage, is continued. An answer ends the tree; a used-up budget forces one (logged, not trained).
 """
 
+from typing import Literal
+
 from scheduler.context import Context
-from scheduler.rewards import advantages, choose
+from scheduler.rewards import advantages, choose, judge
 from scheduler.tree import Tree
+from wire.declared import StrategyGives
+from wire.numbers import Count, Positive
+
+Selection = Literal["reward-weighted", "best-of-k"]
 
 
-async def grow(tree: Tree, ctx: Context) -> None:
-    """Grow one question's tree from its tip."""
-    settings = ctx.settings
+ETA = 0.7
+
+
+def gives(k: int, eta: float, selection: Selection, **_: object) -> StrategyGives:
+    """``k`` candidates of each prefix, each trained by its own reward; their trajectories have no outcome."""
+    if selection == "best-of-k" and eta != ETA:
+        raise ValueError(
+            f"scheduler.strategy_options.eta = {eta} has no effect with selection = 'best-of-k': remove it"
+        )
+    return StrategyGives(
+        group="step",
+        size=k,
+        columns=frozenset({"advantage"}),
+        reward_options=frozenset({"bonus"}),
+        outcome=False,
+        needs_judge=True,
+    )
+
+
+async def grow(
+    tree: Tree,
+    ctx: Context,
+    k: Count = 5,
+    eta: Positive = ETA,
+    selection: Selection = "reward-weighted",
+    bonus: float = 0.1,
+) -> None:
+    """Grow one question's tree from its tip.
+
+    eta: temperature of the reward-weighted choice; it has no effect on "best-of-k". bonus: lambda of the early-answer bonus.
+    """
     node = await ctx.tip()
     while (place := await ctx.onward(node)) is not None:
-        candidates = await ctx.generate(place, settings.k)
-        rewards = await ctx.judge(candidates)
+        candidates = await ctx.generate(place, k)
+        rewards = await judge(ctx, candidates, bonus)
         scores = advantages(rewards)
         for candidate, score in zip(candidates, scores, strict=True):
             candidate.scores["advantage"] = score
         valid = [i for i, candidate in enumerate(candidates) if ctx.action(candidate).valid]
         everyone = list(range(len(candidates)))
-        chosen = choose(scores, valid or everyone, settings.selection, settings.eta, ctx.rng)
+        chosen = choose(scores, valid or everyone, selection, eta, ctx.rng)
         candidates[chosen].chosen = True
         ctx.emit([[candidate] for candidate in candidates])
         node = candidates[chosen]

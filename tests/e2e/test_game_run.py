@@ -130,7 +130,7 @@ def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: P
 
 def test_monte_carlo_values_survive_kill_9_of_the_whole_group(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = ["scheduler.strategy=mc_value", "learner.scheme=mc_pr", "scheduler.continuations=3"]
+    settings = ["scheduler.strategy=mc_value", "learner.scheme=mc_pr", "scheduler.strategy_options={continuations=3}"]
     settings += ["scheduler.evaluation.questions=0"]
     process = launch(config, run, *(part for setting in settings for part in ("--set", setting)))
     wait_for_update(run, process)

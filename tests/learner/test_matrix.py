@@ -246,7 +246,7 @@ class Run:
         old, proximal = (np.log(p[batch.places, batch.tokens]) for p in (self.behaviour, policy))
         goal = self.cell.goal
         batch.table.scores["mc_value"] = place_values(policy, goal)[1][batch.time, batch.places[::2]]
-        made = columns(self.scheme.needs, batch, goal, policy, self.initial, old, self.prm)
+        made = columns(self.scheme.needs.models, batch, goal, policy, self.initial, old, self.prm)
         table = msgspec.structs.replace(batch.table, token_scores=made)
         weights = token_weights(table, table.mask(), len(np.unique(table.tree)), "turn")
         self.behaviour = policy

@@ -478,11 +478,11 @@ def test_every_base_and_variant_of_oprl_is_finite_and_reads_only_the_columns_it_
 ) -> None:
     t = oprl_case(valid=[1, 0, 1, 1, 1])
     scheme = schemes.load("oprl", {"base": base, "variant": variant})
-    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs}
+    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs.models}
     made = scheme(msgspec.structs.replace(t, token_scores=needed))
     assert np.isfinite(made.advantages).all()
     assert made.advantages.any()
-    assert (made.returns is not None) == (base == "ppo") == ("value" in scheme.needs)
+    assert (made.returns is not None) == (base == "ppo") == ("value" in scheme.needs.models)
     for missing in needed:
         rest = {name: column for name, column in needed.items() if name != missing}
         with pytest.raises(KeyError, match=missing):
@@ -822,11 +822,11 @@ def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(
     which: tuple[str, dict[str, Any]],
 ) -> None:
     t, scheme = random_table(5), schemes.load(*which)
-    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs}
+    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs.models}
     made = scheme(msgspec.structs.replace(t, token_scores=needed))
     assert made.advantages.shape == (int(t.tokens.sum()),)
     assert np.isfinite(made.advantages).all()
-    assert (made.returns is not None) == ("value" in scheme.needs)
+    assert (made.returns is not None) == ("value" in scheme.needs.models)
     for missing in needed:
         rest = {name: column for name, column in needed.items() if name != missing}
         with pytest.raises(KeyError, match=missing):

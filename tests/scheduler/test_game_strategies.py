@@ -1,6 +1,7 @@
 """Chains and Monte Carlo values on the real games, with an engine that plays scripted or random legal moves."""
 
 import asyncio
+import inspect
 import random
 from collections import Counter
 from pathlib import Path
@@ -85,6 +86,7 @@ class Stage:
         text = Text(str(llama))
         self.services = Services(text, game, script or [])
         self.groups: list[list[Turn]] = []
+        self.options = {key: settings.pop(key) for key in ("k", "continuations") if key in settings}
         self.settings = msgspec.structs.replace(SchedulerConfig(judge="oracle", max_action_tokens=40), **settings)
         self.journal = Journal(tmp_path / "journal")
         self.counts: Counter[str] = Counter()
@@ -101,7 +103,9 @@ class Stage:
     async def grow(self, strategy: Any, tree: Tree | None = None) -> None:
         context = Context(self.shop, self.settings, self.task, tree or self.tree, random.Random(1))
         await context.plant()
-        await strategy.grow(tree or self.tree, context)
+        takes = inspect.signature(strategy.grow).parameters
+        options = {key: value for key, value in self.options.items() if key in takes}
+        await strategy.grow(tree or self.tree, context, **options)
 
     def reread(self) -> Tree:
         (row,) = self.journal.trees()

@@ -149,5 +149,5 @@ async def test_a_budget_that_ends_on_a_search_has_answered_nothing(tmp_path: Pat
 
 
 def test_held_out_tasks_are_done_as_they_are_trained() -> None:
-    assert strategies.evaluation("ppr") is ppr.grow
-    assert strategies.evaluation("slate") is strategies.load("chain")
+    assert strategies.evaluation("ppr", {}).function is ppr.grow
+    assert strategies.evaluation("slate", {"k": 3, "bonus": 0.5}) == strategies.load("chain", {"bonus": 0.5})

@@ -1,5 +1,6 @@
 """Strategies against scripted services; the real ones run in tests/e2e."""
 
+import inspect
 import random
 from collections import Counter
 from pathlib import Path
@@ -79,7 +80,10 @@ class Stage:
         self.services = Services(text, script, invalid)
         self.groups: list[list[Turn]] = []
         self.counts: Counter[str] = Counter()
-        self.settings = msgspec.structs.replace(SchedulerConfig(k=3, budget=2), **settings)
+        self.options = {"k": 3} | {
+            key: settings.pop(key) for key in ("k", "eta", "selection", "bonus", "continuations") if key in settings
+        }
+        self.settings = msgspec.structs.replace(SchedulerConfig(budget=2), **settings)
         self.journal = Journal(tmp_path / "journal")
         self.shop = Shop(
             self.services,  # pyright: ignore[reportArgumentType]
@@ -100,7 +104,9 @@ class Stage:
 
     async def grow(self, strategy: Any) -> None:
         await self.context.plant()
-        await strategy.grow(self.tree, self.context)
+        takes = inspect.signature(strategy.grow).parameters
+        options = {key: value for key, value in self.options.items() if key in takes}
+        await strategy.grow(self.tree, self.context, **options)
 
     def rewards(self) -> list[list[float]]:
         return [[turn.scores["reward"] for turn in group] for group in self.groups]

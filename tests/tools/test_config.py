@@ -81,16 +81,17 @@ def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
 def test_the_7b_config_holds_the_papers_settings() -> None:
     config = load(ROOT / "configs" / "slate-7b.toml", [])
     s, w = config.scheduler, config.learner
-    assert (s.k, s.budget, s.eta, s.bonus, s.questions_per_update, s.updates) == (5, 4, 0.7, 0.1, 32, 500)
+    assert s.strategy_options == {"k": 5, "eta": 0.7, "bonus": 0.1}
+    assert (s.budget, s.questions_per_update, s.updates) == (4, 32, 500)
     assert (w.lr, w.kl_coef, w.lora.rank, w.lora.alpha) == (1e-6, 0.001, 16, 64)
     assert (w.correction, w.correction_options) == ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
     assert round(w.warmup_updates / s.updates, 3) == 0.284
 
 
 def test_set_changes_a_key() -> None:
-    config = load(DEFAULT, ["learner.lr=1e-6", "scheduler.selection=best-of-k", "learner.lora.rank=0"])
+    config = load(DEFAULT, ["learner.lr=1e-6", "scheduler.strategy_options.selection=best-of-k", "learner.lora.rank=0"])
     assert config.learner.lr == 1e-6
-    assert config.scheduler.selection == "best-of-k"
+    assert config.scheduler.strategy_options["selection"] == "best-of-k"
     assert config.learner.lora.rank == 0
 
 
@@ -101,31 +102,31 @@ def test_set_changes_a_key() -> None:
         ("learner.lora.rnk=1", "learner.lora.rnk"),
         ("zzz=1", "expected one of"),
         ("learner.lr=fast", "learner.lr"),
-        ("scheduler.k=0", "scheduler.k = 0"),
-        ("scheduler.k=99", "actors.max_batch"),
-        ("scheduler.max_staleness=-1", "synchronous"),
+        ("scheduler.strategy_options.k=0", "strategy_options.k = 0: expected a whole number, at least 1"),
+        ("scheduler.strategy_options.k=99", "actors.max_batch"),
+        ("scheduler.max_staleness=-1", "scheduler.max_staleness = -1: expected `int` >= 0"),
         ("scheduler.temperature=0", "scheduler.temperature"),
-        ("scheduler.selection=best", "scheduler.selection"),
+        ("scheduler.strategy_options.selection=best", "expected one of 'reward-weighted', 'best-of-k'"),
         ("actors.engine=vllm", "actors.engine"),
-        ("learner.scheme=grpo", "needs scheduler.strategy = 'full'"),
+        ("learner.scheme=grpo", r"expected scheduler.strategy of \['full'\]"),
         ("learner.scheme_options.dof=1", "takes"),
         ("learner.correction_options.uper=2", "takes"),
         ("learner.correction_options.level=step", "expected one of"),
         ("learner.aggregation=constant", "learner.constant_tokens = 0"),
         ("learner.scheme_options.ddof=one", "a whole number"),
         ("learner.epochs=0", "learner.epochs = 0"),
-        ("learner.scheme=mc_pr", "needs scheduler.strategy = 'mc_value'"),
-        ("scheduler.strategy=mc_value", "learner.scheme = 'slate' needs scheduler.strategy = 'slate'"),
-        ("scheduler.continuations=5", "scheduler.continuations has no effect"),
+        ("learner.scheme=mc_pr", "'slate' emits the candidates of single steps"),
+        ("scheduler.strategy=mc_value", r"\['k'\] unknown to strategy 'mc_value'"),
+        ("scheduler.strategy_options.continuations=5", r"\['continuations'\] unknown to strategy 'slate'"),
         ("data.environment=chess", "data.environment = 'chess': expected one of"),
         ("data.environment=no_such:Game", "No module named 'no_such'"),
         ("data.environment=tictactoe", "['topk']"),
         ("data.options.topk=two", "data.options.topk = 'two': expected a whole number"),
         ("data.options.prompt=shrt", "expected one of"),
         ("data.options.topk=0", "topk = 0: expected 1 or more"),
-        ("learner.betas=[0.9, 1.0]", r"learner\.betas\[1\] = 1\.0: expected 0 or more, less than 1"),
-        ("scheduler.top_p=1.5", "scheduler.top_p = 1.5: expected more than 0, at most 1"),
-        ("warm_start.two_hop=1.5", "warm_start.two_hop = 1.5: expected 0 to 1"),
+        ("learner.betas=[0.9, 1.0]", r"learner\.betas\[1\] = 1\.0: expected `float` < 1\.0"),
+        ("scheduler.top_p=1.5", "scheduler.top_p = 1.5: expected `float` <= 1.0"),
+        ("warm_start.two_hop=1.5", "warm_start.two_hop = 1.5: expected `float` <= 1.0"),
         ("scheduler.dispatch.dead_after_s=2", "expected more than scheduler.dispatch.heartbeat_s = 2.0"),
         ("data.train=questions.json", "data.train: 'questions.json': expected a .jsonl or .parquet path, or a hub"),
         ("data.heldout=['a.jsonl', 'b c']", "data.heldout: 'b c': expected"),
@@ -160,7 +161,7 @@ def test_a_number_that_is_none_is_refused_wherever_it_stands(override: str, name
     assert str(caught.value) == f"config: {named}: expected a finite number"
 
 
-_ANY = {"warm_start.seed", "scheduler.bonus", "learner.entropy_coef", "learner.prm.threshold"}
+_ANY = {"warm_start.seed", "learner.entropy_coef", "learner.prm.threshold"}
 """Numbers that may be negative."""
 
 
@@ -186,14 +187,14 @@ def test_every_number_of_the_config_has_a_range() -> None:
 
 def test_a_setting_without_effect_is_refused() -> None:
     with pytest.raises(ConfigError, match="no effect"):
-        load(DEFAULT, ["scheduler.selection=best-of-k", "scheduler.eta=0.5"])
+        load(DEFAULT, ["scheduler.strategy_options={selection='best-of-k', eta=0.5}"])
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["learner.critic.lr=1e-5"])
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"])
     with pytest.raises(ConfigError, match="cross_entropy"):
         load(DEFAULT, ["scheduler.strategy=full", "learner.scheme=prime"])
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="count it again"):
         load(
             DEFAULT,
             [
@@ -228,7 +229,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         ("learner.correction=tiss", "learner.correction = 'tiss': did you mean 'tis'? expected one of ['aipo',"),
         ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
         ("scheduler.strategy=slat", "scheduler.strategy = 'slat': did you mean 'slate'? expected one of ['chain',"),
-        ("scheduler.selection=bestofk", "scheduler.selection = 'bestofk': did you mean 'best-of-k'? expected one of"),
+        ("actors.sglang.pause=in_plac", "actors.sglang.pause = 'in_plac': did you mean 'in_place'? expected one of"),
         ("actors.engine=locl", "actors.engine = 'locl': did you mean 'local'? expected one of ['local', 'sglang']"),
         (
             "retriever.encoder=minlm",
@@ -294,7 +295,7 @@ def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(m
         (["judges.use.graded_here:Graded.size=1"], "['size'] unknown to graded_here:Graded"),
         (
             ["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"],
-            "gives ['outcome'], learner.scheme = 'slate'",
+            "of which judge 'outcome' lacks ['answer', 'query', 'think']",
         ),
         (["data.environment=raises_here:Game"], "data.environment = 'raises_here:Game': KeyError: 'key'"),
     ],
@@ -330,22 +331,26 @@ VPR = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("scheduler.judge=slate_rules", "needs its oracle"),
+        (
+            "scheduler.evaluation.options={opponents={random=1.0}}\tscheduler.judge=sudoku\tjudges.use.sudoku={}",
+            "judges sudoku alone: data.environment is 'tictactoe'",
+        ),
+        ("scheduler.judge=slate_rules\tjudges.use.slate_rules={}", "judge 'slate_rules' must give it for 'tictactoe'"),
         ("data.train=tasks.jsonl", "makes its own tasks"),
         ("data.options.opponents={deep_blue=1.0}", "'deep_blue'"),
         ("scheduler.evaluation.options={opponents={stockfish=1.0}}", "'stockfish'"),
         ("data.options.second=2", "second = 2"),
         ("data.options.history=-1", "history = -1"),
         ("data.options.history=2", "no {past} placeholder"),
-        ("scheduler.k=8", "one trajectory a task"),
-        ("scheduler.selection=best-of-k", "scheduler.selection has no effect"),
-        ("learner.scheme=rloo", "it needs scheduler.strategy = 'full'"),
-        ("scheduler.strategy=mc_value", "use 'chain', or 'mc_pr'"),
+        ("scheduler.strategy_options.k=8", "['k'] unknown to strategy 'chain'"),
+        ("scheduler.strategy_options.bonus=0.5", "['bonus'] have no effect without SLATE's rewards"),
+        ("learner.scheme=rloo", "expected scheduler.strategy of ['full']"),
+        ("scheduler.strategy=mc_value", "expected learner.scheme of ['mc_pr']"),
     ],
 )
 def test_what_a_game_cannot_use_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(VPR, [override])
+        load(VPR, override.split("\t"))
     assert message in str(caught.value)
 
 
@@ -363,7 +368,7 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
     """methods.md 3.2 to 3.6."""
     config = load(ROOT / "configs" / f"vpr-{game}.toml", [])
     s, w = config.scheduler, config.learner
-    assert (s.strategy, s.questions_per_update, s.updates, s.continuations) == ("chain", 128, 100, 100)
+    assert (s.strategy, s.questions_per_update, s.updates) == ("chain", 128, 100)
     assert (s.max_action_tokens, s.thinking) == (4096, True)
     assert (w.lr, w.warmup_updates, w.decay_updates, w.betas) == (1e-6, 5, 100, (0.9, 0.95))
     assert (w.correction, w.correction_options, w.aggregation) == (
@@ -483,11 +488,10 @@ def test_the_ppr_configs_hold_the_papers_settings(size: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["scheduler.k=3"], "one trajectory a task"),
-        (["scheduler.bonus=0.2"], "no effect without SLATE's rewards"),
-        (["scheduler.strategy=chain"], "needs scheduler.strategy = 'ppr'"),
-        (["scheduler.judge=none"], "without scores"),
-        (["scheduler.judge=exact_match"], "reads ['process']"),
+        (["scheduler.strategy_options.k=3"], "['k'] unknown to strategy 'ppr'"),
+        (["scheduler.strategy_options.bonus=0.2"], "which takes no options"),
+        (["scheduler.judge=none"], "reads column 'process', which nobody gives"),
+        (["scheduler.judge=exact_match"], "reads column 'process', which nobody gives"),
         (
             ["judges.use.pprm.endpoint={url='http://h/v1', model='m', patience_s=120.0}"],
             "less than scheduler.judge_deadline_s",
@@ -503,14 +507,14 @@ def test_what_ppr_cannot_use_is_refused(overrides: list[str], said: str) -> None
 @pytest.mark.parametrize(
     ("path", "overrides", "said"),
     [
-        (DEFAULT, ["learner.scheme=turn_grpo"], "'ppr' does not give"),
-        (DEFAULT, ["learner.scheme=grpo"], "needs scheduler.strategy = 'full'"),
-        (VPR, [], "is for search"),
+        (DEFAULT, ["learner.scheme=turn_grpo"], "scheduler.strategy = 'ppr' makes none"),
+        (DEFAULT, ["learner.scheme=grpo"], "expected scheduler.strategy of ['full']"),
+        (VPR, ["learner.scheme=outcome"], "needs an environment whose outcomes a judge gives"),
     ],
 )
 def test_pprs_rounds_are_refused_where_they_give_nothing_to_learn(path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load(path, ["scheduler.strategy=ppr", *overrides])
+        load(path, ["scheduler.strategy=ppr", "scheduler.strategy_options={}", *overrides])
 
 
 def test_slate_full_needs_the_components_of_its_judge() -> None:

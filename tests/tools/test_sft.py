@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "train.jsonl").write_text(json.dumps(task) + "\n")
     process = {
         "environment": "search_qa", "options": {"prompt": "short", "topk": 2}, "train": str(tmp_path / "train.jsonl"),
-        "heldout": str(tmp_path / "none.jsonl"), "scheduler": {"budget": 3, "k": 2},
+        "heldout": str(tmp_path / "none.jsonl"), "scheduler": {"budget": 3, "strategy_options": {"k": 2}},
     }  # fmt: skip
     (folder / "processes" / "scheduler.json").write_text(json.dumps(process))
     journal = Journal(folder / "journal.sqlite")

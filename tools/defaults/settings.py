@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from tools.bootstrap import ROOT
+from wire.numbers import Count, Natural, Positive, Share
 
 
 def cache_folder() -> Path:
@@ -16,9 +17,9 @@ def cache_folder() -> Path:
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [warm_start]. steps 0 switches it off. two_hop: share of two-hop questions among the traces' questions."""
 
-    steps: int = 7
-    rows: int = 8
-    lr: float = 1e-4
-    warmup: int = 4
-    two_hop: float = 0.5
+    steps: Natural = 7
+    rows: Count = 8
+    lr: Positive = 1e-4
+    warmup: Natural = 4
+    two_hop: Share = 0.5
     seed: int = 1

@@ -112,7 +112,7 @@ class Evaluation:
         self.kept = Kept(out, s.games * s.seeds, "games", "not be played")
         self.ledger = Ledger(out, "games", self.kept.start_s)
         self.config = SchedulerConfig(
-            strategy="chain", k=1, judge=match.judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
+            strategy="chain", judge=match.judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
             max_action_tokens=s.max_tokens, thinking=s.thinking,
             generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tools.defaults.settings import cache_folder
-from tools.launching import processes
+from tools.launching import processes, rules
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.prepare import prepare
@@ -101,6 +101,8 @@ def _launch(config: Config, found: Assets, run: Path) -> int:
         except BlockingIOError:
             raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
         write_whole(run / "config.json", config)
+        for doubt in rules.doubts(config):
+            print(f"warning: {doubt}", flush=True)
         if warning := processes.memory_warning(config, Path(found.model)):
             print(warning, flush=True)
         if sys.stdout.isatty():  # the scheduler writes to a pipe: it cannot ask how wide the terminal is

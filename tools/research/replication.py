@@ -50,9 +50,13 @@ _PPR, _SLATE = "ppr-cpu", "slate-tiny"
 _ALONE = ["actors.count=1", "learner.count=1", "scheduler.max_staleness=0"]
 """Arms are compared with each other: synchronous, so that no arm trains on older data than another."""
 _NORM = "learner.scheme_options.normalisation="
-_EM_ONLY = ["scheduler.judge=slate_em", "scheduler.bonus=0.0", "judges.use={exact_match={}, slate_em={}}"]
+_EM_ONLY = [
+    "scheduler.judge=slate_em",
+    "scheduler.strategy_options.bonus=0.0",
+    "judges.use={exact_match={}, slate_em={}}",
+]
 _OR = ["learner.scheme=outcome"]
-_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.continuations=5"]
+_MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.strategy_options={continuations=5}"]
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 
@@ -76,7 +80,7 @@ STUDIES = {
             "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
             "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
         }
-        | {f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.k={k}"]) for k in (1, 3, 7)},
+        | {f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.strategy_options.k={k}"]) for k in (1, 3, 7)},
     ),
     "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}),
     "vpr-sudoku": Study(

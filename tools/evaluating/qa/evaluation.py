@@ -249,7 +249,7 @@ class _Answering:
         s = row.settings
         self.answer = methods.load(s.method).answer
         self.config = SchedulerConfig(
-            k=1, budget=s.how.budget, judge=UNJUDGED, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
+            budget=s.how.budget, judge=UNJUDGED, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
             max_action_tokens=s.max_tokens, thinking=s.thinking,
             generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from actors.config import ActorsConfig
 from actors.engines.base import Engine
 from actors.environments import registry
 from actors.environments.search_qa import SearchQA
+from scheduler import strategies
 from scheduler.config import SchedulerConfig
 from scheduler.text import Text
 from tools.evaluating import players
@@ -136,8 +136,7 @@ def _row(given: argparse.Namespace, method: str, player: Player, identity: str) 
 
 def _forces(strategy: str) -> bool:
     """Does a run's own held-out evaluation force an answer? That of chains does, a strategy may name another."""
-    module = importlib.import_module(f"scheduler.strategies.{strategy}")
-    return getattr(module, "EVALUATION", "chain") == "chain"
+    return strategies.load(strategy).examined_by == "chain"
 
 
 # ---------------------------------------------------------------------------------------------- players

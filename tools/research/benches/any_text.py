@@ -38,6 +38,7 @@ class AnyText:
     stop: list[str] = []
     forced_prefix = ""
     outcome_judge = ""
+    measured = ()
     headline = "reward"
     fresh = False
     rewarded_by_judge = True

@@ -34,7 +34,7 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
         "model.name": f'"{model}"',
         "warm_start.steps": 0,
         "judges.use": '{slate_rules = {}, "tools.research.benches.slow_judge:SlowExactMatch" = {}}',
-        "scheduler.k": 2,
+        "scheduler.strategy_options": "{k = 2}",
         "scheduler.budget": 1,
         "scheduler.max_action_tokens": 4,
         "scheduler.updates": UPDATES,

@@ -131,7 +131,7 @@ async def play(
         tree = Tree(number, "")
         made = kind(shop, settings, environment.task(number), tree, random.Random(number))
         await made.plant()
-        await strategies.load(settings.strategy)(tree, made)
+        await strategies.load(settings.strategy, settings.strategy_options)(tree, made)
 
     services.start_s = time.monotonic()
     try:

@@ -212,7 +212,10 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
     async def grow(recording: Recording) -> None:
         environment, counts = AnyText(work.prompt), Counter[str]()
         settings = SchedulerConfig(
-            strategy="mc_value", k=1, judge="none", max_action_tokens=work.move, continuations=work.continuations
+            strategy="mc_value",
+            judge="none",
+            max_action_tokens=work.move,
+            strategy_options={"continuations": work.continuations},
         )
         with tempfile.TemporaryDirectory() as scratch:
             journal = Journal(Path(scratch) / "journal.sqlite")

@@ -64,10 +64,9 @@ async def _measure(
     judge = TicTacToeOracle(kind="minimax")
     settings = SchedulerConfig(
         strategy="mc_value",
-        k=1,
         judge=judge.name,
         max_action_tokens=game_shape.ACTION_TOKENS,
-        continuations=continuations,
+        strategy_options={"continuations": continuations},
     )
     engine = game_shape.engine(model, max(continuations, 100))
     async with game_shape.opened(game_shape.Services(engine, [judge], split)) as services:

@@ -173,7 +173,7 @@ def _settings(load: Load, model: Path, dtype: str, updates: int) -> dict[str, st
         "judges.use": '{"tools.research.benches.any_text:Checksum" = {}}',
         "scheduler.judge": '"checksum"',
         "scheduler.strategy": '"full"' if steps == 1 else '"slate"',
-        "scheduler.k": load.samples,
+        "scheduler.strategy_options": f"{{k = {load.samples}}}",
         "scheduler.budget": steps,
         "scheduler.max_action_tokens": load.action,
         "scheduler.updates": updates,

@@ -70,7 +70,7 @@ class Awaiting(Context):
 
 async def _measure(model: Path, folder: Path, games: int, median_s: float, kind: type[Context]) -> dict[str, float]:
     judge = LateOracle(median_s)
-    settings = SchedulerConfig(strategy="chain", k=1, judge=judge.name, max_action_tokens=game_shape.ACTION_TOKENS)
+    settings = SchedulerConfig(strategy="chain", judge=judge.name, max_action_tokens=game_shape.ACTION_TOKENS)
     engine = game_shape.engine(model, MAX_BATCH)
     async with game_shape.opened(game_shape.Services(engine, [judge])) as services:
         counts = await game_shape.play(services, model, folder, games, settings, kind)

@@ -1,0 +1,120 @@
+"""The one check of what schemes read against what strategies, judges and environments give."""
+
+from pathlib import Path
+
+import pytest
+
+from learner import schemes
+from scheduler import strategies
+from tools.bootstrap import ROOT
+from tools.launching import rules
+from tools.launching.config import ConfigError, load
+from tools.launching.method import mismatch
+
+SLATE, PPR, GAME = (ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu"))
+FULL = ["scheduler.strategy=full"]
+EACH_0 = "so every advantage would be 0"
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "said"),
+    [
+        (GAME, ["learner.scheme=reinforce_pp"], EACH_0),
+        (PPR, ["learner.scheme=reinforce_pp"], EACH_0),
+        (GAME, ["learner.scheme=slate_full"], EACH_0),
+        (SLATE, [*FULL, "scheduler.strategy_options.k=1", "learner.scheme=grpo"], EACH_0),
+        (SLATE, [*FULL, "scheduler.strategy_options.k=1", "learner.scheme=rloo"], EACH_0),
+        (
+            SLATE,
+            FULL,
+            "compares the candidates of one prefix, and scheduler.strategy = 'full' emits whole trajectories",
+        ),
+        (
+            SLATE,
+            ["learner.scheme=gae"],
+            "reads whole trajectories, and scheduler.strategy = 'slate' emits the candidates",
+        ),
+        (
+            SLATE,
+            [*FULL, "learner.scheme=grpo", "scheduler.judge=none"],
+            "'reward', which nobody gives (scheduler.judge is 'none')",
+        ),
+        (SLATE, [*FULL, "learner.scheme=grpo", "learner.scheme_options.column=outcme"], "did you mean 'outcome'?"),
+        (
+            SLATE,
+            ["scheduler.judge=pprm_rules", "judges.use={exact_match={}, pprm_rules={}}"],
+            "judge 'pprm_rules' lacks",
+        ),
+        (SLATE, ["scheduler.judge=none"], "leaves scheduler.strategy = 'slate' without scores: name a judge"),
+        (GAME, ["learner.scheme=mc_pr"], "scheduler.strategy of ['mc_value'] gives it"),
+        (SLATE, ["scheduler.strategy=slat"], "did you mean 'slate'?"),
+        (SLATE, ["scheduler.judge=slate_rule"], "did you mean 'slate_rules'"),
+        (SLATE, ["learner.scheme=gaee"], "did you mean 'gae'?"),
+        (SLATE, ["learner.correction=tiss"], "did you mean 'tis'?"),
+        (SLATE, ["data.environment=sudokuu"], "did you mean 'sudoku'?"),
+        (SLATE, ["actors.engine=locl"], "did you mean 'local'?"),
+        (SLATE, ["actors.engine=no_such_module:Engine"], "there is no module 'no_such_module'"),
+        (SLATE, ["actors.engine_options={a=1}"], "actors.engine_options ['a'] have no effect"),
+        (SLATE, ["learner.correction_options.dual_clip=0.5"], "dual_clip = 0.5: expected a number, more than 1"),
+        (SLATE, ["learner.correction_options.clip_low=-1"], "clip_low = -1: expected a number, at least 0"),
+        (
+            SLATE,
+            ["learner.correction=tis", "learner.correction_options={lower=3, upper=2}"],
+            "lower = 3.0: expected at most upper = 2.0",
+        ),
+        (SLATE, ["learner.scheme_options.ddof=5"], "ddof = 5: expected a whole number, at least 0 and at most 1"),
+        (SLATE, [*FULL, "learner.scheme=gigpo", "learner.scheme_options.gamma=7"], "gamma = 7: expected a number"),
+    ],
+)
+def test_what_cannot_learn_is_refused_with_the_reason(path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    assert said in str(caught.value)
+
+
+def test_an_outcome_alone_is_enough_for_a_scheme_that_reads_it() -> None:
+    options = [*FULL, "learner.scheme=grpo", "learner.scheme_options.column=outcome", "scheduler.judge=none"]
+    assert load(SLATE, options).scheduler.judge == "none"
+    assert load(GAME, ["learner.scheme=reinforce_pp", "learner.scheme_options.baseline=none"]).learner.scheme_options
+
+
+def test_every_scheme_has_a_strategy_that_serves_it_and_every_strategy_a_scheme() -> None:
+    pairs = [
+        (scheme, strategy)
+        for scheme in schemes.names()
+        for strategy in strategies.names()
+        if not mismatch(schemes.load(scheme, {}).needs, strategies.load(strategy).gives)
+    ]
+    assert {scheme for scheme, _ in pairs} == set(schemes.names())
+    assert {strategy for _, strategy in pairs} == set(strategies.names())
+
+
+@pytest.mark.usefixtures("plug_ins")
+def test_a_scheme_of_ones_own_must_declare_itself() -> None:
+    with pytest.raises(ConfigError, match="mute_scheme does not declare itself: expected a function needs"):
+        load(SLATE, ["learner.scheme=mute_scheme:advantages"])
+    with pytest.raises(ConfigError, match="reads column 'made_up', which nobody gives"):
+        load(SLATE, ["learner.scheme=own_scheme:advantages"])
+
+
+@pytest.fixture
+def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two schemes in the folder where the user stands."""
+    body = "def advantages(table): return table.per_token(table.column('made_up'))\n"
+    declared = (
+        "from wire.declared import SchemeNeeds\n"
+        "def needs(**_): return SchemeNeeds(columns=frozenset({'made_up'}), group='step')\n"
+    )
+    (tmp_path / "mute_scheme.py").write_text(body)
+    (tmp_path / "own_scheme.py").write_text(declared + body)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
+    assert rules.doubts(load(SLATE, [])) == []
+    (gspo,) = rules.doubts(load(SLATE, ["learner.correction=gspo", "learner.correction_options={}"]))
+    assert "the method is defined with 'trajectory'" in gspo
+    several = ["learner.correction=icepop", "learner.correction_options={}", "learner.epochs=2"]
+    (icepop,) = rules.doubts(load(SLATE, several))
+    assert "nothing limits how far the policy moves" in icepop

@@ -1,0 +1,189 @@
+"""The one check of a method: what its scheme reads against what its strategy, judge and environment declare that they give."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from actors.environments.base import Environment
+from judges.base import Judge
+from judges.players import Player
+from learner import schemes
+from learner.schemes import Scheme
+from scheduler import strategies
+from scheduler.config import UNJUDGED
+from scheduler.rewards import COMPONENTS
+from scheduler.strategies import Strategy
+from tools.launching.settings import Config
+from wire.declared import SchemeNeeds, StrategyGives
+
+Served = dict[str, Judge | Player]
+"""Judges and opponents of [judges.use] by the service that each offers."""
+
+_EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
+"""Columns of a trajectory's last turn where a judge gives the outcome (``Context.finish``)."""
+
+
+class Given(msgspec.Struct, frozen=True):
+    """Score columns that the turns have, by who gives them; ``unknown`` when a judge of [judges.outside] may give any."""
+
+    strategy: set[str]
+    judge: set[str]
+    environment: set[str]
+    reward: str
+    unknown: bool
+
+    @property
+    def columns(self) -> set[str]:
+        """All of them."""
+        return self.strategy | self.judge | self.environment | ({"reward"} if not self.reward else set())
+
+
+def check_method(config: Config, served: Served, environment: Environment) -> None:
+    """Raises ValueError that says what a scheme reads and nobody gives, or what does not go together, and which choices would do."""
+    s, w = config.scheduler, config.learner
+    scheme, strategy = schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options)
+    judge = served.get(f"judge.{s.judge}")
+    _check_judge(s.judge, judge, environment)
+    _check_groups(scheme, strategy)
+    _check_strategy(config, strategy, environment)
+    _check_columns(config, scheme, strategy, given(config, strategy.gives, served, environment))
+    _check_models(config, scheme)
+
+
+def _check_judge(name: str, judge: Judge | Player | None, environment: Environment) -> None:
+    if isinstance(judge, Judge) and judge.environments and environment.name not in judge.environments:
+        raise ValueError(
+            f"scheduler.judge = {name!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
+        )
+
+
+def mismatch(needs: SchemeNeeds, gives: StrategyGives) -> str:
+    """Why a scheme cannot work on what a strategy ("{}") emits, "" when it can."""
+    if needs.group == "step" and gives.group != "step":
+        return "compares the candidates of one prefix, and {} emits whole trajectories"
+    if needs.group != "step" and gives.group == "step":
+        return "reads whole trajectories, and {} emits the candidates of single steps"
+    if needs.least > gives.size:
+        return f"compares {needs.least} or more trajectories of one task, and {{}} emits {gives.size}, so every advantage would be 0"
+    return ""
+
+
+def _check_groups(scheme: Scheme, strategy: Strategy) -> None:
+    fault = mismatch(scheme.needs, strategy.gives).format(f"scheduler.strategy = {strategy.name!r}")
+    if not fault:
+        return
+    known = [strategies.load(name) for name in strategies.names()]
+    fitting = [one.name for one in known if not mismatch(scheme.needs, one.gives)]
+    elsewhere = {column for one in known for column in one.gives.purpose - strategy.gives.purpose}
+    others = {name: schemes.load(name, {}).needs for name in schemes.names()}
+    others = [
+        name for name, needs in others.items() if not mismatch(needs, strategy.gives) and not needs.columns & elsewhere
+    ]
+    options = f" (now {strategy.options})" if strategy.options else ""
+    raise ValueError(
+        f"learner.scheme = {scheme.name!r} {fault}: expected scheduler.strategy of {fitting}, with options that fit{options}, or"
+        f" learner.scheme of {others}"
+    )
+
+
+def _check_strategy(config: Config, strategy: Strategy, environment: Environment) -> None:
+    s, gives = config.scheduler, strategy.gives
+    if gives.size > config.actors.max_batch:
+        raise ValueError(
+            f"scheduler.strategy = {s.strategy!r} samples groups of {gives.size}, which cannot decode together in actors.max_batch ="
+            f" {config.actors.max_batch}"
+        )
+    if gives.needs_judge and s.judge == UNJUDGED:
+        raise ValueError(
+            f"scheduler.judge = {UNJUDGED!r} leaves scheduler.strategy = {s.strategy!r} without scores: name a judge"
+        )
+    if gives.needs_outcome_judge and not environment.outcome_judge:
+        fitting = [name for name in strategies.names() if not strategies.load(name).gives.needs_outcome_judge]
+        raise ValueError(
+            f"scheduler.strategy = {s.strategy!r} needs an environment whose outcomes a judge gives, such as search_qa:"
+            f" data.environment is {environment.name!r}; expected scheduler.strategy of {fitting}"
+        )
+    idle = sorted(gives.reward_options & set(s.strategy_options))
+    if idle and (s.judge == UNJUDGED or environment.rewarded_by_judge):
+        raise ValueError(f"scheduler.strategy_options {idle} have no effect without SLATE's rewards: remove them")
+
+
+def given(config: Config, gives: StrategyGives, served: Served, environment: Environment) -> Given:
+    """Who gives which score column. ``Given.reward``: why there is no column "reward", "" when there is."""
+    s = config.scheduler
+    judge, outcome = served.get(f"judge.{s.judge}"), served.get(f"judge.{environment.outcome_judge}")
+    judged = {*judge.columns} if isinstance(judge, Judge) and gives.judged else set[str]()
+    ended = set[str]()
+    if gives.outcome:
+        ended = {"outcome", *environment.measured}
+        ended |= {*outcome.columns, *_EXTENT} if isinstance(outcome, Judge) else set()
+    reward = ""
+    if s.judge == UNJUDGED:
+        reward = "scheduler.judge is 'none'"
+    elif not gives.rewarded:
+        reward = f"scheduler.strategy = {s.strategy!r} makes none"
+    elif environment.rewarded_by_judge:
+        reward = "" if "reward" in judged else f"judge {s.judge!r} must give it for {environment.name!r}"
+    elif not judged >= COMPONENTS:
+        reward = f"it is made of {sorted(COMPONENTS)}, of which judge {s.judge!r} lacks {sorted(COMPONENTS - judged)}"
+    outside = s.judge in config.judges.outside or environment.outcome_judge in config.judges.outside
+    return Given({"valid", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
+
+
+def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, found: Given) -> None:
+    s, reads, gives = config.scheduler, scheme.needs.columns, strategy.gives
+    if gives.purpose and not reads & gives.purpose:
+        raise ValueError(
+            f"scheduler.strategy = {s.strategy!r} has no effect with learner.scheme = {scheme.name!r}, which reads none of"
+            f" {sorted(gives.purpose)}: expected learner.scheme of {_reading(gives.purpose)}, or another strategy"
+        )
+    missing = sorted(reads - found.columns)
+    if found.unknown or not missing:
+        return
+    column = missing[0]
+    near = difflib.get_close_matches(column, found.columns)
+    why = (
+        f" ({found.reward})"
+        if column == "reward"
+        else f"; did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else ""
+    )
+    fitting = [
+        name for name in strategies.names() if column in {*(g := strategies.load(name).gives).columns, *g.purpose}
+    ]
+    offers = f"; scheduler.strategy of {fitting} gives it" if fitting else ""
+    raise ValueError(
+        f"learner.scheme = {scheme.name!r} reads column {column!r}, which nobody gives{why}{offers}. scheduler.strategy = {s.strategy!r}"
+        f" gives {sorted(found.strategy)}, scheduler.judge = {s.judge!r} gives {sorted(found.judge)}, data.environment ="
+        f" {config.data.environment!r} gives {sorted(found.environment)}"
+    )
+
+
+def _reading(columns: Iterable[str]) -> list[str]:
+    return [name for name in schemes.names() if schemes.load(name, {}).needs.columns & set(columns)]
+
+
+def _check_models(config: Config, scheme: Scheme) -> None:
+    """The learner's own models: those that the scheme reads may have a section, the others not."""
+    w, needs = config.learner, scheme.needs
+    for section, column in (("critic", "value"), ("prm", "prm")):
+        if getattr(w, section) is not None and column not in needs.models:
+            raise ValueError(
+                f"learner.{section} has no effect with learner.scheme = {w.scheme!r} and its options: remove the section"
+            )
+    if needs.prm_loss and (w.prm is None or w.prm.loss != needs.prm_loss):
+        raise ValueError(
+            f"learner.scheme = {w.scheme!r} trains its reward model with learner.prm.loss = {needs.prm_loss!r}: set it"
+        )
+    if "kl" in needs.models and w.kl_coef:
+        raise ValueError(
+            f"learner.scheme = {w.scheme!r} {_shown(scheme.options)} has the KL in its reward, and learner.kl_coef = {w.kl_coef} would"
+            " count it again in the loss: set one of them to 0"
+        )
+
+
+def _shown(options: dict[str, Any]) -> str:
+    return f"with options {options}" if options else "with its default options"

@@ -1,0 +1,261 @@
+"""Which settings go together: contradictions, and settings that would silently do nothing, are refused when a config is read."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.config import ActorsConfig, SGLangConfig
+from actors.engines import registry as engines
+from actors.environments import registry
+from actors.environments.base import Environment
+from actors.environments.task_files import check_form, listed
+from judges.config import SERVED, JudgesConfig, RetrieverConfig, uses_served_model, with_served_model
+from judges.llm import PATIENCE_S
+from judges.serve import BUILT_IN, PLAYERS, make_worker, service_of
+from learner import corrections
+from learner.config import LearnerConfig
+from scheduler.config import UNJUDGED
+from tools.launching.method import Served, check_method
+from tools.launching.settings import Config
+from wire.options import known
+
+
+def check(config: Config) -> None:
+    """Refuse settings that contradict each other or would silently do nothing. Raises ValueError or FileNotFoundError."""
+    s, a, d = config.scheduler, config.actors, config.scheduler.dispatch
+    if d.dead_after_s <= d.heartbeat_s:
+        raise ValueError(
+            f"scheduler.dispatch.dead_after_s = {d.dead_after_s}: expected more than scheduler.dispatch.heartbeat_s ="
+            f" {d.heartbeat_s}, or every worker is given up between two beats"
+        )
+    if s.max_action_tokens >= a.max_context:
+        raise ValueError(
+            f"scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in"
+            f" actors.max_context = {a.max_context}"
+        )
+    encoder = config.retriever.encoder
+    if "/" not in encoder and not Path(encoder).is_dir():
+        expected = [RetrieverConfig().encoder]
+        known(f"retriever.encoder = {encoder!r}", encoder, expected, ", a folder, or a hub name with its owner")
+    served = _check_judges(config)
+    _check_engine(config)
+    _check_environment(config, served)
+    _check_learner(config.learner)
+    _check_schedule(config)
+
+
+def doubts(config: Config) -> list[str]:
+    """Legal settings that do not do what their names promise, to be told when a run starts."""
+    w = config.learner
+    return corrections.load(w.correction, w.correction_options).doubts(w.epochs * w.minibatches, w.aggregation)
+
+
+def _check_engine(config: Config) -> None:
+    """Settings of one engine, or of one way to it, that another would silently ignore."""
+    a, publish, default = config.actors, config.learner.publish, ActorsConfig()
+    g = a.sglang
+    engines.check(a.engine, a.engine_options)
+    if a.engine != "sglang":
+        if g != default.sglang:
+            raise ValueError(f"[actors.sglang] has no effect with actors.engine = {a.engine!r}: set it to 'sglang'")
+        if publish == "memory" and a.engine == "local":
+            raise ValueError("learner.publish = 'memory': the embedded engine reads files; expected 'file' (or 'both')")
+        return
+    for key in ("kv_cache_gib", "dtype"):
+        if getattr(a, key) != getattr(default, key):
+            raise ValueError(
+                f"actors.{key} has no effect with actors.engine = 'sglang': SGLang's own settings are in"
+                " [actors.sglang.arguments] (mem_fraction_static, dtype)"
+            )
+    if (g.way == "url") != bool(g.urls):
+        raise ValueError(
+            f"actors.sglang.way = {g.way!r} with actors.sglang.urls = {g.urls}: expected URLs with 'url', and only then"
+        )
+    if g.urls and a.count > len(g.urls):
+        raise ValueError(
+            f"actors.count = {a.count} and {len(g.urls)} actors.sglang.urls: expected a URL an actor, since each pauses and"
+            " updates its own server"
+        )
+    if g.workers and (config.scheduler.top_p < 1 or config.scheduler.top_k):
+        raise ValueError(
+            "scheduler.top_p and top_k behind a router (actors.sglang.workers): it drops the request for what they left, so"
+            " log-probabilities would be of another distribution; set top_p = 1 and top_k = 0"
+        )
+    idle = {"url": ("python", "arguments", "environment", "gpus")}.get(g.way, ("workers", "api_key_env"))
+    for key in idle:
+        if getattr(g, key):
+            raise ValueError(f"actors.sglang.{key} has no effect with actors.sglang.way = {g.way!r}: remove it")
+    if g.workers and a.count > 1:
+        raise ValueError(
+            f"actors.count = {a.count} with actors.sglang.workers = {g.workers}: expected 1, since each actor would pause and"
+            " update the same servers; the router spreads what one actor sends"
+        )
+    if "SGLANG_RETURN_ORIGINAL_LOGPROB" in g.environment:
+        raise ValueError(
+            "actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB has no effect: log-probabilities are always those after"
+            " temperature; remove it"
+        )
+    if g.weights in ("tensor", "distributed") and (publish == "file" or config.learner.lora.rank):
+        raise ValueError(
+            f"actors.sglang.weights = {g.weights!r} needs learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
+            " (adapters travel as files)"
+        )
+    _check_adapters(g, config.learner.lora.rank)
+
+
+_ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
+"""Running requests keep the adapter they began with beside the newest one's; the third is on its way."""
+
+
+def _check_adapters(g: SGLangConfig, rank: int) -> None:
+    """Arguments under which SGLang would refuse the learner's adapters, at the first update."""
+    if not rank or g.lora != "adapter":
+        return
+    if g.arguments.get("enable_lora") is False:
+        raise ValueError(
+            f"actors.sglang.arguments.enable_lora = False with learner.lora.rank = {rank}: remove it, or set actors.sglang.lora ="
+            " 'merged'"
+        )
+    for key, value in {"max_lora_rank": rank, **_ADAPTERS_AT_ONCE}.items():
+        given = g.arguments.get(key)
+        if isinstance(given, int) and given < value:
+            raise ValueError(
+                f"actors.sglang.arguments.{key} = {given}: expected {value} or more for the adapters of learner.lora.rank = {rank}:"
+                " raise or remove it"
+            )
+
+
+def with_adapters(config: Config) -> Config:
+    """Arguments that a server needs to take adapters, where actors start it; which layers they change follows from the model's files."""
+    g, rank = config.actors.sglang, config.learner.lora.rank
+    if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
+        return config
+    arguments = {"enable_lora": True, "max_lora_rank": rank} | g.arguments
+    sglang = msgspec.structs.replace(g, arguments=arguments)
+    return msgspec.structs.replace(config, actors=msgspec.structs.replace(config.actors, sglang=sglang))
+
+
+def _check_environment(config: Config, served: Served) -> None:
+    """The environment's options, and the services its episodes need."""
+    data, s = config.data, config.scheduler
+    environment = registry.load(data.environment, data.options)
+    examined = registry.load(data.environment, data.options | s.evaluation.options)
+    files = (data.train, data.heldout, data.corpus)
+    if registry.makes_tasks(environment) and files != ("default", "default", "default"):
+        raise ValueError(
+            f"data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
+        )
+    _check_sources("data.train", data.train)
+    _check_sources("data.heldout", data.heldout)
+    _check_asked(config, served, environment, examined)
+    check_method(config, served, environment)
+
+
+def _check_asked(config: Config, served: Served, environment: Environment, examined: Environment) -> None:
+    """Every judge and opponent that the run asks is served by it, or said to come from outside; else it would wait for it in vain."""
+    s, outside = config.scheduler, config.judges.outside
+    opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
+    asked = {f"judge.{s.judge}": f"scheduler.judge = {s.judge!r}"} if s.judge != UNJUDGED else {}
+    if judge := environment.outcome_judge:
+        asked[f"judge.{judge}"] = f"data.environment = {config.data.environment!r} has its outcomes of judge {judge!r}"
+    asked |= {f"player.{name}": f"the environment's opponents name {name!r}" for name in opponents if name != "random"}
+    for service, what in asked.items():
+        kind, _, name = service.partition(".")
+        if service in served or name in outside:
+            continue
+        own = BUILT_IN if kind == "judge" else PLAYERS
+        if name not in own:
+            names = {service.partition(".")[2] for service in served if service.startswith(kind)}
+            bring = f"; for one that tools/serve brings, add --set 'judges.outside=[\"{name}\"]'"
+            known(what, name, {*own, *names, *([UNJUDGED] if kind == "judge" else ["random"])}, bring)
+        raise ValueError(f"{what}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)")
+    for name in outside:
+        if f"judge.{name}" not in asked and f"player.{name}" not in asked:
+            known(
+                f"judges.outside names {name!r}, which the run does not ask",
+                name,
+                [service.partition(".")[2] for service in asked],
+            )
+
+
+def _check_sources(key: str, given: str | list[str]) -> None:
+    """The form of a set's sources; nothing is read."""
+    try:
+        for source in listed(given):
+            if source != "default":
+                check_form(source)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _check_judges(config: Config) -> Served:
+    """The judges and opponents of [judges.use], made once as their processes will make them, and not kept."""
+    s, served = config.scheduler, Served()
+    _check_judge_model(config.judges)
+    for spec, options in config.judges.use.items():
+        worker = make_worker(spec, _with_url(spec, options, config.judges))
+        served[service_of(worker)] = worker
+        endpoint = options.get("endpoint")
+        patience = endpoint.get("patience_s", PATIENCE_S) if isinstance(endpoint, dict) else 0.0
+        if patience >= s.judge_deadline_s:
+            raise ValueError(
+                f"judges.use.{spec}.endpoint.patience_s = {patience:g}: expected less than scheduler.judge_deadline_s ="
+                f" {s.judge_deadline_s:g}, or a reply that does not come fails the call instead of being an invalid judgement"
+            )
+    return served
+
+
+def _check_judge_model(judges: JudgesConfig) -> None:
+    """The run serves a model to its judges exactly where one of them asks for it."""
+    asking = [spec for spec, options in judges.use.items() if uses_served_model(options)]
+    if judges.model is None:
+        if asking:
+            raise ValueError(
+                f"judges.use.{asking[0]}.endpoint.url = {SERVED!r} asks the run's own model: add [judges.model], or give a URL"
+            )
+        return
+    if not asking:
+        raise ValueError(
+            f"[judges.model] has no effect: no endpoint of [judges.use] has url = {SERVED!r}; set one or remove the section"
+        )
+
+
+def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[str, Any]:
+    """The options as the judge will have them; the port is chosen at the start."""
+    try:
+        return options if judges.model is None else with_served_model(options, "http://127.0.0.1/v1", judges.model)
+    except ValueError as error:
+        raise ValueError(f"judges.use.{spec}.{error}") from None
+
+
+def _check_learner(w: LearnerConfig) -> None:
+    """Settings of the correction, the aggregation and the ranks; a setting without effect is refused."""
+    correction = corrections.load(w.correction, w.correction_options)
+    if (w.aggregation == "constant") != (w.constant_tokens > 0):
+        raise ValueError(
+            f"learner.constant_tokens = {w.constant_tokens} with learner.aggregation = {w.aggregation!r}: 'constant' needs"
+            " a number of tokens, the others take none"
+        )
+    if idle := correction.idle(w.epochs * w.minibatches):
+        raise ValueError(
+            f"learner.correction_options {idle} have no effect with one optimizer step an update, where current and proximal"
+            " policy are equal: raise learner.epochs or learner.minibatches, or remove them"
+        )
+    if w.sharding == "fsdp" and w.count == 1:
+        raise ValueError("learner.sharding = 'fsdp' has no effect with learner.count = 1: remove it")
+
+
+def _check_schedule(config: Config) -> None:
+    """The learning rate's fall, and the warm start's data."""
+    decay, updates = config.learner.decay_updates, config.scheduler.updates
+    if 0 < decay < updates:
+        raise ValueError(
+            f"learner.decay_updates = {decay} leaves a learning rate of 0 for the rest of scheduler.updates ="
+            f" {updates}: expected 0 (no decay) or at least as many"
+        )
+    if config.data.train != "default" and config.warm_start.steps and config.data.corpus != "default":
+        raise ValueError(
+            f"warm_start.steps = {config.warm_start.steps}: the built-in warm start knows the default data only;"
+            " set warm_start.steps = 0 (and use tools/sft if your model needs one)"
+        )

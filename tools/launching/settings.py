@@ -1,0 +1,50 @@
+"""The settings of an experiment as typed structs: one section for each room, and what the launcher itself reads."""
+
+from typing import Any
+
+import msgspec
+
+from actors.config import ActorsConfig
+from judges.config import JudgesConfig, RetrieverConfig
+from learner.config import LearnerConfig
+from scheduler.config import SchedulerConfig
+from tools.defaults.settings import WarmStart
+from wire.numbers import Count, Natural
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [model]. name: "smollm2-135m", a Hugging Face folder or a hub id."""
+
+    name: str = "smollm2-135m"
+
+
+class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [data]. "default" is the built-in corpus and its questions; else paths (JSONL, Parquet) or hub datasets.
+
+    train, heldout: one source or a list of them, see actors/environments/task_files.py. environment: a name of
+    actors/environments/registry.py, or module:Class. options: of its constructor. An environment that makes its own tasks (a game)
+    reads no files.
+    """
+
+    train: str | list[str] = "default"
+    heldout: str | list[str] = "default"
+    corpus: str = "default"
+    environment: str = "search_qa"
+    options: dict[str, Any] = {}
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of an experiment. runs: the folder in which run folders are made. threads: of set-up work (index, warm start)."""
+
+    name: str
+    seed: Natural = 0
+    runs: str = "runs"
+    threads: Count = 2
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    warm_start: WarmStart = WarmStart()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    actors: ActorsConfig = ActorsConfig()
+    judges: JudgesConfig = JudgesConfig()
+    retriever: RetrieverConfig = RetrieverConfig()
+    learner: LearnerConfig = LearnerConfig()
