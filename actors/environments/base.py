@@ -80,22 +80,26 @@ class Tools(Protocol):
 
 
 class Environment(Protocol):
-    """Pure rules of one kind of task; holds no state of any episode. States are frozen, hashable structs."""
+    """Pure rules of one kind of task; holds no state of any episode. States are frozen, hashable structs.
+
+    A subclass writes ``initial``, ``prompt``, ``read`` and ``step``; what it does not say otherwise holds for a game whose rules end the
+    episode and whose judge gives the reward (docs/extend.md).
+    """
 
     name: str
-    stop: list[str]
+    stop: list[str] = []
     """Strings that end an action."""
-    forced_prefix: str
+    forced_prefix: str = ""
     """Text that forces a final answer once the budget of steps is used up; "": episodes end by the rules alone."""
-    outcome_judge: str
+    outcome_judge: str = ""
     """The judge that gives the outcome of a finished episode; "": the last transition says it."""
-    measured: Sequence[str]
+    measured: Sequence[str] = ()
     """Score columns that the last turn of an episode has beside "outcome": the keys of ``Transition.measures``."""
-    headline: str
+    headline: str = "return"
     """The measure to look at first."""
-    fresh: bool
+    fresh: bool = True
     """Each turn is a new prompt that shows the state; otherwise observations are appended to one growing text."""
-    rewarded_by_judge: bool
+    rewarded_by_judge: bool = True
     """The judge sees every action and its column "reward" is the reward; otherwise SLATE's composite of its columns is."""
 
     def initial(self, task: Task) -> Any:
@@ -104,7 +108,7 @@ class Environment(Protocol):
 
     async def open(self, state: Any, tools: Tools) -> Any:
         """The state in which the policy acts first (an opponent that begins has moved)."""
-        ...
+        return state
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
         """Chat messages for the policy to act on; ``SPLIT`` separates what all turns share."""
@@ -116,15 +120,35 @@ class Environment(Protocol):
 
     def parse_forced(self, text: str) -> Action:
         """The action generated after ``forced_prefix``."""
+        return Action("invalid", text)
+
+    async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
+        """What ``action`` leads to."""
         ...
 
-    async def step(self, state: Any, action: Action, tools: Tools) -> Transition: ...
-
-    def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn: ...
+    def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
+        """What a judge or an oracle sees of ``action`` taken in ``state``."""
+        return JudgedTurn(
+            question=task.question or task.id,
+            golds=task.golds,
+            context="",
+            response=action.text,
+            step=step,
+            budget=budget,
+            state=msgspec.to_builtins(state),
+            move=None if action.move is None else list(action.move),
+        )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Named results of a finished episode from its turns' score columns, in order; "forced" is 1 for a forced answer."""
-        ...
+        """Named results of a finished episode from its turns' score columns, in order; "forced" is 1 for a forced answer.
+
+        By default: return, turns, what the last turn measured, and per turn valid and oracle (its reward; of a binary oracle a share).
+        """
+        last = turns[-1]
+        results = {"return": [last["outcome"]], "turns": [float(len(turns))]}
+        results |= {name: [last[name]] for name in self.measured if name in last}
+        results |= {"valid": [turn["valid"] for turn in turns if "valid" in turn]}
+        return results | {"oracle": [turn["reward"] for turn in turns if "reward" in turn]}
 
 
 class Generator(Protocol):

@@ -6,14 +6,11 @@ may think first.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from actors.environments.base import SPLIT, Action, Task, Tools, Transition
-from wire.messages import JudgedTurn
+from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 
 PROMPTS = Path(__file__).parent / "prompts"
 
@@ -22,7 +19,7 @@ _BLOCK_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOT
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-class Game:
+class Game(Environment):
     """Base of the games. A subclass sets ``name`` and ``headline``, and writes ``initial``, ``view``, ``move``, ``legal``, ``apply``.
 
     prompt: a file of prompts/ without ending, or a path with a slash. history: how many earlier moves of the policy {past} lists.
@@ -32,11 +29,6 @@ class Game:
 
     name = ""
     measured: Sequence[str] = ("success", "completion")
-    headline = "return"
-    forced_prefix = ""
-    outcome_judge = ""
-    fresh = True
-    rewarded_by_judge = True
     loss = -1.0
     """Outcome of an episode that an invalid or illegal action ended."""
 
@@ -99,13 +91,9 @@ class Game:
         """The task of ``seed``."""
         return Task(f"{self.name}-{seed}", seed=seed)
 
-    async def open(self, state: Any, tools: Tools) -> Any:
-        """The state in which the policy acts first."""
-        return state
-
     def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
         """One user message: the rules, then the state."""
-        past = "\n".join(state.past) or "none"
+        past = "\n".join(getattr(state, "past", ())) or "none"
         shown = {**self.view(state), "past": past}
         head, tail = self.template[: self._shared], self.template[self._shared :]
         filled = _PLACEHOLDER.sub(lambda match: shown[match[1]] if match[1] in shown else match[0], tail)
@@ -119,10 +107,6 @@ class Game:
             return Action("invalid", text)
         return Action("move" if self.legal(state, move) else "illegal", text, move=move)
 
-    def parse_forced(self, text: str) -> Action:
-        """Nothing is forced in a game."""
-        return Action("invalid", text)
-
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
         """Play the action; one that is not legal ends the episode as a loss (methods.md 3.1)."""
         if not action.valid or action.move is None:
@@ -132,25 +116,3 @@ class Game:
     def remember(self, past: tuple[str, ...], line: str) -> tuple[str, ...]:
         """The last ``history`` lines with ``line`` at the end."""
         return (*past, line)[-self.history :] if self.history else ()
-
-    def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
-        """What an oracle sees of ``action`` taken in ``state``."""
-        return JudgedTurn(
-            question=task.id,
-            golds=[],
-            context="",
-            response=action.text,
-            step=step,
-            budget=budget,
-            state=msgspec.to_builtins(state),
-            move=None if action.move is None else list(action.move),
-        )
-
-    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """return, turns, the measures of the last turn, and per turn: valid, oracle (the mean reward: of a binary oracle a share)."""
-        last = turns[-1]
-        made = {"return": [last["outcome"]], "turns": [float(len(turns))]}
-        made |= {name: [last[name]] for name in ("success", "completion") if name in last}
-        made |= {"valid": [turn["valid"] for turn in turns if "valid" in turn]}
-        made |= {"oracle": [turn["reward"] for turn in turns if "reward" in turn]}
-        return made

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.base import Action, Task, Tools, Transition
+from actors.environments.base import Action, Environment, Task, Tools, Transition
 from wire.messages import JudgedTurn, Passage
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -46,7 +46,7 @@ class State(msgspec.Struct, frozen=True):
     done: bool = False
 
 
-class SearchQA:
+class SearchQA(Environment):
     """The search-QA rules. prompt: name of a file in prompts/ or a path; topk: passages a search shows.
 
     think: whether an action without a think block right before it is invalid ("required", SLATE) or the first search or answer block
@@ -57,7 +57,6 @@ class SearchQA:
     stop = ["</search>", "</answer>"]
     forced_prefix = "\n<answer>"
     outcome_judge = "exact_match"
-    measured = ()
     headline = "em"
     fresh = False
     rewarded_by_judge = False
@@ -95,10 +94,6 @@ class SearchQA:
     def initial(self, task: Task) -> State:
         """The state before the first action."""
         return State(task.question)
-
-    async def open(self, state: State, tools: Tools) -> State:
-        """The policy acts first."""
-        return state
 
     def prompt(self, task: Task, state: State | None = None) -> list[dict[str, str]]:
         """Chat messages that open the episode."""

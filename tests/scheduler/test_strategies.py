@@ -198,7 +198,7 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     stage.services.script = [[RIGHT, WRONG, NOTHING]]
     again = Context(stage.shop, stage.settings, TASK, tree, random.Random(1))
     await again.plant()
-    await slate.grow(tree, again)
+    await slate.grow(tree, again, 3)
     assert len(stage.groups) == 2
     assert [turn.turn for turn in stage.groups[1]] == [2, 2, 2]
     assert tree.tip().step == 2

@@ -33,7 +33,7 @@ def assets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set-up that is done."""
     made = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
     monkeypatch.setattr("tools.launching.command.prepare", lambda config: made)
-    monkeypatch.setattr("tools.launching.command.plan.make", lambda config, found, run: [ENDS_AT_ONCE])
+    monkeypatch.setattr("tools.launching.command.processes.make", lambda config, found, run: [ENDS_AT_ONCE])
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])

@@ -32,6 +32,9 @@ _FULL_BYTES = 2**24
 _TAIL_BYTES = 2**18
 """Of a log, in which the last traceback is looked for."""
 _PR_SET_PDEATHSIG = 1
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
+"""Kernels that oneDNN, and torch above it, keep for the shapes they have seen; without a limit a bfloat16 process on a CPU, whose shapes
+hardly repeat, grows by a gigabyte in some hundred updates and is no faster (docs/performance.md). Variables of the user's shell win."""
 
 
 def existing(path: Path) -> Path:
@@ -69,7 +72,7 @@ class Child:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process, for the first time or again."""
-        environment = os.environ | self.spec.environment
+        environment = _KERNEL_CACHES | os.environ | self.spec.environment
         threads = str(self.spec.threads)
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]

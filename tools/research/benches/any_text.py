@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from actors.environments.base import Action, Task, Tools, Transition
+from actors.environments.base import Action, Environment, Task, Tools, Transition
 from judges.base import Judge
 from wire.messages import JudgedTurn, Judgement
 
@@ -31,17 +31,12 @@ class State(msgspec.Struct, frozen=True):
     step: int = 0
 
 
-class AnyText:
+class AnyText(Environment):
     """Episodes of ``shape``, written in ``alphabet``, of which the tokenizer should make a token a character."""
 
     name = "any_text"
-    stop: list[str] = []
-    forced_prefix = ""
-    outcome_judge = ""
-    measured = ()
     headline = "reward"
     fresh = False
-    rewarded_by_judge = True
 
     def __init__(self, shape: Shape, alphabet: str):
         self.shape, self.alphabet = shape, alphabet
@@ -56,9 +51,6 @@ class AnyText:
 
     def initial(self, task: Task) -> State:
         return State(task.seed)
-
-    async def open(self, state: State, tools: Tools) -> State:
-        return state
 
     def prompt(self, task: Task, state: State) -> list[dict[str, str]]:
         """What all prompts share, then the question."""

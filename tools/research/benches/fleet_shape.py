@@ -175,7 +175,7 @@ async def opened(folder: Path, made: Sequence[_Actor], judge_s: float) -> AsyncI
 
 async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, questions: int) -> list[Tree]:
     """Grow ``questions`` trees at once."""
-    settings = SchedulerConfig(strategy_options={"k": CANDIDATES}, budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
+    settings = SchedulerConfig(budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
     journal = Journal(folder / "journal.sqlite")
     emit: Callable[..., None] = lambda tree, nodes, turns: None  # noqa: E731
     shop = Shop(dispatcher, journal, Text(str(model)), _environment(), settings, Counter(), emit, fleet=fleet)
@@ -184,7 +184,7 @@ async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, 
         tree = Tree(number, str(number))
         context = Context(shop, settings, Task(str(number), seed=number), tree, random.Random(number))
         await context.plant()
-        await slate.grow(tree, context)
+        await slate.grow(tree, context, CANDIDATES)
         fleet.ended(tree.id)
         dispatcher.look_again("generate")
         return tree

@@ -228,7 +228,7 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
                 tree = Tree(number, "")
                 context = Context(shop, settings, environment.task(number), tree, random.Random(number))
                 await context.plant()
-                await mc_value.grow(tree, context)
+                await mc_value.grow(tree, context, work.continuations)
 
             try:
                 await together(game(number) for number in range(work.games))

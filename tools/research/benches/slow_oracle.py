@@ -55,12 +55,11 @@ class Awaiting(Context):
         super().__init__(*given)
         self.judgements: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
-    async def judge(self, nodes: Sequence[Node]) -> list[float]:
+    async def judge(self, nodes: Sequence[Node]) -> None:
         """As ever, and says that it is done."""
-        found = await super().judge(nodes)
+        await super().judge(nodes)
         for node in nodes:
             self.judgements[node.id].set()
-        return found
 
     async def step(self, node: Node) -> Node | None:
         """As ever, but later."""
