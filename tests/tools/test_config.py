@@ -19,7 +19,7 @@ from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
 from tools.launching import processes, set_up
 from tools.launching.assets import Assets
-from tools.launching.config import Config, ConfigError, convert, load
+from tools.launching.config import Config, ConfigError, convert, load, saved
 from tools.launching.processes import gpus_of
 from wire import hardware
 
@@ -221,6 +221,68 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load(tmp_path, [])
     with pytest.raises(ConfigError, match=r"bad\.toml/x\.toml cannot be read: Not a directory"):
         load(tmp_path / "bad.toml" / "x.toml", [])
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Write NAME.toml with each text; return the first."""
+    for name, text in files.items():
+        (folder / f"{name}.toml").write_text(text)
+    return folder / f"{next(iter(files))}.toml"
+
+
+def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    write(
+        tmp_path / "shared",
+        far='name = "far"\n[learner]\nlr = 1e-3\nbetas = [0.5, 0.6]\nlora = { rank = 4, alpha = 8.0 }',
+        near='extends = "far.toml"\nseed = 3\n[scheduler]\nk = 3',
+    )
+    path = write(
+        tmp_path, mine='extends = "shared/near.toml"\nname = "mine"\n[learner]\nbetas = [0.7, 0.8]\nlora = { rank = 0 }'
+    )
+    config = load(path, ["scheduler.k=4"])
+    assert (config.name, config.seed, config.scheduler.k) == ("mine", 3, 4)
+    w = config.learner
+    assert (w.lr, w.betas, w.lora.rank, w.lora.alpha) == (1e-3, (0.7, 0.8), 0, 8.0)
+    assert "extends" not in json.loads(saved(config))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('extends = "b.toml"', r"b\.toml, which .*a\.toml extends, does not exist"),
+        ('extends = "."', r", which .*a\.toml extends, is a folder"),
+        ('extends = "a.toml"', r"extends itself: .*a\.toml -> .*a\.toml; remove"),
+        ('extends = "around.toml"', r"extends itself: .*a\.toml -> .*around\.toml -> .*a\.toml; remove"),
+        ('extends = ["b.toml"]', r"a\.toml has extends = \['b\.toml'\]: expected the path of one TOML file"),
+        ('[model]\nextends = "b.toml"', r"unknown key model\.extends"),
+    ],
+)
+def test_a_base_that_cannot_be_read_is_refused_with_who_extends_it(text: str, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path, a=text, around='extends = "a.toml"')
+    with pytest.raises(ConfigError, match=said):
+        load(path, [])
+
+
+def repeated(tree: dict[str, Any], base: dict[str, Any], path: str = "") -> list[str]:
+    """Keys of the tree that have the same value in the base."""
+    same = [path + key for key, value in tree.items() if not isinstance(value, dict) and base.get(key) == value]
+    tables = [
+        (key, value) for key, value in tree.items() if isinstance(value, dict) and isinstance(base.get(key), dict)
+    ]
+    return same + [deeper for key, value in tables for deeper in repeated(value, base[key], f"{path}{key}.")]
+
+
+def test_no_shipped_config_repeats_what_it_extends() -> None:
+    heirs = 0
+    for path in sorted((ROOT / "configs").rglob("*.toml")):
+        tree = tomllib.loads(path.read_text())
+        while "extends" in tree:
+            path, heirs = path.parent / tree.pop("extends"), heirs + 1
+            base = tomllib.loads(path.read_text())
+            assert repeated(tree, base) == [], f"remove these keys: {path.name} has them"
+            tree = base
+    assert heirs > 10
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""One TOML file per experiment becomes typed structs. An unknown key, a wrong type or a value out of range is refused with its path."""
+"""One TOML file per experiment becomes typed structs. An unknown key, a wrong type or a value out of range is refused with its path.
+
+A file may state only what differs from another: `extends = "slate-7b.toml"` at its top.
+"""
 
 import difflib
 import math
@@ -26,20 +29,45 @@ class ConfigError(ValueError):
 
 
 def load(path: Path, overrides: list[str]) -> Config:
-    """The config of a TOML file with ``a.b=value`` overrides. Raises ConfigError."""
+    """The config of a TOML file, over the file that it ``extends``, with ``a.b=value`` overrides. Raises ConfigError."""
+    return convert(_read(path), overrides)
+
+
+def _read(path: Path, *heirs: Path) -> dict[str, Any]:
+    """The tables of a TOML file over those of the file that its key ``extends`` names, by a path relative to its own folder.
+
+    heirs: the files that extend this one, the nearest last.
+    """
+    named = f"config {path}" + (f", which {heirs[-1]} extends," if heirs else "")
+    if path.resolve() in [heir.resolve() for heir in heirs]:
+        raise ConfigError(f"{named} extends itself: {' -> '.join(map(str, (*heirs, path)))}; remove one `extends`")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"config {path} does not exist; there are {_shipped()}") from None
+        raise ConfigError(f"{named} does not exist; there are {_shipped()}") from None
     except IsADirectoryError:
-        raise ConfigError(f"config {path} is a folder: expected a TOML file; there are {_shipped()}") from None
+        raise ConfigError(f"{named} is a folder: expected a TOML file; there are {_shipped()}") from None
     except OSError as error:
-        raise ConfigError(f"config {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config {path} is not UTF-8 ({error}): save it in that encoding") from None
+        raise ConfigError(f"{named} is not UTF-8 ({error}): save it in that encoding") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config {path} is not TOML: {error}") from None
-    return convert(tree, overrides)
+        raise ConfigError(f"{named} is not TOML: {error}") from None
+    if "extends" not in tree:
+        return tree
+    base = tree.pop("extends")
+    if not isinstance(base, str):
+        raise ConfigError(f"{named} has extends = {base!r}: expected the path of one TOML file, from {path.parent}")
+    return _merged(_read(path.parent / base, *heirs, path), tree)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """base with changes: tables are merged key by key, every other value is replaced."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = base.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _shipped() -> str:

@@ -1,0 +1,59 @@
+"""What documents and code point at exists: sections of docs/methods.md, and files that a document links to."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+METHODS = (ROOT / "docs" / "methods.md").read_text()
+SECTIONS = set(re.findall(r"^##+ (\d(?:\.\d)?)\.? ", METHODS, re.MULTILINE))
+ROWS = set(re.findall(r"^\| (\d+) \|", METHODS.split("## 6. ")[1], re.MULTILINE))
+SOURCES = sorted(
+    path
+    for folder in ("wire", "scheduler", "learner", "actors", "judges", "tools", "configs", "tests", "docs")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".toml", ".md", "") and path.is_file()
+)
+DOCUMENTS = [ROOT / "README.md", *(path for path in SOURCES if path.suffix == ".md")]
+
+_SECTION = r"(\d(?:\.\d+)?)(?![\d.]*\d)"
+_CITED = re.compile(rf"methods\.md[`)]? {_SECTION}((?:(?:, | and | to |; ){_SECTION})*)(?:, row (\d+))?")
+
+
+def citations(text: str) -> list[tuple[str, str]]:
+    """Pairs of a cited section and a cited row ("" for none): "methods.md 1.1, 1.3" are two, "methods.md 6, row 3" is one."""
+    pairs = []
+    for first, more, _, row in _CITED.findall(text):
+        pairs += [(first, row), *((section, "") for section in re.findall(_SECTION, more))]
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("SLATE (methods.md 1.1, 1.3, 1.4).", [("1.1", ""), ("1.3", ""), ("1.4", "")]),
+        ("methods.md 3.2 to 3.6.", [("3.2", ""), ("3.6", "")]),
+        ("the standard deviation (methods.md 6, row 3), 0", [("6", "3")]),
+        ("methods.md 2.5; PPR, A.4", [("2.5", "")]),
+        ("methods.md, known answers", []),
+    ],
+)
+def test_citations_are_read_as_they_are_written(text: str, expected: list[tuple[str, str]]) -> None:
+    assert citations(text) == expected
+
+
+def test_every_cited_section_and_row_of_methods_md_exists() -> None:
+    cited = {
+        (path.relative_to(ROOT), *c) for path in SOURCES if path != Path(__file__) for c in citations(path.read_text())
+    }
+    assert len(cited) > 100, "the citations were not found"
+    assert {"0", "1.8", "2.5", "3.6", "4.6", "7"} <= SECTIONS
+    assert [c for c in cited if c[1] not in SECTIONS or (c[2] and c[2] not in ROWS)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_document_links_to_exists(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text())
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (document.parent / link).exists()] == []
