@@ -1,7 +1,6 @@
 """What the dispatcher remembers of workers and calls; it alone changes these records."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -71,7 +70,6 @@ class Pending:
         "failed_on",
         "hedge",
         "last_fault",
-        "on_partial",
         "place",
         "result_type",
         "service",
@@ -87,11 +85,10 @@ class Pending:
         deadline: float,
         place: Place | None,
         worker: str | None,
-        on_partial: Callable[[Any], None] | None,
         caller: str,
     ):
         self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
-        self.place, self.worker, self.on_partial = place, worker, on_partial
+        self.place, self.worker = place, worker
         self.caller = caller
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()

@@ -30,7 +30,6 @@ from wire.messages import (
     Goodbye,
     Heartbeat,
     Message,
-    Partial,
     Register,
     Registered,
     Request,
@@ -100,14 +99,13 @@ class Dispatcher:
         deadline: float,
         place: Place | None = None,
         worker: str | None = None,
-        on_partial: Callable[[Any], None] | None = None,
         caller: str = "",
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
         deadline: seconds for the whole call, waiting and retries included. place: chooses among the workers and is told of every
-        attempt; the least loaded without one. worker: the only worker to use, at once, once, even if it is full. on_partial gets each
-        piece of the answer (again from the first after a retry). caller: in words, for ``on_fault``; without, it is told nothing.
+        attempt; the least loaded without one. worker: the only worker to use, at once, once, even if it is full. caller: in words,
+        for ``on_fault``; without, it is told nothing.
 
         Raises the Fault that ended the call: InfrastructureFault when the deadline passed, ``max_attempts`` failed or the
         one ``worker`` is gone, DataFault or PolicyFault as the worker reported it; WireError when ``request`` cannot be sent.
@@ -117,7 +115,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         end = time.monotonic() + deadline
         result_type = service_types(service)[1]
-        pending = Pending(service, encode_body(request), result_type, end, place, worker, on_partial, caller)
+        pending = Pending(service, encode_body(request), result_type, end, place, worker, caller)
         self.counters["calls"] += 1
         self._open.add(pending)
         timer = loop.call_later(deadline, self._expire, pending, deadline)
@@ -256,7 +254,7 @@ class Dispatcher:
         attempt = Attempt(number, pending, worker, now)
         if not pending.attempts:
             pending.tries += 1
-            if self.config.hedge_quantile and pending.worker is None and pending.on_partial is None:
+            if self.config.hedge_quantile and pending.worker is None:
                 self._hedge_later(pending)
         pending.attempts[number] = worker.in_flight[number] = attempt
         header = encode_header(Request(number, pending.service, max(0.001, pending.deadline - now)))
@@ -375,7 +373,7 @@ class Dispatcher:
             return
         worker.heard = time.monotonic()
         match header:
-            case Result(id=number) | Partial(id=number) | Error(id=number):
+            case Result(id=number) | Error(id=number):
                 self._answer(worker, number, header, frames)
             case Heartbeat(stats=stats):
                 worker.stats, worker.beat_at = stats, worker.heard
@@ -388,7 +386,7 @@ class Dispatcher:
             case _:
                 raise WireError(f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends")
 
-    def _answer(self, worker: Worker, number: int, header: Result | Partial | Error, frames: Sequence[Frame]) -> None:
+    def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)
         if attempt is None:
             self.counters["late_answers"] += 1
@@ -398,10 +396,6 @@ class Dispatcher:
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)
-        if isinstance(header, Partial):
-            if pending.on_partial is not None and not pending.done.done():
-                pending.on_partial(body)
-            return
         now = time.monotonic()
         worker.breaker.record(True, now)
         if self.config.hedge_quantile:

@@ -52,12 +52,6 @@ class Request(msgspec.Struct, tag="request", frozen=True):
     deadline_s: float
 
 
-class Partial(msgspec.Struct, tag="partial", frozen=True):
-    """Worker -> scheduler: one piece of the answer to request ``id``; more follow, then a Result or an Error."""
-
-    id: int
-
-
 class Result(msgspec.Struct, tag="result", frozen=True):
     """Worker -> scheduler: the answer to request ``id`` is the body."""
 
@@ -91,7 +85,7 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
     reason: str = ""
 
 
-Message = Register | Registered | Heartbeat | Request | Partial | Result | Error | Cancel | Drain | Goodbye
+Message = Register | Registered | Heartbeat | Request | Result | Error | Cancel | Drain | Goodbye
 
 # ---------------------------------------------------------------------------------------------- generation
 

@@ -310,21 +310,6 @@ async def test_a_worker_that_keeps_failing_is_rested(tmp_path: Path) -> None:
     assert len(served) == 5
 
 
-async def test_pieces_reach_the_caller_before_the_result(tmp_path: Path) -> None:
-    async def pieces(request: ScoreRequest, call: Call) -> ScoreResult:
-        for version in (1, 2):
-            call.partial(ScoreResult(request.tokens, version))
-        return ScoreResult(request.tokens, 3)
-
-    seen: list[int] = []
-    async with bench(tmp_path) as b:
-        await b.work("w", {"score": pieces})
-        result = await b.dispatcher.call(
-            "score", ask(), deadline=5, on_partial=lambda piece: seen.append(piece.version)
-        )
-        assert [*seen, result.version] == [1, 2, 3]
-
-
 async def test_a_second_process_of_the_same_name_replaces_the_first_for_good(tmp_path: Path) -> None:
     left: list[str] = []
     async with bench(tmp_path) as b:

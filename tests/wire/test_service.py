@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from wire.arrays import Frame, decode_body, decode_header, encode
+from wire.arrays import Frame, decode_header, encode
 from wire.faults import DataFault, InfrastructureFault, PolicyFault
 from wire.messages import (
     Cancel,
@@ -19,7 +19,6 @@ from wire.messages import (
     Goodbye,
     Heartbeat,
     Message,
-    Partial,
     Register,
     Registered,
     Request,
@@ -153,21 +152,6 @@ async def test_a_deadline_ends_the_work_on_the_worker_too() -> None:
         assert not service.calls
 
 
-async def test_pieces_arrive_before_the_result_and_in_order() -> None:
-    async def pieces(request: ScoreRequest, call: Call) -> ScoreResult:
-        for version in (1, 2):
-            call.partial(ScoreResult(request.tokens, version))
-        return ScoreResult(request.tokens, 3)
-
-    async with pair(pieces) as (scheduler, _):
-        scheduler.ask(1)
-        versions = []
-        for kind in (Partial, Partial, Result):
-            await scheduler.next(kind)
-            versions.append(decode_body(scheduler.frames, ScoreResult).version)
-        assert versions == [1, 2, 3]
-
-
 async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> None:
     entered, stopped = asyncio.Event(), asyncio.Event()
     seen: list[Call] = []
@@ -181,7 +165,6 @@ async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> No
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             stopped.set()
-        call.partial(ScoreResult(request.tokens, 0))
         return ScoreResult(request.tokens, 0)
 
     async with pair(stubborn) as (scheduler, _):
