@@ -108,7 +108,7 @@ class Dispatcher:
         for ``on_fault``; without, it is told nothing.
 
         Raises the Fault that ended the call: InfrastructureFault when the deadline passed, ``max_attempts`` failed or the
-        one ``worker`` is gone, DataFault or PolicyFault as the worker reported it; WireError when ``request`` cannot be sent.
+        one ``worker`` is gone, DataFault as the worker reported it; WireError when ``request`` cannot be sent.
         """
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")

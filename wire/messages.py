@@ -58,7 +58,7 @@ class Result(msgspec.Struct, tag="result", frozen=True):
     id: int
 
 
-FaultKind = Literal["infrastructure", "data", "policy"]
+FaultKind = Literal["infrastructure", "data"]
 
 
 class Error(msgspec.Struct, tag="error", frozen=True):

@@ -89,7 +89,7 @@ Handler = Callable[[Any, Call], Awaitable[msgspec.Struct]]
 class Service:
     """Offers ``handlers`` (service name -> coroutine of request struct and Call) with at most ``capacity`` in flight.
 
-    ``stats`` is read at every heartbeat: counters and gauges by name. Handlers raise DataFault, PolicyFault or
+    ``stats`` is read at every heartbeat: counters and gauges by name. Handlers raise DataFault or
     InfrastructureFault; anything else is logged with its traceback and reported as infrastructure. After ``silence_s`` seconds
     without a word from the scheduler (it echoes every heartbeat) the worker registers anew, for ``give_up_s`` seconds.
     """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from wire.arrays import Frame, decode_header, encode
-from wire.faults import DataFault, InfrastructureFault, PolicyFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import (
     Cancel,
     Drain,
@@ -108,7 +108,6 @@ async def test_a_worker_registers_its_services_and_capacity_and_beats_with_its_s
     ("raised", "kind", "message"),
     [
         (DataFault("no gold"), "data", "no gold"),
-        (PolicyFault("no tag"), "policy", "no tag"),
         (InfrastructureFault("disk"), "infrastructure", "disk"),
         (KeyError("k"), "infrastructure", "KeyError"),
         (TimeoutError("a socket of its own"), "infrastructure", "a socket of its own"),
