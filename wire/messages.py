@@ -325,14 +325,12 @@ class TreeClosed(msgspec.Struct, frozen=True):
 class Trained(msgspec.Struct, frozen=True):
     """Answer to ``train``: the group is part of policy ``version``; the weights are at ``path``.
 
-    ``metrics`` and ``warnings`` are the update's (the same for every group of one update). ``durable`` says whether a checkpoint
-    holds this version. A group that was already in the trained frontier is answered at once.
+    ``metrics`` and ``warnings`` are the update's (the same for every group of one update). A group that was already in the trained frontier is answered at once.
     """
 
     version: int
     path: str
     digest: str
-    durable: bool
     metrics: dict[str, float]
     warnings: list[str] = []
 
