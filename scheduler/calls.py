@@ -18,14 +18,12 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dead_after_s: float = 20.0
     """Silence after which a worker is given up and its calls move on. Well above a long pause of a busy machine."""
     max_attempts: int = 3
-    hedge_quantile: float = 0.0
-    """Start a second attempt elsewhere when a call takes longer than this share (0.99) of the service's latest; 0: never."""
 
 
 class Event(msgspec.Struct, frozen=True):
     """One attempt of one call, for traces. Times are seconds of the monotonic clock.
 
-    outcome: "ok", a fault kind, "deadline" or "cancelled" (by the caller, or because a twin was faster).
+    outcome: "ok", a fault kind, "deadline" or "cancelled" (by the caller).
     """
 
     service: str
@@ -59,16 +57,18 @@ class Worker:
 
 
 class Pending:
-    """A call and its waiting ``caller``, in words. ``body`` is encoded once, whatever the number of attempts."""
+    """A call and its waiting ``caller``, in words. ``body`` is encoded once, whatever the number of attempts.
+
+    attempt: the one that runs now, if any.
+    """
 
     __slots__ = (
-        "attempts",
+        "attempt",
         "body",
         "caller",
         "deadline",
         "done",
         "failed_on",
-        "hedge",
         "last_fault",
         "place",
         "result_type",
@@ -92,10 +92,9 @@ class Pending:
         self.caller = caller
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()
-        self.attempts: dict[int, Attempt] = {}
+        self.attempt: Attempt | None = None
         self.tries = 0
         self.last_fault: Fault | None = None
-        self.hedge: asyncio.TimerHandle | None = None
 
     def settle(self, outcome: Any) -> None:
         """The one outcome; a later one is ignored."""

@@ -46,11 +46,7 @@ _RANGES: list[tuple[str, Callable[[float], bool], dict[str, str]]] = [
     ("more than 0, since training samples", lambda value: value > 0, {"scheduler": "temperature"}),
     ("more than 0, at most 1", lambda value: 0 < value <= 1, {"scheduler": "top_p"}),
     ("0 to 1", lambda value: 0 <= value <= 1, {"warm_start": "two_hop"}),
-    (
-        "0 or more, less than 1",
-        lambda value: 0 <= value < 1,
-        {"learner": "betas[0] betas[1]", "scheduler.dispatch": "hedge_quantile"},
-    ),
+    ("0 or more, less than 1", lambda value: 0 <= value < 1, {"learner": "betas[0] betas[1]"}),
 ]
 """What is expected of numbers, whether one is it, and their keys by section."""
 
