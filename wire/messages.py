@@ -150,19 +150,6 @@ class GenerateResult(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class ScoreRequest(msgspec.Struct, frozen=True):
-    """Service ``score``: log-probabilities of given tokens. tokens: int32 [tokens]."""
-
-    tokens: np.ndarray
-
-
-class ScoreResult(msgspec.Struct, frozen=True):
-    """logprobs: float32 [tokens], entry 0 is 0 (nothing precedes it); at temperature 1."""
-
-    logprobs: np.ndarray
-    version: int
-
-
 class LoadRequest(msgspec.Struct, frozen=True):
     """Service ``load``: take the weights in folder ``path`` as policy ``version``; ``digest`` proves arrival."""
 
@@ -341,7 +328,6 @@ class Closed(msgspec.Struct, frozen=True):
 
 SERVICES: dict[str, tuple[type, type]] = {
     "generate": (GenerateRequest, GenerateResult),
-    "score": (ScoreRequest, ScoreResult),
     "load": (LoadRequest, LoadResult),
     "retrieve": (RetrieveRequest, RetrieveResult),
     "judge": (JudgeRequest, JudgeResult),
