@@ -42,9 +42,7 @@ class Node(msgspec.Struct):
 
     def travels(self) -> TreeNode:
         """The node as the learner gets it."""
-        return TreeNode(
-            self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled, dict(self.scores)
-        )
+        return TreeNode(self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled)
 
 
 class Tree:

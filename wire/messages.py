@@ -277,7 +277,6 @@ class TreeNode(msgspec.Struct, frozen=True):
     logprobs: np.ndarray | None = None
     versions: np.ndarray | None = None
     sampled: np.ndarray | None = None
-    scores: dict[str, float] = {}
 
 
 class Turn(msgspec.Struct, frozen=True):

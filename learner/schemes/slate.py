@@ -5,17 +5,13 @@ A_t^j = (r_t^j - mean_j r_t) / (std_j r_t + eps) over the k candidates sampled f
 
 import numpy as np
 
-from learner.statistics import standardise, within
+from learner.statistics import within
 from learner.table import TurnTable
+from wire.statistics import among_siblings
 
 
 def advantages(table: TurnTable, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
     """float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof 1 is the sample standard deviation (methods.md 6, row 3), 0 the population's."""
-
-    def compare(rewards: np.ndarray) -> np.ndarray:
-        there, made = np.isfinite(rewards), np.zeros(len(rewards))
-        if there.any():
-            made[there] = rewards if len(rewards) == 1 else standardise(rewards[there], True, ddof, eps)
-        return made
-
-    return table.per_token(within(table.group, table.column("reward"), compare))
+    return table.per_token(
+        within(table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps))
+    )

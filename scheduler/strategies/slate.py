@@ -4,9 +4,12 @@ At each step k candidates are sampled from one prefix and judged; all k leave fo
 its advantage, is continued. An answer ends the tree; a used-up budget forces one (logged, not trained).
 """
 
+import numpy as np
+
 from scheduler.context import Context
-from scheduler.rewards import advantages, choose
+from scheduler.rewards import choose
 from scheduler.tree import Tree
+from wire.statistics import among_siblings
 
 
 async def grow(tree: Tree, ctx: Context) -> None:
@@ -16,7 +19,7 @@ async def grow(tree: Tree, ctx: Context) -> None:
     while (place := await ctx.onward(node)) is not None:
         candidates = await ctx.generate(place, settings.k)
         rewards = await ctx.judge(candidates)
-        scores = advantages(rewards)
+        scores = among_siblings(np.array(rewards)).tolist()
         for candidate, score in zip(candidates, scores, strict=True):
             candidate.scores["advantage"] = score
         valid = [i for i, candidate in enumerate(candidates) if ctx.action(candidate).valid]
