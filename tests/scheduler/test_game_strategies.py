@@ -22,7 +22,7 @@ from scheduler.journal import Journal
 from scheduler.strategies import chain, full, mc_value
 from scheduler.text import Text
 from scheduler.together import Beside, together
-from scheduler.tree import Node, Tree
+from scheduler.tree import Tree
 from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG
 from tests.scheduler.test_strategies import Stage as SearchStage
 from wire.faults import InfrastructureFault
@@ -94,8 +94,8 @@ class Stage:
         self.tree = Tree(0, self.task.id)
         self.journal.start_tree(self.tree, 0, 0)
 
-    def _emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
-        self.journal.save_group(tree, len(self.groups), nodes, turns)
+    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
+        self.journal.save_group(tree, len(self.groups), turns)
         self.groups.append(turns)
 
     async def grow(self, strategy: Any, tree: Tree | None = None) -> None:
