@@ -1,4 +1,4 @@
-"""An actor process: an engine behind the services generate, score and load.
+"""An actor process: an engine behind the services generate and load.
 
 ``python -m actors.worker PROCESS.json``
 """
@@ -15,7 +15,7 @@ from actors.engines import registry
 from actors.engines.base import Engine
 from wire import loop
 from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, ScoreRequest, ScoreResult
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 from wire.service import Call, Service
 from wire.sockets import RunKeys
 
@@ -28,15 +28,12 @@ def service(engine: Engine, name: str, capacity: int) -> Service:
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
 
-    async def score(request: ScoreRequest, call: Call) -> ScoreResult:
-        return await engine.score(request)
-
     async def load(request: LoadRequest, call: Call) -> LoadResult:
         loaded = await engine.load(request)
         log.info("%s: policy version %d in force after %.2f s", name, loaded.version, loaded.seconds)
         return loaded
 
-    return Service(name, {"generate": generate, "score": score, "load": load}, capacity, engine.stats)
+    return Service(name, {"generate": generate, "load": load}, capacity, engine.stats)
 
 
 async def run(process: ActorProcess) -> None:

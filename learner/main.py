@@ -71,7 +71,7 @@ class Leader:
     async def train(self, group: TrainGroup, call: Call) -> Trained:
         """Service handler: answered when an update holds the group."""
         if not self.inbox.add(group) and group.id not in self._waiting:  # one in the running update waits for its end
-            return self._trained({}, self.durable == self.published.version)
+            return self._trained({})
         self._news.set()
         future = self._waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
         return await asyncio.shield(future)
@@ -82,9 +82,9 @@ class Leader:
         self._news.set()
         return Closed()
 
-    def _trained(self, metrics: dict[str, float], durable: bool) -> Trained:
+    def _trained(self, metrics: dict[str, float]) -> Trained:
         p = self.published
-        return Trained(p.version, p.path, p.digest, durable, metrics, self.trainer.warnings)
+        return Trained(p.version, p.path, p.digest, metrics, self.trainer.warnings)
 
     async def work(self, stop: asyncio.Event) -> None:
         """Update whenever a batch is whole, until ``stop``; then checkpoint what was not."""
@@ -101,12 +101,11 @@ class Leader:
                 continue
             batch = self.inbox.take(trees, self.trainer.version)
             metrics = await asyncio.to_thread(self._update, batch)
-            due = self.trainer.version - self.durable >= self.config.checkpoint_every
-            if due:
+            if self.trainer.version - self.durable >= self.config.checkpoint_every:
                 start = time.monotonic()
                 await asyncio.to_thread(self._checkpoint)
                 metrics["time/checkpoint"] = time.monotonic() - start
-            self._answer(batch, metrics, due)
+            self._answer(batch, metrics)
             heard = time.monotonic()
         if self.durable < self.trainer.version:
             await asyncio.to_thread(self._checkpoint)
@@ -130,11 +129,11 @@ class Leader:
         checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep)
         self.durable = self.trainer.version
 
-    def _answer(self, batch: Batch, metrics: dict[str, float], durable: bool) -> None:
+    def _answer(self, batch: Batch, metrics: dict[str, float]) -> None:
         for group in batch.groups:
             future = self._waiting.pop(group.id, None)
             if future is not None and not future.done():
-                future.set_result(self._trained(metrics, durable))
+                future.set_result(self._trained(metrics))
         log.info("version %d: %d groups of %d questions", self.trainer.version, len(batch.groups), batch.questions)
 
     def stats(self) -> dict[str, float]:

@@ -4,6 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from wire.statistics import centre, standardise
+
+__all__ = ["centre", "leave_one_out", "standardise", "whiten", "within"]
+
 
 def within(groups: np.ndarray, values: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """``change`` applied to the values of each group separately. groups: identities, values and result: [n]."""
@@ -12,17 +16,6 @@ def within(groups: np.ndarray, values: np.ndarray, change: Callable[[np.ndarray]
         members = groups == group
         made[members] = change(values[members])
     return made
-
-
-def centre(values: np.ndarray) -> np.ndarray:
-    """x - mean; exactly 0 where all values are equal, so that rounding is never scaled up or trained on."""
-    return values - values.mean() if np.ptp(values) > 0 else np.zeros(len(values))
-
-
-def standardise(values: np.ndarray, std: bool = True, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
-    """(x - mean) / (std + eps), or x - mean; 0 for a single value, which has nothing to be compared with."""
-    centred = centre(values)
-    return centred / (values.std(ddof=ddof) + eps) if std and len(values) > 1 else centred
 
 
 def leave_one_out(values: np.ndarray) -> np.ndarray:

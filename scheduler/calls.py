@@ -1,7 +1,6 @@
 """What the dispatcher remembers of workers and calls; it alone changes these records."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +9,7 @@ from scheduler.placement import Breaker, Place
 from wire.arrays import Frame
 from wire.faults import Fault
 from wire.messages import Register
-from wire.numbers import Count, Discount, Positive
+from wire.numbers import Count, Positive
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,14 +19,12 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dead_after_s: Positive = 20.0
     """Silence after which a worker is given up and its calls move on. Well above a long pause of a busy machine."""
     max_attempts: Count = 3
-    hedge_quantile: Discount = 0.0
-    """Start a second attempt elsewhere when a call takes longer than this share (0.99) of the service's latest; 0: never."""
 
 
 class Event(msgspec.Struct, frozen=True):
     """One attempt of one call, for traces. Times are seconds of the monotonic clock.
 
-    outcome: "ok", a fault kind, "deadline" or "cancelled" (by the caller, or because a twin was faster).
+    outcome: "ok", a fault kind, "deadline" or "cancelled" (by the caller).
     """
 
     service: str
@@ -61,18 +58,19 @@ class Worker:
 
 
 class Pending:
-    """A call and its waiting ``caller``, in words. ``body`` is encoded once, whatever the number of attempts."""
+    """A call and its waiting ``caller``, in words. ``body`` is encoded once, whatever the number of attempts.
+
+    attempt: the one that runs now, if any.
+    """
 
     __slots__ = (
-        "attempts",
+        "attempt",
         "body",
         "caller",
         "deadline",
         "done",
         "failed_on",
-        "hedge",
         "last_fault",
-        "on_partial",
         "place",
         "result_type",
         "service",
@@ -88,18 +86,16 @@ class Pending:
         deadline: float,
         place: Place | None,
         worker: str | None,
-        on_partial: Callable[[Any], None] | None,
         caller: str,
     ):
         self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
-        self.place, self.worker, self.on_partial = place, worker, on_partial
+        self.place, self.worker = place, worker
         self.caller = caller
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()
-        self.attempts: dict[int, Attempt] = {}
+        self.attempt: Attempt | None = None
         self.tries = 0
         self.last_fault: Fault | None = None
-        self.hedge: asyncio.TimerHandle | None = None
 
     def settle(self, outcome: Any) -> None:
         """The one outcome; a later one is ignored."""

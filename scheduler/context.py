@@ -1,4 +1,9 @@
-"""What a strategy may do: every slow thing is one awaited call, every result is in the tree and the journal when it returns."""
+"""What a strategy may do: every slow thing is one awaited call, every result is in the tree when it returns.
+
+A step is one transaction of the journal: the one that writes its sampled action (or, in SLATE, its group of judged candidates) also
+writes what changed since the step before: the observation, and scores that came meanwhile. A crash therefore never loses a sample
+that a trajectory continues; it may cost one repeated call of the environment or the judge.
+"""
 
 import asyncio
 import math
@@ -37,7 +42,7 @@ from wire.messages import (
     Turn,
 )
 
-Emit = Callable[[Tree, list[Node], list[Turn]], None]
+Emit = Callable[[Tree, list[Turn]], None]
 
 ATTEMPTS = 5
 """How often a tree whose calls fail is taken up."""
@@ -86,7 +91,7 @@ class Context:
         if not self.tree.nodes:
             head, _ = self.rendered(state)
             root = self.tree.add(None, "prompt", self.shop.text.encode(head), head, state=msgspec.to_builtins(state))
-            self.save([root])
+            self.changed([root])
 
     async def tip(self, trajectory: int = 0) -> Node:
         """Where the trajectory stands: its last chosen node, or the prompt of its first turn."""
@@ -105,10 +110,13 @@ class Context:
         return made
 
     def action(self, node: Node) -> Action:
-        """The parsed action of an action node."""
-        if node.forced:
-            return self.environment.parse_forced(node.text)
-        return self.environment.read(self.state(node), node.text)
+        """The action of an action node, parsed once."""
+        known = self.tree.actions_read.get(node.id)
+        if known is None:
+            read = self.environment
+            known = read.parse_forced(node.text) if node.forced else read.read(self.state(node), node.text)
+            self.tree.actions_read[node.id] = known
+        return known
 
     async def judge(self, nodes: Sequence[Node]) -> None:
         """Have sibling actions judged; the judge's columns, and whether each action is valid, are written to the nodes.
@@ -127,6 +135,7 @@ class Context:
         for node, action in zip(nodes, actions, strict=True):
             node.scores["valid"] = float(action.valid)
         self._count(nodes, actions)
+        self.changed(nodes)
 
     def note(self, node: Node) -> Action:
         """The parsed action of a new turn that ``assess`` may judge later; whether it is valid is a column at once."""
@@ -149,7 +158,7 @@ class Context:
         node.invalid = judgement.invalid
         if judgement.explanation:
             node.notes[self.settings.judge] = judgement.explanation
-        self.save([node])
+        self.changed([node])
 
     async def step(self, node: Node) -> Node | None:
         """The environment's answer to a chosen action, as the node to act on next; None when the episode is over."""
@@ -160,7 +169,7 @@ class Context:
         if transition.done:
             if transition.outcome is not None:
                 node.scores |= {"outcome": transition.outcome, **transition.measures}
-            self.save([node])
+                self.changed([node])
             return None
         if self.environment.fresh:
             return self._show(transition.state, node.trajectory, node.step)
@@ -173,7 +182,7 @@ class Context:
             state=msgspec.to_builtins(transition.state),
             chosen=True,
         )
-        self.save([node, made])
+        self.changed([made])
         return made
 
     async def onward(self, node: Node) -> Node | None:
@@ -195,7 +204,7 @@ class Context:
         )
         (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
         made = self._sampled(opening, sample, forced=True, chosen=True)
-        self.save([opening, made])
+        self.changed([opening, made])
         return made
 
     async def finish(self, trajectory: int = 0) -> None:
@@ -207,13 +216,13 @@ class Context:
             columns = await self.log_outcome(self.tree.actions(trajectory)[-1])
             own = [node for node in self.tree.actions(trajectory) if not node.forced]
             own[-1].scores = dict.fromkeys(columns, 0.0) | own[-1].scores | self._extent(own)
-            self.save([own[-1]])
+            self.changed([own[-1]])
 
     async def log_outcome(self, node: Node) -> list[str]:
         """The outcome judge's columns (exact match and F1) of the answer in ``node``; their names."""
         (judgement,) = await self._score(self.environment.outcome_judge, [self._judged(node, self.action(node))])
         node.scores.update(judgement.scores)
-        self.save([node])
+        self.changed([node])
         return list(judgement.scores)
 
     def emit(self, trajectories: Sequence[Sequence[Node]]) -> None:
@@ -224,11 +233,16 @@ class Context:
             for node in nodes
         ]
         if turns:
-            self.shop.emit(self.tree, [node for nodes in trajectories for node in nodes], turns)
+            self.shop.emit(self.tree, turns)
+
+    def changed(self, nodes: Sequence[Node]) -> None:
+        """Nodes are new or have new columns: the tree's next transaction writes them."""
+        self.tree.changed.update((node.id, node) for node in nodes)
 
     def save(self, nodes: Sequence[Node]) -> None:
-        """Make nodes durable."""
-        self.shop.journal.save_nodes(self.tree, nodes)
+        """Write nodes now, and whatever else changed in the tree, in one transaction: once per step, when its sample has come."""
+        self.changed(nodes)
+        self.shop.journal.save_nodes(self.tree)
 
     def state(self, node: Node) -> Any:
         """The environment state in which ``node`` acts."""
@@ -301,7 +315,7 @@ class Context:
             trajectory=trajectory,
             step=step,
         )
-        self.save([made])
+        self.changed([made])
         return made
 
     def _sampling(self, stop: list[str]) -> Sampling:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from scheduler.calls import Attempt, DispatchConfig, Event, Pending, Worker
-from scheduler.placement import Latencies, Load, Place, backoff, choose
+from scheduler.placement import Load, Place, backoff, choose
 from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
 from wire.faults import FAULTS, Fault, InfrastructureFault, WireError
 from wire.messages import (
@@ -30,7 +30,6 @@ from wire.messages import (
     Goodbye,
     Heartbeat,
     Message,
-    Partial,
     Register,
     Registered,
     Request,
@@ -59,7 +58,7 @@ def _turn(pending: Pending) -> tuple[Any, ...]:
 class Dispatcher:
     """Owns the ROUTER socket, the workers and the calls. Start with ``await start()``, end with ``await close()``.
 
-    counters: calls, retries, timeouts, failed, hedges, late_answers, malformed_peers, dead_workers.
+    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers.
     """
 
     def __init__(self, bind: str, keys: RunKeys | None, config: DispatchConfig = DispatchConfig(), seed: int = 0):
@@ -77,7 +76,6 @@ class Dispatcher:
         self._workers: dict[bytes, Worker] = {}
         self._open: set[Pending] = set()
         self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
-        self._latencies: defaultdict[str, Latencies] = defaultdict(Latencies)
         self._tasks: set[asyncio.Task[None]] = set()
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._joined = asyncio.Event()
@@ -100,24 +98,23 @@ class Dispatcher:
         deadline: float,
         place: Place | None = None,
         worker: str | None = None,
-        on_partial: Callable[[Any], None] | None = None,
         caller: str = "",
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
         deadline: seconds for the whole call, waiting and retries included. place: chooses among the workers and is told of every
-        attempt; the least loaded without one. worker: the only worker to use, at once, once, even if it is full. on_partial gets each
-        piece of the answer (again from the first after a retry). caller: in words, for ``on_fault``; without, it is told nothing.
+        attempt; the least loaded without one. worker: the only worker to use, at once, once, even if it is full. caller: in words,
+        for ``on_fault``; without, it is told nothing.
 
         Raises the Fault that ended the call: InfrastructureFault when the deadline passed, ``max_attempts`` failed or the
-        one ``worker`` is gone, DataFault or PolicyFault as the worker reported it; WireError when ``request`` cannot be sent.
+        one ``worker`` is gone, DataFault as the worker reported it; WireError when ``request`` cannot be sent.
         """
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         loop = asyncio.get_running_loop()
         end = time.monotonic() + deadline
         result_type = service_types(service)[1]
-        pending = Pending(service, encode_body(request), result_type, end, place, worker, on_partial, caller)
+        pending = Pending(service, encode_body(request), result_type, end, place, worker, caller)
         self.counters["calls"] += 1
         self._open.add(pending)
         timer = loop.call_later(deadline, self._expire, pending, deadline)
@@ -127,10 +124,7 @@ class Dispatcher:
         finally:
             timer.cancel()
             self._open.discard(pending)
-            if pending.hedge is not None:
-                pending.hedge.cancel()
-            if pending.attempts:
-                self._abandon(pending, "cancelled")
+            self._abandon(pending, "cancelled")
             if pending.done.cancelled():
                 self._forget_waiting(pending)
 
@@ -173,7 +167,7 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for pending in list(self._open):
-            pending.attempts.clear()
+            pending.attempt = None
             pending.settle(InfrastructureFault("the dispatcher was closed"))
         self._waiting.clear()
         self._workers.clear()
@@ -220,7 +214,7 @@ class Dispatcher:
             pending = queue.popleft()
             if pending.done.done():
                 continue
-            worker = self._place(pending, pending.failed_on)
+            worker = self._place(pending)
             if worker is not None:
                 self._start(pending, worker)
                 continue
@@ -242,23 +236,20 @@ class Dispatcher:
         now = time.monotonic()
         return [w for w in self.workers(service) if not w.draining and w.breaker.closed(now)]
 
-    def _place(self, pending: Pending, avoid: frozenset[str]) -> Worker | None:
+    def _place(self, pending: Pending) -> Worker | None:
         usable = self._usable(pending.service)
         if len(usable) == 1 and pending.place is None:
             return usable[0] if len(usable[0].in_flight) < usable[0].hello.capacity else None
         loads = [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in usable]
-        name = choose(loads, avoid) if pending.place is None else pending.place.choose(loads, avoid)
+        chosen = choose if pending.place is None else pending.place.choose
+        name = chosen(loads, pending.failed_on)
         return next((w for w in usable if w.name == name), None)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
         now = time.monotonic()
         number = next(self._numbers)
-        attempt = Attempt(number, pending, worker, now)
-        if not pending.attempts:
-            pending.tries += 1
-            if self.config.hedge_quantile and pending.worker is None and pending.on_partial is None:
-                self._hedge_later(pending)
-        pending.attempts[number] = worker.in_flight[number] = attempt
+        pending.tries += 1
+        pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
         header = encode_header(Request(number, pending.service, max(0.001, pending.deadline - now)))
         self.router.send([worker.identity, header, *pending.body])
         if pending.place is not None:
@@ -268,7 +259,7 @@ class Dispatcher:
         """An attempt is over, however it ended: free its room and start what waits."""
         worker, pending = attempt.worker, attempt.pending
         worker.in_flight.pop(attempt.number, None)
-        pending.attempts.pop(attempt.number, None)
+        pending.attempt = None
         if pending.place is not None:
             pending.place.ended(worker.name, result)
         if self.on_event is not None:
@@ -287,8 +278,6 @@ class Dispatcher:
             return
         pending.last_fault = fault
         pending.failed_on |= {attempt.worker.name}
-        if pending.attempts:
-            return  # a hedged twin still runs
         if pending.tries >= self.config.max_attempts or pending.worker is not None:
             self.counters["failed"] += 1
             pending.settle(fault)
@@ -305,12 +294,15 @@ class Dispatcher:
         if pending.done.done():
             return
         self.counters["timeouts"] += 1
-        now = time.monotonic()
-        on = ", ".join(attempt.worker.name for attempt in pending.attempts.values())
+        now, attempt = time.monotonic(), pending.attempt
         states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in self.workers(pending.service))
-        where = f"on {on}, which did not answer" if on else f"with no free worker: {states or 'none offers it'}"
+        where = (
+            f"on {attempt.worker.name}, which did not answer"
+            if attempt
+            else f"with no free worker: {states or 'none offers it'}"
+        )
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
-        for attempt in pending.attempts.values():
+        if attempt:
             attempt.worker.breaker.record(False, now)
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
         self._tell(pending, fault)
@@ -324,24 +316,9 @@ class Dispatcher:
             log.warning("%s, called by %s: %s", pending.service, pending.caller, fault)
             self.on_fault(pending.service, fault, pending.caller)
 
-    def _hedge_later(self, pending: Pending) -> None:
-        after = self._latencies[pending.service].quantile(self.config.hedge_quantile)
-        if after is not None:
-            pending.hedge = asyncio.get_running_loop().call_later(after, self._hedge, pending)
-
-    def _hedge(self, pending: Pending) -> None:
-        """A second attempt for a slow call, on another worker if one has room; the first answer counts."""
-        if pending.done.done() or len(pending.attempts) != 1:
-            return
-        (running,) = pending.attempts.values()
-        worker = self._place(pending, pending.failed_on | {running.worker.name})
-        if worker is not None and worker is not running.worker:
-            self.counters["hedges"] += 1
-            self._start(pending, worker)
-
     def _abandon(self, pending: Pending, outcome: str) -> None:
-        """The caller is gone or served: stop every attempt that still runs."""
-        for attempt in list(pending.attempts.values()):
+        """The caller is gone: stop the attempt that still runs, if any."""
+        if (attempt := pending.attempt) is not None:
             self._send(attempt.worker, Cancel(attempt.number))
             self._finish(attempt, outcome)
 
@@ -375,7 +352,7 @@ class Dispatcher:
             return
         worker.heard = time.monotonic()
         match header:
-            case Result(id=number) | Partial(id=number) | Error(id=number):
+            case Result(id=number) | Error(id=number):
                 self._answer(worker, number, header, frames)
             case Heartbeat(stats=stats):
                 worker.stats, worker.beat_at = stats, worker.heard
@@ -388,7 +365,7 @@ class Dispatcher:
             case _:
                 raise WireError(f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends")
 
-    def _answer(self, worker: Worker, number: int, header: Result | Partial | Error, frames: Sequence[Frame]) -> None:
+    def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)
         if attempt is None:
             self.counters["late_answers"] += 1
@@ -398,14 +375,7 @@ class Dispatcher:
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)
-        if isinstance(header, Partial):
-            if pending.on_partial is not None and not pending.done.done():
-                pending.on_partial(body)
-            return
-        now = time.monotonic()
-        worker.breaker.record(True, now)
-        if self.config.hedge_quantile:
-            self._latencies[pending.service].record(now - attempt.start)
+        worker.breaker.record(True, time.monotonic())
         pending.settle(body)
         self._finish(attempt, "ok", body)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from actors.environments.base import Rejected
-from scheduler.tree import Node, Tree, decode_node, encode_node
+from scheduler.tree import Tree, decode_node, encode_node
 from wire.messages import Turn
 
 _SCHEMA = """
@@ -69,31 +69,32 @@ class Journal:
                 f"journal {self.path} could not be written ({error}): free some space, then resume the run"
             ) from error
 
+    def _write_changed(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
+        """The tree's changed nodes and ``statements`` in one transaction."""
+        nodes = [(tree.id, node.id, encode_node(node)) for node in tree.changed.values()]
+        self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", nodes), *statements)
+        tree.changed.clear()
+
     # ------------------------------------------------------------------------------------------ writing
 
     def start_tree(self, tree: Tree, position: int, version: int) -> None:
         """A task was drawn; with the nodes the tree has so far (its root)."""
         row = (tree.id, position, tree.task, tree.split, "growing", version, None, time.time())
-        self._write(
-            ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]),
-            ("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", self._rows(tree, tree.nodes.values())),
-        )
+        tree.changed = dict(tree.nodes)
+        self._write_changed(tree, ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]))
 
-    def save_nodes(self, tree: Tree, nodes: Iterable[Node]) -> None:
-        """New or changed nodes."""
-        self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", self._rows(tree, nodes)))
+    def save_nodes(self, tree: Tree) -> None:
+        """What changed in the tree."""
+        self._write_changed(tree)
 
-    def save_group(self, tree: Tree, group: int, nodes: Iterable[Node], turns: list[Turn]) -> None:
-        """A finished group with its nodes, in one transaction: call before it is sent."""
-        body = msgspec.msgpack.encode(turns)
-        self._write(
-            ("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", self._rows(tree, nodes)),
-            ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [(group, tree.id, body)]),
-        )
+    def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
+        """A finished group and what changed in its tree, in one transaction: call before the group is sent."""
+        row = (group, tree.id, msgspec.msgpack.encode(turns))
+        self._write_changed(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
 
-    def close_tree(self, tree: int, status: str = "closed", reason: str | None = None) -> None:
-        """The tree grows no more."""
-        self._write(("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree)]))
+    def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
+        """The tree grows no more; with what changed in it."""
+        self._write_changed(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree.id)]))
 
     def mark_trained(self, group: int, version: int) -> None:
         """``group`` is part of ``version``."""
@@ -116,10 +117,6 @@ class Journal:
         self._write(
             ("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", [(version, group) for group in trained])
         )
-
-    @staticmethod
-    def _rows(tree: Tree, nodes: Iterable[Node]) -> list[tuple[int, int, bytes]]:
-        return [(tree.id, node.id, encode_node(node)) for node in nodes]
 
     # ------------------------------------------------------------------------------------------ reading
 

@@ -33,7 +33,7 @@ from scheduler.stream import Stream
 from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
-from scheduler.tree import Node, Tree
+from scheduler.tree import Tree
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import Trained
@@ -312,7 +312,7 @@ class Run:
         except DataFault as fault:
             self._quarantine(tree, str(fault))
             return
-        self.journal.close_tree(tree.id)
+        self.journal.close_tree(tree)
         self.stream.close(tree)
         self.pacing.close(started)
         tips = {node.trajectory for node in tree.nodes.values()}
@@ -347,7 +347,7 @@ class Run:
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)
         self.counts["quarantined"] += 1
-        self.journal.close_tree(tree.id, "quarantined", reason)
+        self.journal.close_tree(tree, "quarantined", reason)
         if tree.groups:
             self.stream.close(tree)  # what it gave is trained
         else:
@@ -467,12 +467,12 @@ class Run:
             except DataFault as fault:
                 self._quarantine_heldout(tree, fault)
                 return None
-            self.journal.close_tree(tree.id)
+            self.journal.close_tree(tree)
             return task, tree
 
     def _quarantine_heldout(self, tree: Tree, fault: Fault) -> None:
         log.error("held-out task %s is quarantined: %s", tree.task, fault)
-        self.journal.close_tree(tree.id, "quarantined", str(fault))
+        self.journal.close_tree(tree, "quarantined", str(fault))
 
     # ------------------------------------------------------------------------------------------ end
 
@@ -487,7 +487,7 @@ class Run:
         self.journal.close()
 
 
-def _keep(tree: Tree, nodes: list[Node], turns: list[object]) -> None:
+def _keep(tree: Tree, turns: list[object]) -> None:
     """An evaluation trains nothing."""
 
 

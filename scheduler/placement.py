@@ -4,7 +4,6 @@ Pure decisions with an injected clock; the dispatcher does the I/O.
 """
 
 import random
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,25 +85,6 @@ class Breaker:
     def closed(self, now: float) -> bool:
         """May this worker be used now?"""
         return now >= self.open_until
-
-
-class Latencies:
-    """The latest latencies of one service, for hedging."""
-
-    def __init__(self, kept: int = 256, fewest: int = 20):
-        self.fewest = fewest
-        self._latest: deque[float] = deque(maxlen=kept)
-
-    def record(self, seconds: float) -> None:
-        """Note how long a served call took."""
-        self._latest.append(seconds)
-
-    def quantile(self, share: float) -> float | None:
-        """Seconds that ``share`` of the latest calls stayed within; None while fewer than ``fewest`` are known."""
-        if len(self._latest) < self.fewest:
-            return None
-        ordered = sorted(self._latest)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def backoff(attempt: int, rng: random.Random, base_s: float = 0.05, most_s: float = 5.0) -> float:

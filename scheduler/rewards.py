@@ -1,4 +1,4 @@
-"""From judge columns to a step's reward, its advantage and the choice of the next step (methods.md 1.1, 1.3, 1.4)."""
+"""From judge columns to a step's reward, and from advantages to the choice of the next step (methods.md 1.1, 1.3, 1.4)."""
 
 import math
 import random
@@ -32,15 +32,6 @@ def composite(scores: dict[str, float], answered: bool, step: int, budget: int, 
     if not answered:
         return think + scores.get("query", 0.0)
     return think + scores.get("answer", 0.0) + bonus * (budget - step) / budget
-
-
-def advantages(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
-    """(r - mean) / (sample std + eps) over the candidates of one step; r itself for a single candidate."""
-    if len(rewards) == 1:
-        return list(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-    return [(r - mean) / (std + eps) for r in rewards]
 
 
 def selection(scores: Sequence[float], eta: float) -> list[float]:

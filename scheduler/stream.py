@@ -37,10 +37,10 @@ class Stream:
         if "train" in worker.hello.services:
             self._sent.clear()
 
-    def emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
+    def emit(self, tree: Tree, turns: list[Turn]) -> None:
         """A new group: durable first, then on its way."""
         group, self._next_group = self._next_group, self._next_group + 1
-        self.journal.save_group(tree, group, nodes, turns)
+        self.journal.save_group(tree, group, turns)
         tree.groups.append(group)
         self._spawn(self._send(tree, group, turns))
 

@@ -42,25 +42,32 @@ class Node(msgspec.Struct):
 
     def travels(self) -> TreeNode:
         """The node as the learner gets it."""
-        return TreeNode(
-            self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled, dict(self.scores)
-        )
+        return TreeNode(self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled)
 
 
 class Tree:
-    """Nodes by id, in the order they were added. ``id`` is unique in the run."""
+    """Nodes by id, in the order they were added. ``id`` is unique in the run.
+
+    changed: nodes that the journal does not have yet as they are; its next transaction of this tree writes them. actions_read: the
+    parsed action of each action node that was read; an action is parsed again only after a restart.
+    """
 
     def __init__(self, id: int, task: str, split: str = "train", nodes: list[Node] | None = None):
         self.id, self.task, self.split = id, task, split
         self.nodes: dict[int, Node] = {node.id: node for node in nodes or []}
         self.groups: list[int] = []
+        self.changed: dict[int, Node] = {}
+        self.actions_read: dict[int, Any] = {}
 
     def add(self, parent: Node | None, kind: Kind, tokens: np.ndarray, text: str, **fields: Any) -> Node:
         """A new child of ``parent`` (None makes the root). ``step`` is given where the parent is not the turn before (a fresh prompt)."""
         step = fields.pop("step", (parent.step if parent is not None else 0) + (kind == "action"))
         trajectory = fields.pop("trajectory", parent.trajectory if parent is not None else 0)
         parent_id = parent.id if parent is not None else -1
-        node = Node(len(self.nodes), parent_id, kind, tokens, text, step, trajectory=trajectory, **fields)
+        id = (
+            next(reversed(self.nodes), -1) + 1
+        )  # not their number: a journal may lack candidates whose step was never finished
+        node = Node(id, parent_id, kind, tokens, text, step, trajectory=trajectory, **fields)
         self.nodes[node.id] = node
         return node
 

@@ -6,10 +6,30 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.placement import Load, Place, roomy
+from wire.messages import SERVICES
 from wire.service import Handler, Service
 from wire.sockets import RunKeys
+
+
+class EchoRequest(msgspec.Struct, frozen=True):
+    """Service ``echo`` of the tests: numbers that say what the worker does."""
+
+    tokens: np.ndarray
+
+
+class EchoResult(msgspec.Struct, frozen=True):
+    """Numbers, usually those of the request, and one that tells who answered."""
+
+    tokens: np.ndarray
+    version: int
+
+
+SERVICES["echo"] = (EchoRequest, EchoResult)
 
 
 class Prefer(Place):

@@ -1,8 +1,9 @@
-"""The three kinds of fault and their fates.
+"""The two kinds of fault and their fates.
 
 infrastructure: the same request may work on another worker or later (retried, counted);
-data: this task cannot work anywhere (quarantined with its reason);
-policy: the model wrote something malformed (ordinary data, scored as the method says).
+data: this task cannot work anywhere (quarantined with its reason).
+
+A malformed action of the policy is no fault: it is ordinary data and is scored as the method says.
 """
 
 from wire.messages import FaultKind
@@ -24,17 +25,7 @@ class DataFault(Fault):
     kind: FaultKind = "data"
 
 
-class PolicyFault(Fault):
-    """The policy's output cannot be used: score it as the method says."""
-
-    kind: FaultKind = "policy"
-
-
-FAULTS: dict[FaultKind, type[Fault]] = {
-    "infrastructure": InfrastructureFault,
-    "data": DataFault,
-    "policy": PolicyFault,
-}
+FAULTS: dict[FaultKind, type[Fault]] = {"infrastructure": InfrastructureFault, "data": DataFault}
 
 
 class WireError(ValueError):

@@ -52,19 +52,13 @@ class Request(msgspec.Struct, tag="request", frozen=True):
     deadline_s: float
 
 
-class Partial(msgspec.Struct, tag="partial", frozen=True):
-    """Worker -> scheduler: one piece of the answer to request ``id``; more follow, then a Result or an Error."""
-
-    id: int
-
-
 class Result(msgspec.Struct, tag="result", frozen=True):
     """Worker -> scheduler: the answer to request ``id`` is the body."""
 
     id: int
 
 
-FaultKind = Literal["infrastructure", "data", "policy"]
+FaultKind = Literal["infrastructure", "data"]
 
 
 class Error(msgspec.Struct, tag="error", frozen=True):
@@ -91,7 +85,7 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
     reason: str = ""
 
 
-Message = Register | Registered | Heartbeat | Request | Partial | Result | Error | Cancel | Drain | Goodbye
+Message = Register | Registered | Heartbeat | Request | Result | Error | Cancel | Drain | Goodbye
 
 # ---------------------------------------------------------------------------------------------- generation
 
@@ -154,19 +148,6 @@ class GenerateResult(msgspec.Struct, frozen=True):
     samples: list[Sample]
     prompt_tokens: int
     cached_tokens: int
-
-
-class ScoreRequest(msgspec.Struct, frozen=True):
-    """Service ``score``: log-probabilities of given tokens. tokens: int32 [tokens]."""
-
-    tokens: np.ndarray
-
-
-class ScoreResult(msgspec.Struct, frozen=True):
-    """logprobs: float32 [tokens], entry 0 is 0 (nothing precedes it); at temperature 1."""
-
-    logprobs: np.ndarray
-    version: int
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -296,7 +277,6 @@ class TreeNode(msgspec.Struct, frozen=True):
     logprobs: np.ndarray | None = None
     versions: np.ndarray | None = None
     sampled: np.ndarray | None = None
-    scores: dict[str, float] = {}
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -331,14 +311,12 @@ class TreeClosed(msgspec.Struct, frozen=True):
 class Trained(msgspec.Struct, frozen=True):
     """Answer to ``train``: the group is part of policy ``version``; the weights are at ``path``.
 
-    ``metrics`` and ``warnings`` are the update's (the same for every group of one update). ``durable`` says whether a checkpoint
-    holds this version. A group that was already in the trained frontier is answered at once.
+    ``metrics`` and ``warnings`` are the update's (the same for every group of one update). A group that was already in the trained frontier is answered at once.
     """
 
     version: int
     path: str
     digest: str
-    durable: bool
     metrics: dict[str, float]
     warnings: list[str] = []
 
@@ -349,7 +327,6 @@ class Closed(msgspec.Struct, frozen=True):
 
 SERVICES: dict[str, tuple[type, type]] = {
     "generate": (GenerateRequest, GenerateResult),
-    "score": (ScoreRequest, ScoreResult),
     "load": (LoadRequest, LoadResult),
     "retrieve": (RetrieveRequest, RetrieveResult),
     "judge": (JudgeRequest, JudgeResult),

@@ -26,7 +26,6 @@ from wire.messages import (
     Goodbye,
     Heartbeat,
     Message,
-    Partial,
     Register,
     Registered,
     Request,
@@ -57,25 +56,19 @@ def service_types(service: str) -> tuple[type, type]:
 
 
 class Call:
-    """What a handler may do besides returning: send partial results, see how long it has left.
+    """What a handler knows of its request: how long it has left, and whether its answer is still wanted.
 
     deadline: on the clock of ``time.monotonic``. cancelled: set when the answer is no longer wanted; the handler's task is
     cancelled at the same moment.
     """
 
-    def __init__(self, service: "Service", header: Request):
-        self._service = service
+    def __init__(self, header: Request):
         self.id = header.id
         self.name = header.service
         self.deadline = time.monotonic() + header.deadline_s
         self.cancelled = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.late = False
-
-    def partial(self, body: msgspec.Struct) -> None:
-        """Send one piece of the answer now."""
-        if not self.cancelled.is_set():
-            self._service.send(Partial(self.id), body)
 
     def cancel(self) -> None:
         """Stop the work; nothing is answered."""
@@ -96,7 +89,7 @@ Handler = Callable[[Any, Call], Awaitable[msgspec.Struct]]
 class Service:
     """Offers ``handlers`` (service name -> coroutine of request struct and Call) with at most ``capacity`` in flight.
 
-    ``stats`` is read at every heartbeat: counters and gauges by name. Handlers raise DataFault, PolicyFault or
+    ``stats`` is read at every heartbeat: counters and gauges by name. Handlers raise DataFault or
     InfrastructureFault; anything else is logged with its traceback and reported as infrastructure. After ``silence_s`` seconds
     without a word from the scheduler (it echoes every heartbeat) the worker registers anew, for ``give_up_s`` seconds.
     """
@@ -235,7 +228,7 @@ class Service:
             message = f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} requests in flight"
             self.send(Error(header.id, "infrastructure", message))
             return
-        call = Call(self, header)
+        call = Call(header)
         self.calls[header.id] = call
         call.task = asyncio.create_task(self._serve(header, frames, call))
         # A task that is cancelled before its first step never reaches its own ``finally``.

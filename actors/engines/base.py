@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, ScoreRequest, ScoreResult
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 OnTokens = Callable[[int, list[int], list[float]], None]
 """Called in the event loop with a sample's index, and its new token ids and their log-probabilities, in order."""
@@ -24,8 +24,6 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """Raises DataFault when the request can never fit. ``on_tokens`` sees the tokens as they come, before the result."""
         ...
-
-    async def score(self, request: ScoreRequest) -> ScoreResult: ...
 
     async def load(self, request: LoadRequest) -> LoadResult:
         """Swap weights between two tokens. Raises InfrastructureFault when the digest disagrees; the old weights stay."""

@@ -17,7 +17,7 @@ from actors.engines.base import OnTokens
 from actors.environments.base import SPLIT
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample, ScoreRequest, ScoreResult
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
 
 _PATH = "/chat/completions"
 _SEEDS = 2**31
@@ -58,7 +58,7 @@ class EndpointText:
 
 
 class EndpointEngine:
-    """Implements ``actors.engines.base.Engine``, but for ``score`` and ``load``, which a chat endpoint does not offer."""
+    """Implements ``actors.engines.base.Engine``, but for ``load``, which a chat endpoint does not offer."""
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint, self.text = endpoint, EndpointText()
@@ -128,10 +128,6 @@ class EndpointEngine:
             if on_tokens is not None:
                 on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
         return GenerateResult(samples, prompt or len(request.tokens), cached)
-
-    async def score(self, request: ScoreRequest) -> ScoreResult:
-        """A chat endpoint scores nothing."""
-        raise DataFault(f"{self.url} is a chat endpoint: it gives no log-probabilities of given tokens")
 
     async def load(self, request: LoadRequest) -> LoadResult:
         """A chat endpoint takes no weights."""

@@ -41,8 +41,6 @@ from wire.messages import (
     GenerateResult,
     LoadRequest,
     LoadResult,
-    ScoreRequest,
-    ScoreResult,
 )
 
 
@@ -156,11 +154,6 @@ class LocalEngine:
         except asyncio.CancelledError:
             self._thread.tell(lambda: self._abort(waiting))
             raise
-
-    async def score(self, request: ScoreRequest) -> ScoreResult:
-        """Log-probabilities of given tokens by one plain forward at temperature 1."""
-        self._check_tokens(request.tokens)
-        return await self._thread.run(lambda: self._score(request))
 
     async def load(self, request: LoadRequest) -> LoadResult:
         """Verify, then swap between two steps; loads are done in the order in which they are asked for."""
@@ -346,16 +339,6 @@ class LocalEngine:
             if running.owner is waiting:
                 self._leave(running, "abort")
         self._open.discard(waiting)
-
-    def _score(self, request: ScoreRequest) -> ScoreResult:
-        tokens = torch.tensor(request.tokens, dtype=torch.long, device=self.device)
-        hidden = self.model.get_decoder()(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]
-        logprobs = np.zeros(len(tokens), np.float32)
-        for first in range(0, len(hidden), 256):
-            rows = torch.log_softmax(self.model.get_output_embeddings()(hidden[first : first + 256]).float(), -1)
-            taken = rows.gather(1, tokens[1 + first : 1 + first + len(rows), None])[:, 0]
-            logprobs[1 + first : 1 + first + len(rows)] = taken.cpu().numpy()
-        return ScoreResult(logprobs, self.version)
 
     def _swap(self, kind: str, path: Path, version: int) -> None:
         weights.apply(self.model, self.folder, kind, path)

@@ -30,8 +30,6 @@ from wire.messages import (
     LoadResult,
     Sample,
     Sampling,
-    ScoreRequest,
-    ScoreResult,
 )
 
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -126,27 +124,6 @@ class SGLangEngine:
                 on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
         self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
         return GenerateResult(samples, len(request.tokens), cached)
-
-    async def score(self, request: ScoreRequest) -> ScoreResult:
-        """Log-probabilities of given tokens at temperature 1."""
-        checks.tokens(request.tokens, self.facts.vocabulary, self.folder)
-        body = {
-            "input_ids": request.tokens.tolist(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        (answer,) = await self._ask(body)
-        try:
-            rows = answer["meta_info"]["input_token_logprobs"]
-            values = np.array([0.0] + [row[0] for row in rows[1:]], np.float32)
-        except (KeyError, TypeError, IndexError) as error:
-            raise self._strange(error) from None
-        if len(values) != len(request.tokens):
-            raise InfrastructureFault(
-                f"{self.way.name} scored {len(values)} tokens, expected {len(request.tokens)}: a cached prefix was left out"
-            )
-        return ScoreResult(values, self._number(answer["meta_info"].get("weight_version")))
 
     async def load(self, request: LoadRequest) -> LoadResult:
         """Verify, update every server, prove it, go on. After a failure this engine serves nothing until a load succeeds.

@@ -8,10 +8,11 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from learner.statistics import standardise, within
+from learner.statistics import within
 from learner.table import TurnTable
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
+from wire.statistics import among_siblings
 
 
 def needs(**_: object) -> SchemeNeeds:
@@ -21,11 +22,6 @@ def needs(**_: object) -> SchemeNeeds:
 
 def advantages(table: TurnTable, ddof: Annotated[int, Meta(ge=0, le=1)] = 1, eps: Positive = 1e-6) -> np.ndarray:
     """float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof 1 is the sample standard deviation (methods.md 6, row 3), 0 the population's."""
-
-    def compare(rewards: np.ndarray) -> np.ndarray:
-        there, made = np.isfinite(rewards), np.zeros(len(rewards))
-        if there.any():
-            made[there] = rewards if len(rewards) == 1 else standardise(rewards[there], True, ddof, eps)
-        return made
-
-    return table.per_token(within(table.group, table.column("reward"), compare))
+    return table.per_token(
+        within(table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps))
+    )

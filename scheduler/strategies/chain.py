@@ -34,19 +34,14 @@ async def episode(
     async with Beside() as beside:
         for action in tree.actions(trajectory):  # of a tree that was grown halfway
             if "valid" not in action.scores and not action.forced:
-                beside.start(_score(ctx, action, bonus))
+                beside.start(judge(ctx, [action], bonus))
             acting(action)
         node = await ctx.tip(trajectory)
         while (place := await ctx.onward(node)) is not None:
             (node,) = await ctx.generate(place, 1, trajectory)
             node.chosen = True
             ctx.save([node])
-            beside.start(_score(ctx, node, bonus))
+            beside.start(judge(ctx, [node], bonus))
             acting(node)
     await ctx.finish(trajectory)
     return [action for action in tree.actions(trajectory) if not action.forced]
-
-
-async def _score(ctx: Context, action: Node, bonus: float) -> None:
-    await judge(ctx, [action], bonus)
-    ctx.save([action])

@@ -1,12 +1,11 @@
 """Monte Carlo values (VPR's baseline MC-PR, methods.md 3.6): a chain, and from every state it visits ``continuations`` more by the policy.
 
 V(s) is the mean outcome of the continuations from s, in non-thinking mode. Columns of each action: mc_value (of the state it acted
-in), mc_error (its standard error), td (the value after it, the outcome at the end, less mc_value). Continuations are not trained and
-not journaled; a resumed tree keeps the values it has.
+in) and mc_error (its standard error); the learner's scheme ``mc_pr`` takes the differences. Continuations are not trained and not
+journaled; a resumed tree keeps the values it has.
 """
 
 import math
-from collections.abc import Sequence
 
 from scheduler.context import Context
 from scheduler.rollouts import outcomes, position_before
@@ -19,9 +18,7 @@ from wire.numbers import Count
 
 def gives(**_: object) -> StrategyGives:
     """One trajectory of each task, whose states have values."""
-    return StrategyGives(
-        group="task", purpose=frozenset({"mc_value", "mc_error", "td"}), reward_options=frozenset({"bonus"})
-    )
+    return StrategyGives(group="task", purpose=frozenset({"mc_value", "mc_error"}), reward_options=frozenset({"bonus"}))
 
 
 async def grow(tree: Tree, ctx: Context, continuations: Count = 100, bonus: float = 0.1) -> None:
@@ -32,8 +29,6 @@ async def grow(tree: Tree, ctx: Context, continuations: Count = 100, bonus: floa
         actions = await chain.episode(
             tree, ctx, bonus, 0, lambda action: beside.start(value(ctx, action, continuations))
         )
-    differences(actions)
-    ctx.save(actions)
     ctx.emit([actions])
 
 
@@ -47,10 +42,3 @@ async def value(ctx: Context, action: Node, continuations: int) -> None:
     variance = math.fsum((x - mean) ** 2 for x in found) / max(1, len(found) - 1)
     action.scores |= {"mc_value": mean, "mc_error": math.sqrt(variance / len(found))}
     ctx.save([action])
-
-
-def differences(actions: Sequence[Node]) -> None:
-    """td of each action: V(s_{t+1}) - V(s_t), V(terminal) = outcome."""
-    after = [action.scores["mc_value"] for action in actions[1:]] + [actions[-1].scores.get("outcome", 0.0)]
-    for action, later in zip(actions, after, strict=True):
-        action.scores["td"] = later - action.scores["mc_value"]

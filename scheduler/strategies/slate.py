@@ -6,15 +6,16 @@ its advantage, is continued. An answer ends the tree; a used-up budget forces on
 
 from typing import Literal
 
+import numpy as np
+
 from scheduler.context import Context
-from scheduler.rewards import advantages, choose, judge
+from scheduler.rewards import choose, judge
 from scheduler.tree import Tree
 from wire.declared import StrategyGives
 from wire.numbers import Count, Positive
+from wire.statistics import among_siblings
 
 Selection = Literal["reward-weighted", "best-of-k"]
-
-
 ETA = 0.7
 
 
@@ -50,7 +51,7 @@ async def grow(
     while (place := await ctx.onward(node)) is not None:
         candidates = await ctx.generate(place, k)
         rewards = await judge(ctx, candidates, bonus)
-        scores = advantages(rewards)
+        scores = among_siblings(np.array(rewards)).tolist()
         for candidate, score in zip(candidates, scores, strict=True):
             candidate.scores["advantage"] = score
         valid = [i for i, candidate in enumerate(candidates) if ctx.action(candidate).valid]

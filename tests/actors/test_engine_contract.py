@@ -25,7 +25,7 @@ from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, i
 from tests.sglang_cpu.shared import Shared as Server
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling, ScoreRequest
+from wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
 
 BFLOAT16_DIFFERENCE = 0.05
 """Mean difference over a few tokens between log-probabilities in bfloat16 and float32 on the tiny model: 0.013 for transformers and for the
@@ -147,15 +147,6 @@ async def test_finish_reasons(engine: Engine, llama: Path) -> None:
     assert len(stopped.logprobs) == len(stopped.tokens) < len(free.tokens)
 
 
-async def test_score_is_a_full_forward_at_temperature_one_also_of_cached_tokens(engine: Engine, llama: Path) -> None:
-    tokens = ids(7, 30)
-    await engine.generate(GenerateRequest(tokens, 1, Sampling(1)))
-    scored = await engine.score(ScoreRequest(tokens))
-    expected = full_logprobs(reference(llama), tokens[:1], tokens[1:])
-    assert scored.logprobs[0] == 0
-    assert near(engine, expected, scored.logprobs[1:])
-
-
 async def test_cancelling_frees_the_engine(engine: Engine) -> None:
     request, first = GenerateRequest(ids(8, 10), 4, Sampling(400)), asyncio.Event()
     task = asyncio.create_task(engine.generate(request, lambda *_: first.set()))
@@ -223,14 +214,17 @@ async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_se
     engine: Engine, llama: Path, tmp_path: Path
 ) -> None:
     folder, proof, _ = version_folder(tmp_path, llama, 5)
-    before = await engine.score(ScoreRequest(ids(12, 12)))
+    greedy = GenerateRequest(ids(12, 12), 1, Sampling(6, temperature=0.0))
+    (before,) = (await engine.generate(greedy)).samples
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(5, str(folder), "0" * 64))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4] + b"bits")
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(5, str(folder), proof))
-    after = await engine.score(ScoreRequest(ids(12, 12)))
-    np.testing.assert_array_equal(before.logprobs, after.logprobs)
+    (after,) = (await engine.generate(greedy)).samples
+    assert before.tokens.tolist() == after.tokens.tolist()
+    assert set(after.versions.tolist()) == set(before.versions.tolist())
+    assert near(engine, before.logprobs, after.logprobs)
 
 
 async def test_an_adapter_alone_changes_the_policy(engine: Engine, llama: Path, tmp_path: Path) -> None:

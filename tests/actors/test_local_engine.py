@@ -25,7 +25,7 @@ from tests import tiny
 from wire import digest
 from wire.arrays import decode_body, encode_body
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sample, Sampling, ScoreRequest
+from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sample, Sampling
 
 GREATEST_DIFFERENCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""
@@ -43,6 +43,9 @@ def reference(folder: Path) -> Any:
 
 def ids(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, count).astype(np.int32)
+
+
+GREEDY = GenerateRequest(ids(12, 20), 1, Sampling(6, temperature=0.0))
 
 
 def full_logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -241,23 +244,14 @@ async def test_no_request_reads_another_versions_cache(tmp_path: Path, llama: Pa
 async def test_weights_whose_digest_disagrees_are_refused_and_the_old_ones_stay(tmp_path: Path, llama: Path) -> None:
     engine = await started(llama)
     folder, _, _ = version_folder(tmp_path, llama, 1)
-    before = await engine.score(ScoreRequest(ids(12, 20)))
+    (before,) = (await engine.generate(GREEDY)).samples
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(1, str(folder), "0" * 64))
-    after = await engine.score(ScoreRequest(ids(12, 20)))
+    engine.cache.clear()  # a prompt computed once would hide new weights
+    (after,) = (await engine.generate(GREEDY)).samples
     await engine.close()
-    assert after.version == 0
+    assert set(after.versions.tolist()) == {0}
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
-
-
-async def test_score_equals_a_full_forward(llama: Path) -> None:
-    engine = await started(llama)
-    tokens = ids(13, 25)
-    scored = await engine.score(ScoreRequest(tokens))
-    await engine.close()
-    assert scored.logprobs[0] == 0
-    expected = full_logprobs(reference(llama), tokens[:1], tokens[1:])
-    assert np.abs(expected - scored.logprobs[1:]).max() < GREATEST_DIFFERENCE
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading(llama: Path) -> None:
@@ -293,23 +287,20 @@ async def test_token_ids_of_another_vocabulary_are_a_data_fault_and_the_engine_g
     for tokens in (np.array([1, 260], np.int32), np.array([-1], np.int32)):
         with pytest.raises(DataFault, match="0 to 259"):
             await engine.generate(GenerateRequest(tokens, 1, Sampling(2)))
-        with pytest.raises(DataFault, match="0 to 259"):
-            await engine.score(ScoreRequest(tokens))
     with pytest.raises(DataFault, match="0 tokens"):
-        await engine.score(ScoreRequest(np.array([], np.int32)))
+        await engine.generate(GenerateRequest(np.array([], np.int32), 1, Sampling(2)))
     assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(2)))).samples) == 1
     await engine.close()
 
 
-async def test_a_cancelled_score_or_load_leaves_the_engine_serving(tmp_path: Path, llama: Path) -> None:
+async def test_a_cancelled_load_leaves_the_engine_serving(tmp_path: Path, llama: Path) -> None:
     engine = await started(llama)
     folder, proof, _ = version_folder(tmp_path, llama, 1)
-    for work in (engine.score(ScoreRequest(ids(1, 200))), engine.load(LoadRequest(1, str(folder), proof))):
-        task = asyncio.create_task(work)
-        await asyncio.sleep(0)  # it has reached the engine
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
+    task = asyncio.create_task(engine.load(LoadRequest(1, str(folder), proof)))
+    await asyncio.sleep(0)  # it has reached the engine
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
     assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(2)))).samples) == 1
     await engine.close()
 
@@ -336,12 +327,13 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
     save_file(tensors, folder / "model.safetensors")
     proof = digest.safetensors_file(folder / "model.safetensors")
     (folder / "manifest.json").write_text(json.dumps({"version": 1, "kind": "full", "digest": proof}))
-    before = await engine.score(ScoreRequest(ids(12, 20)))
+    (before,) = (await engine.generate(GREEDY)).samples
     with pytest.raises(InfrastructureFault, match=name):
         await engine.load(LoadRequest(1, str(folder), proof))
-    after = await engine.score(ScoreRequest(ids(12, 20)))
+    engine.cache.clear()  # a prompt computed once would hide new weights
+    (after,) = (await engine.generate(GREEDY)).samples
     await engine.close()
-    assert after.version == 0
+    assert set(after.versions.tolist()) == {0}
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
 
 
@@ -712,11 +704,11 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
     monkeypatch.setattr(weights, "verified_file", verified)
     loads = [engine.load(LoadRequest(i + 1, str(folder), proof)) for i, (folder, proof, _) in enumerate(folders)]
     await asyncio.gather(*loads)
-    scored = await engine.score(ScoreRequest(ids(12, 20)))
+    (sample,) = (await engine.generate(GREEDY)).samples
     await engine.close()
-    assert scored.version == engine.version == 2
-    expected = full_logprobs(folders[1][2], ids(12, 20)[:1], ids(12, 20)[1:])
-    assert np.abs(expected - scored.logprobs[1:]).max() < GREATEST_DIFFERENCE
+    assert {*sample.versions.tolist(), engine.version} == {2}
+    expected = full_logprobs(folders[1][2], GREEDY.tokens, sample.tokens)
+    assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
 
 
 async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_the_cache(

@@ -27,7 +27,7 @@ from actors.serving.server import Server, runner
 from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, reference, started, version_folder, worst
 from tests.services import bench
 from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling, ScoreRequest
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 
 ENOUGH_S = 20
 """What no tiny request takes; a request that is lost would wait for ever."""
@@ -234,12 +234,13 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         raise error
 
     monkeypatch.setattr(engine, "_forward", dying)
+    monkeypatch.setattr(local.weights, "verified_file", lambda *_: ("full", tmp_path))
     deaths = [asyncio.create_task(engine.died()) for _ in range(2)]
     async with asyncio.timeout(ENOUGH_S):
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(engine.generate(r)) for r in SIBLINGS]
         await reached.wait()  # what comes now stays before the thread's door
         tasks.append(asyncio.create_task(engine.generate(SIBLINGS[0])))
-        tasks.append(asyncio.create_task(engine.score(ScoreRequest(HEAD))))
+        tasks.append(asyncio.create_task(engine.generate(SIBLINGS[1])))
         await asyncio.sleep(0)
         deaths[0].cancel()  # one who no longer listens leaves the others be
         go.set()
@@ -248,7 +249,7 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         assert reason == engine.ended == f"the engine's thread has ended: {error!r}"
         assert [(type(result), str(result)) for result in results] == [(InfrastructureFault, reason)] * 4
         assert await engine.died() == reason  # also to who asks late
-        for late in (engine.generate(SIBLINGS[0]), engine.score(ScoreRequest(HEAD))):
+        for late in (engine.generate(SIBLINGS[0]), engine.load(LoadRequest(1, str(tmp_path), ""))):
             with pytest.raises(InfrastructureFault, match="boom"):
                 await late
 
@@ -268,10 +269,6 @@ async def test_an_error_that_stays_ends_the_thread_with_its_third_step(engine: L
     failing_module(engine, itertools.repeat(True))
     said: list[str] = []
     for round in range(FAILED_STEPS):
-        for _ in range(2):  # no step: it is not counted
-            with pytest.raises(InfrastructureFault, match="RuntimeError: CUDA error"):
-                await engine.score(ScoreRequest(HEAD))
-        assert engine.ended == ""
         results = await together(engine, SIBLINGS)
         assert {type(result) for result in results} == {InfrastructureFault}, round
         said += {str(result) for result in results}
@@ -299,19 +296,17 @@ async def test_steps_that_fail_with_one_between_that_succeeds_never_end_the_thre
 
 
 @DIES
-async def test_a_score_or_a_load_that_ends_the_thread_is_failed_too(
+async def test_a_load_that_ends_the_thread_is_failed_too(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalEngine, "_score", failing_once(boom, AssertionError("boom")))
     monkeypatch.setattr(LocalEngine, "_swap", failing_once(boom, AssertionError("boom")))
     monkeypatch.setattr(local.weights, "verified_file", lambda *_: ("full", tmp_path))
-    for ask in (lambda e: e.score(ScoreRequest(HEAD)), lambda e: e.load(LoadRequest(1, str(tmp_path), ""))):
-        engine = await started(llama)
-        async with asyncio.timeout(ENOUGH_S):
-            with pytest.raises(InfrastructureFault, match="boom"):
-                await ask(engine)
-            assert "boom" in await engine.died()
-        await engine.close()
+    engine = await started(llama)
+    async with asyncio.timeout(ENOUGH_S):
+        with pytest.raises(InfrastructureFault, match="boom"):
+            await engine.load(LoadRequest(1, str(tmp_path), ""))
+        assert "boom" in await engine.died()
+    await engine.close()
 
 
 @DIES

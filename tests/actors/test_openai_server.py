@@ -21,7 +21,8 @@ from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
 from actors.serving.server import LARGEST_BODY, Server, runner
 from tests import tiny
-from wire.messages import GenerateRequest, Sampling, ScoreRequest
+from tests.actors.test_local_engine import full_logprobs, reference
+from wire.messages import GenerateRequest, Sampling
 
 GREATEST_DIFFERENCE = 2e-5
 """Between served log-probabilities and a plain float32 forward."""
@@ -149,10 +150,9 @@ async def test_completion_logprobs_are_those_of_a_full_forward(client: Client, l
     (choice,) = (await client.completions(logprobs=0, seed=6))["choices"]
     prompt = np.array(encoded(llama, "a tree"), np.int32)
     same = await client.engine.generate(GenerateRequest(prompt, 1, Sampling(8, seed=6)))
-    whole = np.concatenate([prompt, same.samples[0].tokens])
-    scored = (await client.engine.score(ScoreRequest(whole))).logprobs[len(prompt) :]
-    assert len(choice["logprobs"]["tokens"]) == len(scored)
-    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], scored, atol=GREATEST_DIFFERENCE)
+    expected = full_logprobs(reference(llama), prompt, same.samples[0].tokens)
+    assert len(choice["logprobs"]["tokens"]) == len(expected)
+    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected, atol=GREATEST_DIFFERENCE)
 
 
 async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> None:

@@ -82,11 +82,6 @@ def test_tokens_and_logprobs_are_those_of_a_full_forward(drive: Drive, llama: Pa
     assert (drive.answers["four"]["cached"], drive.answers["again"]["cached"]) == (0, len(OTHER) - 1)
 
 
-def test_score_is_a_full_forward(drive: Drive, llama: Path) -> None:
-    expected = full_logprobs(reference(llama), PROMPT[:1], PROMPT[1:])
-    assert np.abs(expected - drive.answers["score"][1:]).max() < GREATEST_DIFFERENCE
-
-
 @pytest.mark.parametrize(("how", "version"), [("full", 3), ("memory", 5), ("adapter", 6)])
 def test_a_new_version_is_sampled_from_by_each_transport(drive: Drive, how: str, version: int) -> None:
     """From a file, out of the learner's memory, and an adapter alone."""

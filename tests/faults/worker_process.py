@@ -10,17 +10,17 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.services import EchoRequest, EchoResult
 from wire import loop
-from wire.messages import ScoreRequest, ScoreResult
 from wire.service import Call, Service
 from wire.sockets import RunKeys
 
 
 async def serve(endpoint: str, keys: Path, name: str) -> None:
-    """Offer ``score`` until drained."""
+    """Offer ``echo`` until drained."""
     gate = keys / f"{name}.gate"
 
-    async def score(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def echo(request: EchoRequest, call: Call) -> EchoResult:
         print(f"got {int(request.tokens[0])}", flush=True)
         match int(request.tokens[0]):
             case 1:
@@ -30,9 +30,9 @@ async def serve(endpoint: str, keys: Path, name: str) -> None:
                 threading.Event().wait()
             case 3:
                 os._exit(3)
-        return ScoreResult(request.tokens, os.getpid())
+        return EchoResult(request.tokens, os.getpid())
 
-    await Service(name, {"score": score}, 4, give_up_s=1.0, silence_s=0.5).run(endpoint, RunKeys.load(keys))
+    await Service(name, {"echo": echo}, 4, give_up_s=1.0, silence_s=0.5).run(endpoint, RunKeys.load(keys))
 
 
 if __name__ == "__main__":

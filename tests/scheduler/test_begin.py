@@ -74,7 +74,7 @@ class House:
             self.trained += 1
             weights = publish(self.folder, self.trained)
             for one in self.waiting:
-                one.set_result(Trained(weights.version, weights.path, weights.digest, True, {}, []))
+                one.set_result(Trained(weights.version, weights.path, weights.digest, {}, []))
             self.waiting.clear()
         return await answer
 

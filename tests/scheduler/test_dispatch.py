@@ -11,20 +11,19 @@ import pytest
 
 from scheduler.dispatch import DispatchConfig
 from scheduler.placement import Load, Place
-from tests.services import Prefer, bench
+from tests.services import EchoRequest, EchoResult, Prefer, bench
 from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.messages import ScoreRequest, ScoreResult
 from wire.service import Call
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
 
 
-def ask(value: float = 1.0) -> ScoreRequest:
-    return ScoreRequest(np.array([value], np.float32))
+def ask(value: float = 1.0) -> EchoRequest:
+    return EchoRequest(np.array([value], np.float32))
 
 
-async def echo(request: ScoreRequest, call: Call) -> ScoreResult:
-    return ScoreResult(request.tokens * 2, 0)
+async def echo(request: EchoRequest, call: Call) -> EchoResult:
+    return EchoResult(request.tokens * 2, 0)
 
 
 async def hang(request: Any, call: Call) -> Any:
@@ -33,52 +32,52 @@ async def hang(request: Any, call: Call) -> Any:
 
 async def test_a_call_returns_the_workers_result(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        await b.work("w", {"score": echo})
-        result: ScoreResult = await b.dispatcher.call("score", ask(3), deadline=5)
-        assert result.logprobs.tolist() == [6]
+        await b.work("w", {"echo": echo})
+        result: EchoResult = await b.dispatcher.call("echo", ask(3), deadline=5)
+        assert result.tokens.tolist() == [6]
 
 
 async def test_in_flight_never_exceeds_the_declared_capacity(tmp_path: Path) -> None:
     running, most = 0, 0
 
-    async def count(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def count(request: EchoRequest, call: Call) -> EchoResult:
         nonlocal running, most
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.002)
         running -= 1
-        return ScoreResult(request.tokens, 0)
+        return EchoResult(request.tokens, 0)
 
     async with bench(tmp_path) as b:
-        await b.work("w", {"score": count}, capacity=3)
-        await asyncio.gather(*(b.dispatcher.call("score", ask(), deadline=10) for _ in range(40)))
+        await b.work("w", {"echo": count}, capacity=3)
+        await asyncio.gather(*(b.dispatcher.call("echo", ask(), deadline=10) for _ in range(40)))
     assert most == 3
 
 
 async def test_an_infrastructure_fault_is_retried_on_another_worker(tmp_path: Path) -> None:
-    async def broken(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def broken(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("no luck")
 
     async with bench(tmp_path) as b:
-        await b.work("broken", {"score": broken})
-        await b.work("sound", {"score": echo})
+        await b.work("broken", {"echo": broken})
+        await b.work("sound", {"echo": echo})
         for _ in range(6):
-            assert (await b.dispatcher.call("score", ask(), deadline=5)).logprobs.tolist() == [2]
+            assert (await b.dispatcher.call("echo", ask(), deadline=5)).tokens.tolist() == [2]
         assert b.dispatcher.counters["retries"] >= 1
 
 
 async def test_a_data_fault_is_not_retried(tmp_path: Path) -> None:
     calls = 0
 
-    async def refuse(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def refuse(request: EchoRequest, call: Call) -> EchoResult:
         nonlocal calls
         calls += 1
         raise DataFault("cannot work anywhere")
 
     async with bench(tmp_path) as b:
-        await b.work("w", {"score": refuse})
+        await b.work("w", {"echo": refuse})
         with pytest.raises(DataFault, match="w: cannot work anywhere"):
-            await b.dispatcher.call("score", ask(), deadline=5)
+            await b.dispatcher.call("echo", ask(), deadline=5)
     assert calls == 1
 
 
@@ -92,30 +91,30 @@ async def test_a_deadline_names_the_worker_that_hangs_and_cancels_it(tmp_path: P
             cancelled.set()
 
     async with bench(tmp_path) as b:
-        await b.work("slow", {"score": watch})
+        await b.work("slow", {"echo": watch})
         with pytest.raises(InfrastructureFault, match="slow"):
-            await b.dispatcher.call("score", ask(), deadline=0.3)
+            await b.dispatcher.call("echo", ask(), deadline=0.3)
         await asyncio.wait_for(cancelled.wait(), 5)
 
 
 async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         with pytest.raises(InfrastructureFault, match="no free worker"):
-            await b.dispatcher.call("score", ask(), deadline=0.2)
+            await b.dispatcher.call("echo", ask(), deadline=0.2)
 
 
 async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that_hang(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        await b.work("hanger", {"score": hang}, capacity=1)
+        await b.work("hanger", {"echo": hang}, capacity=1)
         for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
-            with pytest.raises(InfrastructureFault, match=f"score took over 0.1 s .*{state}"):
-                await b.dispatcher.call("score", ask(), deadline=0.1)
+            with pytest.raises(InfrastructureFault, match=f"echo took over 0.1 s .*{state}"):
+                await b.dispatcher.call("echo", ask(), deadline=0.1)
 
 
 async def test_a_call_that_waited_for_a_full_worker_says_how_full(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        await b.work("full", {"score": hang}, capacity=1)
-        held, waits = (asyncio.create_task(b.dispatcher.call("score", ask(), deadline=d)) for d in (60, 0.2))
+        await b.work("full", {"echo": hang}, capacity=1)
+        held, waits = (asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=d)) for d in (60, 0.2))
         with pytest.raises(InfrastructureFault, match="no free worker: full has 1 requests in flight of at most 1"):
             await waits
         held.cancel()
@@ -125,9 +124,9 @@ async def test_a_call_that_waited_for_a_full_worker_says_how_full(tmp_path: Path
 async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_path: Path) -> None:
     entered, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def watch(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def watch(request: EchoRequest, call: Call) -> EchoResult:
         if request.tokens[0] == 1:
-            return ScoreResult(request.tokens, 0)
+            return EchoResult(request.tokens, 0)
         entered.set()
         try:
             await asyncio.Event().wait()
@@ -136,12 +135,12 @@ async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_p
         raise AssertionError
 
     async with bench(tmp_path) as b:
-        await b.work("w", {"score": watch}, capacity=1)
-        caller = asyncio.create_task(b.dispatcher.call("score", ask(0), deadline=60))
+        await b.work("w", {"echo": watch}, capacity=1)
+        caller = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
         await asyncio.wait_for(entered.wait(), 5)
         caller.cancel()
         await asyncio.wait_for(cancelled.wait(), 5)
-        await b.dispatcher.call("score", ask(1), deadline=5)
+        await b.dispatcher.call("echo", ask(1), deadline=5)
 
 
 async def test_the_calls_of_a_worker_that_dies_move_to_another(tmp_path: Path) -> None:
@@ -152,29 +151,29 @@ async def test_the_calls_of_a_worker_that_dies_move_to_another(tmp_path: Path) -
         await asyncio.Event().wait()
 
     async with bench(tmp_path, QUICK) as b:
-        await b.work("mortal", {"score": stuck})
-        caller = asyncio.create_task(b.dispatcher.call("score", ask(5), deadline=30))
+        await b.work("mortal", {"echo": stuck})
+        caller = asyncio.create_task(b.dispatcher.call("echo", ask(5), deadline=30))
         await asyncio.wait_for(entered.wait(), 5)
-        await b.work("heir", {"score": echo})
+        await b.work("heir", {"echo": echo})
         await b.kill("mortal")
-        assert (await caller).logprobs.tolist() == [10]
+        assert (await caller).tokens.tolist() == [10]
         assert b.dispatcher.counters["dead_workers"] == 1
 
 
 async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_attempt(tmp_path: Path) -> None:
-    async def broken(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def broken(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("no luck")
 
     async with bench(tmp_path) as b:
-        await b.work("a", {"score": echo})
-        await b.work("b", {"score": echo})
-        await b.work("broken", {"score": broken})
+        await b.work("a", {"echo": echo})
+        await b.work("b", {"echo": echo})
+        await b.work("broken", {"echo": broken})
         for wanted, log in (("b", [("b", True)]), ("a", [("a", True)])):
             place = Prefer(wanted)
-            await b.dispatcher.call("score", ask(), deadline=10, place=place)
+            await b.dispatcher.call("echo", ask(), deadline=10, place=place)
             assert (place.log, place.open) == (log, [])
         place = Prefer("broken")
-        await b.dispatcher.call("score", ask(), deadline=10, place=place)
+        await b.dispatcher.call("echo", ask(), deadline=10, place=place)
         assert place.log[0] == ("broken", False)
         assert [served for _, served in place.log] == [False, True]
 
@@ -199,12 +198,12 @@ async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -
     started: list[int] = []
     free = asyncio.Event()
     async with bench(tmp_path) as b:
-        await b.work("w", {"score": echo}, capacity=1)
+        await b.work("w", {"echo": echo}, capacity=1)
         places = [Ranked(rank, started, free) for rank in (3, 1, 2, 0)]
-        calls = [asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10, place=p)) for p in places]
+        calls = [asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10, place=p)) for p in places]
         await asyncio.sleep(0)
         free.set()
-        b.dispatcher.look_again("score")
+        b.dispatcher.look_again("echo")
         await asyncio.gather(*calls)
     assert started == [0, 1, 2, 3]
 
@@ -214,11 +213,11 @@ async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_its
     held, free = asyncio.Event(), asyncio.Event()
     free.set()
     async with bench(tmp_path) as b:
-        await b.work("w", {"score": echo})
-        waits = asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10, place=Ranked(0, started, held)))
+        await b.work("w", {"echo": echo})
+        waits = asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(0, started, held)))
         await asyncio.sleep(0)
-        await b.dispatcher.call("score", ask(), deadline=10, place=Ranked(1, started, free))
-        await b.dispatcher.call("score", ask(), deadline=10)
+        await b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(1, started, free))
+        await b.dispatcher.call("echo", ask(), deadline=10)
         assert started == [1]
         held.set()  # nobody tells the dispatcher
         await waits
@@ -227,18 +226,18 @@ async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_its
 
 async def test_a_held_call_still_ends_at_its_deadline_and_leaves_nothing_behind(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        await b.work("w", {"score": echo})
+        await b.work("w", {"echo": echo})
         with pytest.raises(InfrastructureFault, match="took over"):
-            await b.dispatcher.call("score", ask(), deadline=0.2, place=Ranked(0, [], asyncio.Event()))
+            await b.dispatcher.call("echo", ask(), deadline=0.2, place=Ranked(0, [], asyncio.Event()))
         assert b.dispatcher.waiting() == {}
 
 
 async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: Path) -> None:
     order: list[str] = []
 
-    async def note(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def note(request: EchoRequest, call: Call) -> EchoResult:
         order.append("work")
-        return ScoreResult(request.tokens, 0)
+        return EchoResult(request.tokens, 0)
 
     async with bench(tmp_path) as b:
 
@@ -255,8 +254,8 @@ async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: P
             order.append("prepared")
 
         b.dispatcher.on_join = joined
-        caller = asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10))
-        await b.work("w", {"score": note, "load": load})
+        caller = asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10))
+        await b.work("w", {"echo": note, "load": load})
         await caller
     assert order == ["prepared", "work"]
 
@@ -264,14 +263,14 @@ async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: P
 async def test_a_draining_worker_finishes_its_calls_and_leaves(tmp_path: Path) -> None:
     entered, gate = asyncio.Event(), asyncio.Event()
 
-    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def wait(request: EchoRequest, call: Call) -> EchoResult:
         entered.set()
         await gate.wait()
-        return ScoreResult(request.tokens, 0)
+        return EchoResult(request.tokens, 0)
 
     async with bench(tmp_path) as b:
-        service = await b.work("w", {"score": wait})
-        caller = asyncio.create_task(b.dispatcher.call("score", ask(), deadline=10))
+        service = await b.work("w", {"echo": wait})
+        caller = asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10))
         await asyncio.wait_for(entered.wait(), 5)
         service.drain()
         gate.set()
@@ -282,7 +281,7 @@ async def test_a_draining_worker_finishes_its_calls_and_leaves(tmp_path: Path) -
 async def test_every_call_has_exactly_one_outcome_among_workers_that_fail_hang_and_die(tmp_path: Path) -> None:
     rng = random.Random(0)
 
-    async def moody(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def moody(request: EchoRequest, call: Call) -> EchoResult:
         mood = rng.random()
         if mood < 0.15:
             raise InfrastructureFault("mood")
@@ -291,18 +290,18 @@ async def test_every_call_has_exactly_one_outcome_among_workers_that_fail_hang_a
         if mood < 0.25:
             await asyncio.Event().wait()
         await asyncio.sleep(rng.random() * 0.01)
-        return ScoreResult(request.tokens, 0)
+        return EchoResult(request.tokens, 0)
 
     async with bench(tmp_path, QUICK) as b:
         for name in ("a", "b", "c"):
-            await b.work(name, {"score": moody}, capacity=8)
+            await b.work(name, {"echo": moody}, capacity=8)
 
         async def one(index: int) -> str:
             try:
-                result = await b.dispatcher.call("score", ask(index), deadline=1.5)
+                result = await b.dispatcher.call("echo", ask(index), deadline=1.5)
             except Fault as fault:
                 return fault.kind
-            assert result.logprobs.tolist() == [index]
+            assert result.tokens.tolist() == [index]
             return "ok"
 
         calls = [asyncio.create_task(one(i)) for i in range(150)]

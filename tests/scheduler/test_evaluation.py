@@ -136,9 +136,7 @@ class Stage:
         services: Any = None
         self.counts: Counter[str] = Counter()
         journal, text = Journal(tmp_path / "journal"), Text(str(llama))
-        self.shop = Shop(
-            services, journal, text, environment, SchedulerConfig(), self.counts, lambda tree, nodes, turns: None
-        )
+        self.shop = Shop(services, journal, text, environment, SchedulerConfig(), self.counts, lambda tree, turns: None)
 
     def context(self, task: Task, place: int) -> Context:
         return Context(self.shop, self.shop.settings, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))

@@ -23,7 +23,7 @@ from scheduler.journal import Journal
 from scheduler.strategies import chain, full, mc_value
 from scheduler.text import Text
 from scheduler.together import Beside, together
-from scheduler.tree import Node, Tree
+from scheduler.tree import Tree
 from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG
 from tests.scheduler.test_strategies import Stage as SearchStage
 from wire.faults import InfrastructureFault
@@ -96,8 +96,8 @@ class Stage:
         self.tree = Tree(0, self.task.id)
         self.journal.start_tree(self.tree, 0, 0)
 
-    def _emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
-        self.journal.save_group(tree, len(self.groups), nodes, turns)
+    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
+        self.journal.save_group(tree, len(self.groups), turns)
         self.groups.append(turns)
 
     async def grow(self, strategy: Any, tree: Tree | None = None) -> None:
@@ -250,15 +250,14 @@ async def test_full_grows_several_episodes_of_one_task(tmp_path: Path, llama: Pa
         assert "outcome" in own[-1].scores
 
 
-async def test_monte_carlo_values_of_every_state_and_their_differences(tmp_path: Path, llama: Path) -> None:
+async def test_monte_carlo_values_of_every_state_with_their_errors(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, sudoku(terminate_on_wrong=True), continuations=20)
     await stage.grow(mc_value)
     (turns,) = stage.groups
-    outcome = turns[-1].scores["outcome"]
-    values = [turn.scores["mc_value"] for turn in turns]
-    for turn, value, after in zip(turns, values, [*values[1:], outcome], strict=True):
+    assert "outcome" in turns[-1].scores
+    for turn in turns:
+        value = turn.scores["mc_value"]
         assert -1 <= value <= 1
-        assert turn.scores["td"] == pytest.approx(after - value)
         share = (value + 1) / 2  # outcomes are +1 or -1
         expected = 2 * (share * (1 - share) / 19) ** 0.5
         assert turn.scores["mc_error"] == pytest.approx(expected)
@@ -271,7 +270,7 @@ async def test_a_value_is_the_mean_outcome_of_the_policy(tmp_path: Path, llama: 
     stage = Stage(tmp_path, llama, tictactoe(), continuations=12, script=["nonsense"] * 13)
     await stage.grow(mc_value)
     ((turn,),) = stage.groups
-    assert (turn.scores["mc_value"], turn.scores["mc_error"], turn.scores["td"]) == (-1, 0, 0)
+    assert (turn.scores["mc_value"], turn.scores["mc_error"]) == (-1, 0)
 
 
 async def test_all_continuations_of_a_state_are_asked_for_together(tmp_path: Path, llama: Path) -> None:
@@ -336,7 +335,6 @@ async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path)
     # From the question: GOOD, RIGHT, WRONG, GOOD; the two that searched meet and answer RIGHT, RIGHT. After the search: 3 of 4.
     assert turns[0].scores["mc_value"] == 3 / 4
     assert turns[1].scores["mc_value"] == 3 / 4
-    assert turns[1].scores["td"] == 1 - 3 / 4
 
 
 async def test_concurrent_work_has_one_fate() -> None:

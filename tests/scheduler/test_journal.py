@@ -50,7 +50,7 @@ def test_a_tree_is_read_back_with_its_groups_and_spine(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     tree = small(3)
     journal.start_tree(tree, position=5, version=2)
-    journal.save_group(tree, 11, tree.nodes.values(), [Turn(1, 0, 1, {"reward": 1.0})])
+    journal.save_group(tree, 11, [Turn(1, 0, 1, {"reward": 1.0})])
     (row,) = journal.trees()
     back = journal.tree(row)
     assert (row.position, row.version, row.status) == (5, 2, "growing")
@@ -64,9 +64,9 @@ def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(tm
     for number in range(3):
         tree = small(number)
         journal.start_tree(tree, number, 0)
-        journal.save_group(tree, number, [], [])
-    journal.close_tree(1)
-    journal.close_tree(2)
+        journal.save_group(tree, number, [])
+    journal.close_tree(small(1))
+    journal.close_tree(small(2))
     journal.mark_trained(2, 4)
     assert [row.id for row in journal.untrained_trees()] == [0, 1]
     journal.forget_training_after(3)  # the checkpoint that is resumed is older than version 4
@@ -77,9 +77,9 @@ def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(tm
 def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     for number in range(2):
-        journal.start_tree(small(number), number, 0)
-        journal.close_tree(number, "quarantined", "a judge refused it")
-    journal.save_group(small(1), 7, [], [])
+        journal.start_tree(tree := small(number), number, 0)
+        journal.close_tree(tree, "quarantined", "a judge refused it")
+    journal.save_group(small(1), 7, [])
     assert [row.id for row in journal.untrained_trees()] == [1]
     journal.mark_trained(7, 1)
     assert journal.untrained_trees() == []
@@ -88,8 +88,8 @@ def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path
 def test_quarantined_tasks_keep_their_reasons(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     journal.reject([Rejected("file:3", "no gold answer")])
-    journal.start_tree(small(0), 0, 0)
-    journal.close_tree(0, "quarantined", "too long")
+    journal.start_tree(tree := small(0), 0, 0)
+    journal.close_tree(tree, "quarantined", "too long")
     assert journal.quarantined() == [("file:3", "no gold answer"), ("task task-0", "too long")]
 
 
@@ -102,8 +102,8 @@ journal = Journal(Path(sys.argv[1]))
 for number in range(100000):
     tree = small(number)
     journal.start_tree(tree, number, 0)
-    journal.save_group(tree, number, tree.nodes.values(), [])
-    journal.close_tree(number)
+    journal.save_group(tree, number, [])
+    journal.close_tree(tree)
     print(number, flush=True)
 """
 
@@ -135,8 +135,8 @@ def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(tm
     for number in range(2):
         tree = small(number)
         journal.start_tree(tree, number, 0)
-        journal.save_group(tree, number, [], [])
-        journal.close_tree(number)
+        journal.save_group(tree, number, [])
+        journal.close_tree(tree)
     journal.adopt_frontier([0], 3)
     assert [row.id for row in journal.untrained_trees()] == [1]
     assert journal.groups(0) == [(0, 3)]

@@ -1,11 +1,11 @@
-"""Placement, breaker, backoff and latencies are pure: every clock and random number is given."""
+"""Placement, breaker and backoff are pure: every clock and random number is given."""
 
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.placement import Breaker, Latencies, Load, backoff, choose
+from scheduler.placement import Breaker, Load, backoff, choose
 
 LOADS = st.lists(
     st.builds(Load, st.sampled_from("abcdef"), st.integers(0, 12), st.integers(1, 8)),
@@ -58,14 +58,3 @@ def test_backoff_doubles_with_jitter_up_to_its_bound(attempt: int, seed: int) ->
     wait = backoff(attempt, random.Random(seed), base_s=0.05, most_s=5.0)
     ceiling = min(5.0, 0.05 * 2 ** min(attempt, 20))
     assert ceiling / 2 <= wait <= ceiling
-
-
-def test_a_latency_quantile_needs_enough_calls_and_forgets_old_ones() -> None:
-    latencies = Latencies(kept=100, fewest=20)
-    for _ in range(19):
-        latencies.record(9.0)
-    assert latencies.quantile(0.9) is None
-    for hundredth in range(100):
-        latencies.record(hundredth / 100)
-    assert latencies.quantile(0.9) == 0.9
-    assert latencies.quantile(1.0) == 0.99

@@ -5,7 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from scheduler.rewards import advantages, choose, composite, selection
+from scheduler.rewards import choose, composite, selection
+from wire.statistics import among_siblings
+
+
+def advantages(rewards: list[float]) -> list[float]:
+    return among_siblings(np.array(rewards, float)).tolist()
 
 
 def test_slate_known_answer_of_advantages_and_selection() -> None:

@@ -15,9 +15,9 @@ from actors.environments.search_qa import SearchQA
 from scheduler.config import SchedulerConfig
 from scheduler.context import Context, Shop
 from scheduler.journal import Journal
-from scheduler.strategies import full, slate
+from scheduler.strategies import chain, full, ppr, slate
 from scheduler.text import Text
-from scheduler.tree import Node, Tree
+from scheduler.tree import Tree
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -98,8 +98,8 @@ class Stage:
         self.context = Context(self.shop, self.settings, TASK, self.tree, random.Random(0))
         self.journal.start_tree(self.tree, 0, 0)
 
-    def _emit(self, tree: Tree, nodes: list[Node], turns: list[Turn]) -> None:
-        self.journal.save_group(tree, len(self.groups), nodes, turns)
+    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
+        self.journal.save_group(tree, len(self.groups), turns)
         self.groups.append(turns)
 
     async def grow(self, strategy: Any) -> None:
@@ -210,3 +210,75 @@ async def test_full_emits_one_group_of_whole_trajectories(tmp_path: Path, llama:
     (group,) = stage.groups
     by_trajectory = {i: [turn.turn for turn in group if turn.trajectory == i] for i in (0, 1)}
     assert sorted(by_trajectory.values(), key=len) == [[1], [1, 2]]
+
+
+def written(stage: Stage) -> tuple[list[str], Counter[int]]:
+    """From now on: the journal's transactions, and how often each node is written."""
+    commits: list[str] = []
+    nodes: Counter[int] = Counter()
+
+    def trace(statement: str) -> None:
+        if statement.startswith("COMMIT"):
+            commits.append(statement)
+        if statement.startswith("INSERT OR REPLACE INTO nodes"):
+            nodes[int(statement.split("(")[1].split(",")[1])] += 1
+
+    stage.journal._db.set_trace_callback(trace)
+    return commits, nodes
+
+
+async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD, GOOD, GOOD]] * 3 + [[RIGHT, RIGHT, RIGHT]], budget=4)
+    commits, nodes = written(stage)
+    await stage.grow(slate)
+    assert len(stage.groups) == len(commits) == 4
+    stage.journal.close_tree(stage.tree)  # with the outcome, which is judged after the last group
+    assert len(commits) == 5
+    tip = stage.tree.tip().id
+    assert nodes == {node: 1 + (node == tip) for node in stage.tree.nodes}
+    (row,) = stage.journal.trees()
+    back = stage.journal.tree(row)
+    assert {id: node.scores for id, node in back.nodes.items()} == {n: x.scores for n, x in stage.tree.nodes.items()}
+
+
+@pytest.mark.parametrize("strategy", [chain, ppr])
+async def test_a_step_of_a_chain_is_one_transaction(tmp_path: Path, llama: Path, strategy: Any) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD]] * 3 + [[RIGHT]], budget=4, k=1)
+    commits, nodes = written(stage)
+    await stage.grow(strategy)
+    assert len(stage.groups) == 1
+    assert len(commits) == 4 + 1  # four steps, then the group with the outcome
+    actions = {node.id for node in stage.tree.actions()}
+    assert all(nodes[node] == 1 for node in stage.tree.nodes if node not in actions)
+    assert all(nodes[action] <= 2 for action in actions)  # sampled, then judged
+    (row,) = stage.journal.trees()
+    back = stage.journal.tree(row)
+    assert {id: node.scores for id, node in back.nodes.items()} == {n: x.scores for n, x in stage.tree.nodes.items()}
+
+
+async def test_an_action_is_parsed_once_and_again_only_after_a_restart(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, texts = SearchQA.read, list[str]()
+
+    def noted(self: SearchQA, state: Any, text: str) -> Any:
+        texts.append(text)
+        return read(self, state, text)
+
+    monkeypatch.setattr(SearchQA, "read", noted)
+    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT, WRONG, NOTHING]])
+    await stage.grow(slate)
+    assert len(texts) == sum(node.kind == "action" for node in stage.tree.nodes.values())
+    (row,) = stage.journal.trees()
+    back = stage.journal.tree(row)
+    again = Context(stage.shop, stage.settings, TASK, back, random.Random(0))
+    await again.plant()
+    assert [again.action(node) for node in back.actions()] == [stage.context.action(n) for n in stage.tree.actions()]
+
+
+def test_nodes_that_the_journal_lacks_leave_their_numbers_unused() -> None:
+    tree = Tree(0, "t")
+    root = tree.add(None, "prompt", np.zeros(1, np.int32), "")
+    *_, kept = [tree.add(root, "action", np.zeros(1, np.int32), "") for _ in range(3)]
+    back = Tree(0, "t", "train", [root, kept])
+    assert back.add(root, "action", np.zeros(1, np.int32), "").id == kept.id + 1

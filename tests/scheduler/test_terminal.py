@@ -11,9 +11,9 @@ from scheduler.judged import Judged
 from scheduler.strategies import slate
 from scheduler.terminal import EVERY_S, EVERY_UPDATES, Attendance, Faults, Reminders
 from tests.scheduler.test_strategies import RIGHT, Stage
-from tests.services import bench
+from tests.services import EchoRequest, EchoResult, bench
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Judgement, ScoreRequest, ScoreResult
+from wire.messages import Judgement
 from wire.service import Call
 
 GROWTH = "wrong trajectories have {} turns, {} times as many as at first (watch.turns = 1.5), and a judged turn pays {}"
@@ -75,19 +75,19 @@ async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried
     heard: list[tuple[str, str, str]] = []
     faults: list[Exception] = [KeyError("my bug"), DataFault("not this one")]
 
-    async def failing(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def failing(request: EchoRequest, call: Call) -> EchoResult:
         raise faults.pop(0)
 
     async with bench(tmp_path) as b:
         b.dispatcher.on_fault = lambda service, fault, caller: heard.append((service, str(fault), caller))
-        await b.work("w", {"score": failing})
-        ask = ScoreRequest(np.zeros(1, np.float32))
+        await b.work("w", {"echo": failing})
+        ask = EchoRequest(np.zeros(1, np.float32))
         with pytest.raises(DataFault):
-            await b.dispatcher.call("score", ask, deadline=5, caller="tree 7")
+            await b.dispatcher.call("echo", ask, deadline=5, caller="tree 7")
         faults.append(DataFault("nobody asks"))
         with pytest.raises(DataFault):
-            await b.dispatcher.call("score", ask, deadline=5)
-    assert heard == [("score", "w: KeyError: 'my bug'", "tree 7"), ("score", "w: not this one", "tree 7")]
+            await b.dispatcher.call("echo", ask, deadline=5)
+    assert heard == [("echo", "w: KeyError: 'my bug'", "tree 7"), ("echo", "w: not this one", "tree 7")]
 
 
 def test_a_run_that_ends_with_a_fault_says_so_in_one_line(

@@ -19,7 +19,7 @@ from actors.config import ActorsConfig, SGLangConfig
 from actors.engines.sglang import SGLangEngine
 from wire import loop
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling, ScoreRequest
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 
 ACROSS = 2
 """Samples of the generation that an update falls into."""
@@ -78,7 +78,6 @@ async def drive(plan: dict[str, Any], path: Path) -> None:
     answers["greedy"] = await generate(prompt, 1, 8, temperature=0.0)
     answers["four"] = await generate(other, 4, 6)
     answers["again"] = await generate(other, 4, 6)
-    answers["score"] = (await engine.score(ScoreRequest(prompt))).logprobs.tolist()
     try:
         await engine.way.generate({"input_ids": [1, 2], "sampling_params": {"temperature": -1.0}})
     except DataFault as fault:

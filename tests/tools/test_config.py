@@ -235,13 +235,13 @@ def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Pat
     write(
         tmp_path / "shared",
         far='name = "far"\n[learner]\nlr = 1e-3\nbetas = [0.5, 0.6]\nlora = { rank = 4, alpha = 8.0 }',
-        near='extends = "far.toml"\nseed = 3\n[scheduler]\nk = 3',
+        near='extends = "far.toml"\nseed = 3\n[scheduler]\nbudget = 2',
     )
     path = write(
         tmp_path, mine='extends = "shared/near.toml"\nname = "mine"\n[learner]\nbetas = [0.7, 0.8]\nlora = { rank = 0 }'
     )
-    config = load(path, ["scheduler.k=4"])
-    assert (config.name, config.seed, config.scheduler.k) == ("mine", 3, 4)
+    config = load(path, ["scheduler.budget=3"])
+    assert (config.name, config.seed, config.scheduler.budget) == ("mine", 3, 3)
     w = config.learner
     assert (w.lr, w.betas, w.lora.rank, w.lora.alpha) == (1e-3, (0.7, 0.8), 0, 8.0)
     assert "extends" not in json.loads(saved(config))

@@ -63,7 +63,7 @@ def run(tmp_path: Path) -> Path:
         tree = tree_of(number, name, answered)
         journal.start_tree(tree, number, 0)
         if number != 2:
-            journal.close_tree(number)
+            journal.close_tree(tree)
     journal.close()
     return folder
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from tests.services import EchoRequest
 from wire import digest
 from wire.arrays import decode_body, decode_header, encode
 from wire.faults import WireError
-from wire.messages import SERVICES, GenerateResult, Result, Sample, ScoreRequest, TrainGroup
+from wire.messages import SERVICES, GenerateResult, Result, Sample, TrainGroup
 
 KINDS = sorted({kind for pair in SERVICES.values() for kind in pair}, key=lambda kind: kind.__name__)
 WORDS = st.sampled_from(["", "tokens", "int32", "float32", "object", "stop", "\u00e9"])
@@ -29,7 +30,7 @@ VALUES = st.recursive(
 def test_arbitrary_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
     with contextlib.suppress(WireError):
         decode_header(frames)
-    for kind in (ScoreRequest, TrainGroup):
+    for kind in (EchoRequest, TrainGroup):
         with contextlib.suppress(WireError):
             decode_body(frames, kind)
 
@@ -57,7 +58,7 @@ def test_arbitrary_fields_are_a_body_or_a_wire_error(kind: type[msgspec.Struct],
 )
 def test_an_array_header_that_numpy_would_stumble_over_is_a_wire_error(bad: list[Any]) -> None:
     with pytest.raises(WireError):
-        decode_body([b"", msgspec.msgpack.encode({"tokens": bad}), b"\0" * 8], ScoreRequest)
+        decode_body([b"", msgspec.msgpack.encode({"tokens": bad}), b"\0" * 8], EchoRequest)
 
 
 def test_nesting_too_deep_for_the_decoder_is_a_wire_error() -> None:
@@ -65,12 +66,12 @@ def test_nesting_too_deep_for_the_decoder_is_a_wire_error() -> None:
     with pytest.raises(WireError):
         decode_header([deep])
     with pytest.raises(WireError):
-        decode_body([b"", b"\x81\xa6tokens" + deep], ScoreRequest)
+        decode_body([b"", b"\x81\xa6tokens" + deep], EchoRequest)
 
 
 def test_an_array_in_foreign_byte_order_is_not_sent_as_if_it_were_native() -> None:
     with pytest.raises(WireError, match="byte order"):
-        encode(Result(1), ScoreRequest(np.arange(3).astype(">i4")))
+        encode(Result(1), EchoRequest(np.arange(3).astype(">i4")))
 
 
 def test_several_arrays_find_their_own_frames() -> None:

@@ -10,23 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from wire.arrays import Frame, decode_body, decode_header, encode
-from wire.faults import DataFault, InfrastructureFault, PolicyFault
-from wire.messages import (
-    Cancel,
-    Drain,
-    Error,
-    Goodbye,
-    Heartbeat,
-    Message,
-    Partial,
-    Register,
-    Registered,
-    Request,
-    Result,
-    ScoreRequest,
-    ScoreResult,
-)
+from tests.services import EchoRequest, EchoResult
+from wire.arrays import Frame, decode_header, encode
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import Cancel, Drain, Error, Goodbye, Heartbeat, Message, Register, Registered, Request, Result
 from wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Rejected, Service
 from wire.sockets import Router
 
@@ -62,12 +49,12 @@ class Scheduler:
         await self.next(Register)
         self.send(Registered(heartbeat_s, admission))
 
-    def ask(self, number: int, value: float = 0.0, deadline_s: float = 60.0, service: str = "score") -> None:
-        self.send(Request(number, service, deadline_s), ScoreRequest(np.array([value], np.float32)))
+    def ask(self, number: int, value: float = 0.0, deadline_s: float = 60.0, service: str = "echo") -> None:
+        self.send(Request(number, service, deadline_s), EchoRequest(np.array([value], np.float32)))
 
 
-async def echo(request: ScoreRequest, call: Call) -> ScoreResult:
-    return ScoreResult(request.tokens, 0)
+async def echo(request: EchoRequest, call: Call) -> EchoResult:
+    return EchoResult(request.tokens, 0)
 
 
 async def forever(request: Any, call: Call) -> Any:
@@ -86,7 +73,7 @@ async def serving(service: Service, endpoint: str) -> AsyncIterator[asyncio.Task
 
 @asynccontextmanager
 async def pair(handler: Any, capacity: int = 4, **options: float) -> AsyncIterator[tuple[Scheduler, Service]]:
-    scheduler, service = Scheduler(), Service("w", {"score": handler}, capacity, **options)  # pyright: ignore[reportArgumentType]
+    scheduler, service = Scheduler(), Service("w", {"echo": handler}, capacity, **options)  # pyright: ignore[reportArgumentType]
     async with serving(service, scheduler.router.endpoint):
         await scheduler.admit()
         yield scheduler, service
@@ -95,10 +82,10 @@ async def pair(handler: Any, capacity: int = 4, **options: float) -> AsyncIterat
 
 async def test_a_worker_registers_its_services_and_capacity_and_beats_with_its_stats() -> None:
     scheduler = Scheduler()
-    service = Service("w", {"score": echo, "load": forever}, 3, stats=lambda: {"decoded_tokens": 7.0})
+    service = Service("w", {"echo": echo, "load": forever}, 3, stats=lambda: {"decoded_tokens": 7.0})
     async with serving(service, scheduler.router.endpoint):
         hello = await scheduler.next(Register)
-        assert (hello.worker, hello.services, hello.capacity) == ("w", ["score", "load"], 3)
+        assert (hello.worker, hello.services, hello.capacity) == ("w", ["echo", "load"], 3)
         scheduler.send(Registered(0.01))
         assert (await scheduler.next(Heartbeat)).stats == {"decoded_tokens": 7.0}
         assert (await scheduler.next(Heartbeat)).in_flight == 0
@@ -109,7 +96,6 @@ async def test_a_worker_registers_its_services_and_capacity_and_beats_with_its_s
     ("raised", "kind", "message"),
     [
         (DataFault("no gold"), "data", "no gold"),
-        (PolicyFault("no tag"), "policy", "no tag"),
         (InfrastructureFault("disk"), "infrastructure", "disk"),
         (KeyError("k"), "infrastructure", "KeyError"),
         (TimeoutError("a socket of its own"), "infrastructure", "a socket of its own"),
@@ -131,7 +117,7 @@ async def test_what_a_handler_raises_arrives_as_a_fault_of_its_kind(
 
 async def test_an_answer_that_cannot_be_sent_is_an_error_not_a_silence() -> None:
     async def strange(request: Any, call: Call) -> Any:
-        return ScoreResult(np.array(["text"]), 0)
+        return EchoResult(np.array(["text"]), 0)
 
     async with pair(strange) as (scheduler, _):
         scheduler.ask(1)
@@ -142,7 +128,7 @@ async def test_a_service_that_is_not_offered_and_a_body_of_another_type_are_erro
     async with pair(echo) as (scheduler, _):
         scheduler.ask(1, service="load")
         assert "does not offer 'load'" in (await scheduler.next(Error)).message
-        scheduler.send(Request(2, "score", 1.0))
+        scheduler.send(Request(2, "echo", 1.0))
         assert "without body" in (await scheduler.next(Error)).message
 
 
@@ -153,36 +139,20 @@ async def test_a_deadline_ends_the_work_on_the_worker_too() -> None:
         assert not service.calls
 
 
-async def test_pieces_arrive_before_the_result_and_in_order() -> None:
-    async def pieces(request: ScoreRequest, call: Call) -> ScoreResult:
-        for version in (1, 2):
-            call.partial(ScoreResult(request.tokens, version))
-        return ScoreResult(request.tokens, 3)
-
-    async with pair(pieces) as (scheduler, _):
-        scheduler.ask(1)
-        versions = []
-        for kind in (Partial, Partial, Result):
-            await scheduler.next(kind)
-            versions.append(decode_body(scheduler.frames, ScoreResult).version)
-        assert versions == [1, 2, 3]
-
-
 async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> None:
     entered, stopped = asyncio.Event(), asyncio.Event()
     seen: list[Call] = []
 
-    async def stubborn(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def stubborn(request: EchoRequest, call: Call) -> EchoResult:
         if request.tokens[0]:
-            return ScoreResult(request.tokens, 0)
+            return EchoResult(request.tokens, 0)
         seen.append(call)
         entered.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             stopped.set()
-        call.partial(ScoreResult(request.tokens, 0))
-        return ScoreResult(request.tokens, 0)
+        return EchoResult(request.tokens, 0)
 
     async with pair(stubborn) as (scheduler, _):
         scheduler.ask(1)
@@ -217,10 +187,10 @@ async def test_a_worker_refuses_what_is_over_its_capacity_and_the_room_for_pinne
 async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> None:
     entered, gate = asyncio.Event(), asyncio.Event()
 
-    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def wait(request: EchoRequest, call: Call) -> EchoResult:
         entered.set()
         await gate.wait()
-        return ScoreResult(request.tokens, 0)
+        return EchoResult(request.tokens, 0)
 
     async with pair(wait) as (scheduler, _):
         scheduler.ask(1)
@@ -234,11 +204,11 @@ async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> No
 
 async def test_a_worker_without_scheduler_gives_up_with_a_message() -> None:
     with pytest.raises(Rejected, match="w: no scheduler answered for 0 s"):
-        await Service("w", {"score": echo}, 1, give_up_s=0.3).run("tcp://127.0.0.1:1", None, signals=False)
+        await Service("w", {"echo": echo}, 1, give_up_s=0.3).run("tcp://127.0.0.1:1", None, signals=False)
 
 
 async def test_a_refused_worker_ends_with_the_schedulers_reason() -> None:
-    scheduler, service = Scheduler(), Service("w", {"score": echo}, 1)
+    scheduler, service = Scheduler(), Service("w", {"echo": echo}, 1)
     async with serving(service, scheduler.router.endpoint) as task:
         await scheduler.next(Register)
         scheduler.send(Goodbye("protocol 1, expected 2"))
@@ -250,9 +220,9 @@ async def test_a_refused_worker_ends_with_the_schedulers_reason() -> None:
 async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> None:
     gate = asyncio.Event()
 
-    async def wait(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def wait(request: EchoRequest, call: Call) -> EchoResult:
         await gate.wait()
-        return ScoreResult(request.tokens, 0)
+        return EchoResult(request.tokens, 0)
 
     async with pair(wait, silence_s=0.05) as (scheduler, _):
         scheduler.ask(1)
@@ -274,9 +244,9 @@ async def test_an_old_worker_that_is_asked_to_register_again_has_the_whole_time_
 async def test_a_new_scheduler_at_the_same_address_finds_the_worker_and_old_work_is_abandoned(tmp_path: Path) -> None:
     entered, stopped = asyncio.Event(), asyncio.Event()
 
-    async def first_hangs(request: ScoreRequest, call: Call) -> ScoreResult:
+    async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:
         if request.tokens[0]:
-            return ScoreResult(request.tokens, 0)
+            return EchoResult(request.tokens, 0)
         entered.set()
         try:
             await asyncio.Event().wait()
@@ -285,7 +255,7 @@ async def test_a_new_scheduler_at_the_same_address_finds_the_worker_and_old_work
         raise AssertionError
 
     old = Scheduler(f"ipc://{tmp_path}/scheduler")
-    async with serving(Service("w", {"score": first_hangs}, 1, silence_s=0.1), old.router.endpoint):
+    async with serving(Service("w", {"echo": first_hangs}, 1, silence_s=0.1), old.router.endpoint):
         await old.admit("old")
         old.ask(1)
         await asyncio.wait_for(entered.wait(), 5)

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.services import bench
+from tests.services import EchoRequest, EchoResult, bench
 from wire import digest
 from wire.arrays import DTYPES, Limits, decode_body, decode_header, encode
 from wire.faults import WireError
-from wire.messages import JudgeRequest, Register, Request, Result, ScoreRequest, ScoreResult
+from wire.messages import JudgeRequest, Register, Request, Result
 from wire.service import Call
 from wire.sockets import Router, RunKeys
 
@@ -29,8 +29,8 @@ ARRAYS = hnp.arrays(
 
 @given(ARRAYS)
 def test_arrays_survive_the_wire_with_dtype_and_shape(array: np.ndarray) -> None:
-    frames = [memoryview(bytes(frame)) for frame in encode(Result(1), ScoreRequest(array))]
-    back = decode_body(frames, ScoreRequest).tokens
+    frames = [memoryview(bytes(frame)) for frame in encode(Result(1), EchoRequest(array))]
+    back = decode_body(frames, EchoRequest).tokens
     assert back.dtype == array.dtype
     assert back.shape == array.shape
     assert back.tobytes() == array.tobytes()
@@ -38,9 +38,9 @@ def test_arrays_survive_the_wire_with_dtype_and_shape(array: np.ndarray) -> None
 
 def test_neither_way_copies_an_array() -> None:
     array = np.arange(10, dtype=np.int32)
-    frames = encode(Result(1), ScoreRequest(array))
+    frames = encode(Result(1), EchoRequest(array))
     assert np.shares_memory(np.frombuffer(frames[2], np.int32), array)
-    back = decode_body(frames, ScoreRequest).tokens
+    back = decode_body(frames, EchoRequest).tokens
     assert np.shares_memory(back, array)
     assert not back.flags.writeable
 
@@ -60,12 +60,12 @@ def test_neither_way_copies_an_array() -> None:
 def test_a_malformed_array_header_is_refused(header: object) -> None:
     body = msgspec.msgpack.encode({"tokens": header})
     with pytest.raises(WireError):
-        decode_body([b"", body, b"\0" * 8], ScoreRequest)
+        decode_body([b"", body, b"\0" * 8], EchoRequest)
 
 
 def test_an_object_array_is_not_sent() -> None:
     with pytest.raises(WireError, match="dtype"):
-        encode(Result(1), ScoreRequest(np.array([{}], dtype=object)))
+        encode(Result(1), EchoRequest(np.array([{}], dtype=object)))
 
 
 def test_limits_hold_before_anything_is_decoded() -> None:
@@ -77,7 +77,7 @@ def test_limits_hold_before_anything_is_decoded() -> None:
 
 def test_a_body_of_another_type_is_refused_and_unknown_headers_too() -> None:
     with pytest.raises(WireError, match="JudgeRequest"):
-        decode_body(encode(Result(1), ScoreRequest(np.zeros(1, np.int32))), JudgeRequest)
+        decode_body(encode(Result(1), EchoRequest(np.zeros(1, np.int32))), JudgeRequest)
     with pytest.raises(WireError, match="header"):
         decode_header([msgspec.msgpack.encode({"type": "exec", "code": "1"})])
 
@@ -100,8 +100,8 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     first.close()
 
 
-async def score(request: ScoreRequest, call: Call) -> ScoreResult:
-    return ScoreResult(request.tokens, 0)
+async def echo(request: EchoRequest, call: Call) -> EchoResult:
+    return EchoResult(request.tokens, 0)
 
 
 async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_pa
                 socket.curve_serverkey = b.keys.server_public
                 socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.connect(b.dispatcher.endpoint)
-            await socket.send_multipart(encode(Register("spy", ["score"], 1, 1, "h")))
+            await socket.send_multipart(encode(Register("spy", ["echo"], 1, 1, "h")))
             strangers.append(socket)
-        await b.work("honest", {"score": score})
-        await b.dispatcher.call("score", ScoreRequest(np.zeros(1, np.float32)), deadline=5)
+        await b.work("honest", {"echo": echo})
+        await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=5)
         assert [w.name for w in b.dispatcher.workers()] == ["honest"]
         for socket in strangers:
             socket.close()
@@ -127,7 +127,7 @@ async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_pa
 
 async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        await b.work("honest", {"score": score})
+        await b.work("honest", {"echo": echo})
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
@@ -136,12 +136,12 @@ async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(
         socket.connect(b.dispatcher.endpoint)
         rng = np.random.default_rng(0)
         garbage = [[rng.bytes(n)] for n in (0, 1, 50, 5000)] + [[b"\x81\xa4type"] * 50]
-        await socket.send_multipart(encode(Register("noisy", ["score"], 1, 1, "h")))
+        await socket.send_multipart(encode(Register("noisy", ["echo"], 1, 1, "h")))
         for frames in garbage:
             await socket.send_multipart(frames)
         async with asyncio.timeout(10):
             while b.dispatcher.counters["malformed_peers"] < len(garbage):
-                await b.dispatcher.call("score", ScoreRequest(np.zeros(1, np.float32)), deadline=5)
+                await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=5)
         assert [w.name for w in b.dispatcher.workers()] == ["honest"]
         socket.close()
         context.term()
@@ -149,8 +149,8 @@ async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(
 
 async def test_a_request_that_only_a_scheduler_sends_gets_its_sender_dropped(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        service = await b.work("odd", {"score": score})
-        service.send(Request(1, "score", 1.0), ScoreRequest(np.zeros(1, np.float32)))
+        service = await b.work("odd", {"echo": echo})
+        service.send(Request(1, "echo", 1.0), EchoRequest(np.zeros(1, np.float32)))
         async with asyncio.timeout(10):
             while not b.dispatcher.counters["malformed_peers"]:
                 await asyncio.sleep(0.001)

@@ -159,7 +159,7 @@ class Kept:
 
     def close(self, tree: Tree) -> None:
         """The task is done; a line at every tenth of all."""
-        self.journal.close_tree(tree.id)
+        self.journal.close_tree(tree)
         self.now += 1
         done = self.now + self.before
         if done * 10 // self.total != (done - 1) * 10 // self.total:
@@ -168,7 +168,7 @@ class Kept:
 
     def give_up(self, tree: Tree, reason: str, name: str = "") -> None:
         """The task cannot be done now. name: of the task, where its id is not unique. Raises InfrastructureFault when it seems that none can."""
-        self.journal.close_tree(tree.id, "quarantined", reason)
+        self.journal.close_tree(tree, "quarantined", reason)
         self.undone[name or tree.task] = reason
         if len(self.undone) >= HOPELESS and not self.now and not self.before:
             raise InfrastructureFault(

@@ -119,7 +119,7 @@ class Evaluation:
         # The dispatcher is each game's seat.
         self.shop = Shop(
             None,  # pyright: ignore[reportArgumentType]
-            self.kept.journal, match.text, match.environment, self.config, Counter(), lambda tree, nodes, turns: None,
+            self.kept.journal, match.text, match.environment, self.config, Counter(), lambda tree, turns: None,
         )  # fmt: skip
 
     async def _start(self) -> None:

@@ -13,7 +13,7 @@ from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 
 _FIRST = (
-    "reward", "advantage", "think", "query", "answer", "optimal", "graded", "risk", "mc_value", "mc_error", "td", "outcome", "f1",
+    "reward", "advantage", "think", "query", "answer", "optimal", "graded", "risk", "mc_value", "mc_error", "outcome", "f1",
     "success", "completion",
 )  # fmt: skip
 """Scores that are shown first, in this order; all others follow by name."""

@@ -282,7 +282,7 @@ class _Answering:
         config = msgspec.structs.replace(self.config, budget=how.budget)
         shop = Shop(
             seat, self.kept.journal, self.row.player.text, self.row.environment, config, counts,
-            lambda tree, nodes, turns: None,
+            lambda tree, turns: None,
         )  # fmt: skip
         # Again the same draws after an interruption.
         context = Context(shop, config, task, tree, random.Random(f"heldout/{tree.id}"))

@@ -177,7 +177,7 @@ async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, 
     """Grow ``questions`` trees at once."""
     settings = SchedulerConfig(budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
     journal = Journal(folder / "journal.sqlite")
-    emit: Callable[..., None] = lambda tree, nodes, turns: None  # noqa: E731
+    emit: Callable[..., None] = lambda tree, turns: None  # noqa: E731
     shop = Shop(dispatcher, journal, Text(str(model)), _environment(), settings, Counter(), emit, fleet=fleet)
 
     async def one(number: int) -> Tree:

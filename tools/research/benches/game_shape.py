@@ -123,7 +123,7 @@ async def play(
         environment,
         settings,
         counts,
-        lambda tree, nodes, turns: None,
+        lambda tree, turns: None,
         services.local.config.max_batch,
     )
 

@@ -221,7 +221,7 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
             journal = Journal(Path(scratch) / "journal.sqlite")
             shop = Shop(
                 recording,  # pyright: ignore[reportArgumentType] (it is called as the dispatcher is)
-                journal, Text(str(model)), environment, settings, counts, lambda tree, nodes, turns: None, most,
+                journal, Text(str(model)), environment, settings, counts, lambda tree, turns: None, most,
             )  # fmt: skip
 
             async def game(number: int) -> None:
