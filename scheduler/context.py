@@ -119,46 +119,31 @@ class Context:
         return known
 
     async def judge(self, nodes: Sequence[Node]) -> None:
-        """Have sibling actions judged; the judge's columns, and whether each action is valid, are written to the nodes.
+        """Have sibling actions judged, and mark them; where the judge's columns make the reward, invalid ones are not judged (methods.md 1.4)."""
+        await self.score([node for node in nodes if self.action(node).valid or self.environment.rewarded_by_judge])
+        self.mark(nodes)
 
-        Where the judge's columns make the reward (SLATE), invalid actions are not judged (methods.md 1.4).
-        """
-        actions = [self.action(node) for node in nodes]
-        judged = [i for i, action in enumerate(actions) if action.valid or self.environment.rewarded_by_judge]
-        turns = [self._judged(nodes[i], actions[i]) for i in judged]
-        judgements = await self._judgements(turns) if turns else []
-        for i, judgement in zip(judged, judgements, strict=True):
-            nodes[i].scores.update(judgement.scores)
-            nodes[i].invalid = judgement.invalid
+    async def score(self, nodes: Sequence[Node]) -> None:
+        """Write the judge's columns to actions, whether they are valid or not; without a judge there are none."""
+        if not nodes or self.settings.judge == UNJUDGED:
+            return
+        turns = [self._judged(node, self.action(node)) for node in nodes]
+        for node, judgement in zip(nodes, await self._judgements(turns), strict=True):
+            node.scores.update(judgement.scores)
+            node.invalid = judgement.invalid
             if judgement.explanation:
-                nodes[i].notes[self.settings.judge] = judgement.explanation
-        for node, action in zip(nodes, actions, strict=True):
-            node.scores["valid"] = float(action.valid)
-        self._count(nodes, actions)
+                node.notes[self.settings.judge] = judgement.explanation
         self.changed(nodes)
 
-    def note(self, node: Node) -> Action:
-        """The parsed action of a new turn that ``assess`` may judge later; whether it is valid is a column at once."""
-        action = self.action(node)
-        if "valid" not in node.scores:  # else it was noted before a crash or a fault
-            node.scores["valid"] = float(action.valid)
-            self._count([node], [action])
-            self.save([node])
-        return action
-
-    async def assess(self, node: Node) -> None:
-        """The judge's columns of one turn, together with what the environment answered; invalid actions are judged too.
-
-        Column judge_valid: 1 when every column of the judgement could be used, else 0. Without a judge there are no columns.
-        """
-        if self.settings.judge == UNJUDGED:
-            return
-        (judgement,) = await self._judgements([self._judged(node, self.action(node))])
-        node.scores |= judgement.scores | {"judge_valid": float(not judgement.invalid)}
-        node.invalid = judgement.invalid
-        if judgement.explanation:
-            node.notes[self.settings.judge] = judgement.explanation
-        self.changed([node])
+    def mark(self, nodes: Sequence[Node]) -> None:
+        """Write to actions whether they are valid, and count them; each once, also after a crash or a fault."""
+        new = [node for node in nodes if "valid" not in node.scores]
+        for node in new:
+            valid = self.action(node).valid
+            node.scores["valid"] = float(valid)
+            self.shop.counts["invalid_actions"] += not valid
+        self.shop.counts["actions"] += len(new)
+        self.changed(nodes)
 
     async def step(self, node: Node) -> Node | None:
         """The environment's answer to a chosen action, as the node to act on next; None when the episode is over."""
@@ -382,11 +367,6 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
-
-    def _count(self, nodes: Sequence[Node], actions: Sequence[Action]) -> None:
-        counts = self.shop.counts
-        counts["actions"] += len(nodes)
-        counts["invalid_actions"] += sum(not action.valid for action in actions)
 
 
 def _finite(scores: dict[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ A budget of B turns is B - 1 rounds of search and one final generation, which is
 are judged while the next ones are generated.
 """
 
+from scheduler.config import UNJUDGED
 from scheduler.context import Context
 from scheduler.together import Beside
 from scheduler.tree import Node, Tree
@@ -31,14 +32,24 @@ async def episode(tree: Tree, ctx: Context) -> list[Node]:
         place: Node | None = await ctx.tip()
         for action in tree.actions():  # of a tree that was grown halfway
             if action is not place and "judge_valid" not in action.scores:
-                beside.start(ctx.assess(action))
+                beside.start(_assess(ctx, action))
         while place is not None:
             if place.kind != "action":
                 (place,) = await ctx.generate(place, 1)
                 place.chosen = True
-            if ctx.note(place).kind == "answer" or place.step >= ctx.settings.budget:
+            if "valid" not in place.scores:  # else it was marked before a crash or a fault
+                ctx.mark([place])
+                ctx.save([place])
+            if ctx.action(place).kind == "answer" or place.step >= ctx.settings.budget:
                 break
             acted, place = place, await ctx.step(place)
-            beside.start(ctx.assess(acted))
+            beside.start(_assess(ctx, acted))
     await ctx.finish()
     return tree.actions()
+
+
+async def _assess(ctx: Context, node: Node) -> None:
+    """The judge's columns of one turn, together with what the environment answered; judge_valid is 1 when all of them could be used."""
+    if ctx.settings.judge != UNJUDGED:
+        await ctx.score([node])
+        node.scores["judge_valid"] = float(not node.invalid)

@@ -195,6 +195,7 @@ def _settings(load: Load, model: Path, dtype: str, updates: int) -> dict[str, st
         "learner.kl_coef": 0.0,
         "learner.lr": LR,
         "learner.lora": f"{{rank = {RANK}, alpha = {ALPHA}}}",
+        "learner.micro_tokens": 960,
         "learner.checkpoint_every": updates,
     }
     return {key: str(value) for key, value in given.items()}
