@@ -226,6 +226,7 @@ def test_the_critic_on_the_forest_equals_the_critic_path_by_path(
     compare(model, forest(5), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     small=st.integers(0, 30),

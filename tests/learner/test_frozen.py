@@ -72,6 +72,7 @@ made.ranks.barrier()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(dtype: str, llama: Path) -> None:
