@@ -107,7 +107,7 @@ async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that
     async with bench(tmp_path) as b:
         await b.work("hanger", {"echo": hang}, capacity=1)
         for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
-            with pytest.raises(InfrastructureFault, match=f"score took over 0.1 s .*{state}"):
+            with pytest.raises(InfrastructureFault, match=f"echo took over 0.1 s .*{state}"):
                 await b.dispatcher.call("echo", ask(), deadline=0.1)
 
 
