@@ -163,7 +163,7 @@ def compare(model: TreeModel, paths: list[Path], logprob_bound: float, gradient_
     ) in model.trained().values():  # fresh adapters and value heads are zero: give them something to differ by
         if not parameter.any():
             parameter.data.normal_(0, 0.1)
-    row = model.row(paths)
+    row = model.row(pack(paths))
     assert row.nodes < sum(len(p.tokens) for p in paths)
     together = model.read(row)[0]
     scale = torch.linspace(-1, 2, len(together), dtype=together.dtype)

@@ -1,13 +1,14 @@
 """The command tools/sft: each subcommand reads files and writes files, so that every stage can be looked at and repeated."""
 
 import argparse
+import functools
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.evaluating.folder import INTERRUPTED, locked
+from tools.evaluating.folder import INTERRUPTED, conduct, keep, locked
 from tools.evaluating.judge_bench import build, judging, record
 from tools.evaluating.judge_bench.evaluate import add_deadline, check_threshold
 from tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Step, Trajectory
@@ -184,28 +185,19 @@ def label_(given: argparse.Namespace) -> int:
     settings = label.Settings(record.digest(given.trajectories), judging.lasting(asked))
     _, kept, lock = files.answers_of(given.out)
     with locked(lock, f"--out {given.out}"):
-        judging.keep(kept, settings)
+        keep(kept, settings, str(kept))
         return _label(given, trajectories, asked)
 
 
 def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
     answers = judging.Answers(files.answers_of(given.out)[0])
-    again = f"what was answered is kept in {answers.path}; go on with the same command"
-    try:
-        failed = judging.run(asked, trajectories, answers, given.deadline)
-    except Fault as fault:
-        raise type(fault)(f"{fault}\n{again}") from None
-    if failed is None:
-        print(f"stopped; {again}", file=sys.stderr)
-        return INTERRUPTED
-    for name, reasons in failed.items():
-        step, reason = next(iter(reasons.items()))
-        print(
-            f"tools/sft label: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}",
-            file=sys.stderr,
-        )
+    session = functools.partial(judging.Session, asked, trajectories, answers, given.deadline)
+    failed = conduct(session, "the same command", f"answered (in {answers.path})", "tools/sft label")
+    if isinstance(failed, int):
+        return failed
     if failed:
-        print(again, file=sys.stderr)
+        judging.say_failed(failed, "tools/sft label")
+        print(f"what was answered is kept in {answers.path}; go on with: the same command", file=sys.stderr)
         return 1
     made, counts = label.labelled(trajectories, answers, "a", "b", given.most_difference)
     if not made:

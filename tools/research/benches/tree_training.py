@@ -44,7 +44,7 @@ def make(folder: FilePath, lora: int = 0) -> TreeModel:
 
 def forest(model: TreeModel, paths: Sequence[Path]) -> None:
     """As the learner does it: shared where that pays."""
-    model.read(model.row(paths))[0].sum().backward()
+    model.read(model.row(pack(paths, share=None)))[0].sum().backward()
 
 
 def varlen(model: TreeModel, paths: Sequence[Path]) -> None:
