@@ -90,7 +90,7 @@ def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
     """How a player with these settings is sampled, one trajectory a task, however long a service takes."""
     s = settings
     return SchedulerConfig(
-        k=1, judge=judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_action_tokens=s.max_tokens,
+        judge=judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_action_tokens=s.max_tokens,
         thinking=s.thinking, generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S, **more,
     )  # fmt: skip
 
