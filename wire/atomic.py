@@ -1,4 +1,4 @@
-"""A folder or a file that appears whole or not at all."""
+"""Write a folder or a file so that it appears complete or not at all."""
 
 import contextlib
 import os
@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 
 DRAFT = ".draft"
-"""Ends the name of what is not whole yet."""
+"""The end of a file's or folder's name until it is complete."""
 
 
 @contextlib.contextmanager
 def drafted(out: Path, flag: str = "") -> Iterator[Path]:
-    """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written is known then; at the end it is ``out``.
+    """Yield a draft folder beside ``out``, which becomes ``out`` at the end. Creating it shows before the work if ``out`` can be written.
 
-    What ends the work early removes it. Raises OSError; flag: the option that named ``out``.
+    An exception during the work removes the draft. Raises OSError when ``out`` cannot be written. flag: the option that named ``out``.
     """
     draft = out.with_name(f"{out.name}{DRAFT}{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)  # of a dead process with our number
+    shutil.rmtree(draft, ignore_errors=True)  # a dead process that had our process id may have left one
     try:
         draft.mkdir(parents=True)
     except OSError as error:
@@ -37,12 +37,12 @@ def drafted(out: Path, flag: str = "") -> Iterator[Path]:
 
 
 def as_json(value: Any) -> bytes:
-    """``value`` as the files of a run or an evaluation have it."""
+    """Return ``value`` as indented JSON, the form of a run's and an evaluation's files."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1)
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """``value`` as JSON; a full disk or the process's death leaves what was there before."""
+    """Write ``value`` as JSON. When the disk is full or the process dies, the file keeps its old content."""
     draft = path.with_name(f"{path.name}{DRAFT}")
     try:
         draft.write_bytes(as_json(value))
