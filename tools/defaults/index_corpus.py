@@ -29,10 +29,12 @@ def main() -> None:
     )
     parser.add_argument("--skip-bad", action="store_true", help="pass over malformed lines (they are printed)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    given = parser.parse_args()
+    options = parser.parse_args()
     start = time.monotonic()
     try:
-        manifest = build(given.corpus, given.out, Encoder(given.encoder, given.threads), skip_bad=given.skip_bad)
+        manifest = build(
+            options.corpus, options.out, Encoder(options.encoder, options.threads), skip_bad=options.skip_bad
+        )
     except (BadCorpus, OSError) as error:
         parser.exit(2, f"tools/index: {error}\n")
-    print(f"{manifest.passages} passages in {given.out} after {time.monotonic() - start:.0f} s")
+    print(f"{manifest.passages} passages in {options.out} after {time.monotonic() - start:.0f} s")

@@ -22,26 +22,26 @@ MODEL_MAKERS = ("train", "warm-start")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    given = parse(arguments)
+    options = parse(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing half made
     try:
-        if given.command not in MODEL_MAKERS:
-            files.check(given)
-        return given.run(given) or 0
+        if options.command not in MODEL_MAKERS:
+            files.check(options)
+        return options.run(options) or 0
     except KeyboardInterrupt:
-        print(f"tools/sft {given.command}: stopped; {_left(given)}", file=sys.stderr)
+        print(f"tools/sft {options.command}: stopped; {_left(options)}", file=sys.stderr)
         return INTERRUPTED
     except (Fault, OSError, ValueError, MemoryError) as error:
-        print(f"tools/sft {given.command}: {error}", file=sys.stderr)
+        print(f"tools/sft {options.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, Fault) else 2
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _left(given: argparse.Namespace) -> str:
-    if given.command not in MODEL_MAKERS:
+def _left(options: argparse.Namespace) -> str:
+    if options.command not in MODEL_MAKERS:
         return "give the same command again"
-    return f"the model is whole in {given.out}" if given.out.exists() else "nothing was saved"
+    return f"the model is whole in {options.out}" if options.out.exists() else "nothing was saved"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -159,40 +159,40 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 # ---------------------------------------------------------------------------------------------- stages
 
 
-def collect(given: argparse.Namespace) -> None:
+def collect(options: argparse.Namespace) -> None:
     """Journals -> trajectories."""
     from tools.finetuning.judge.collect import collect as collected
 
-    made, skipped = collected(given.runs, given.split, given.prefix)
-    record.write(given.out, made)
+    made, skipped = collected(options.runs, options.split, options.prefix)
+    record.write(options.out, made)
     steps = sum(len(one.steps) for one in made)
     right = sum(one.outcome for one in made)
-    print(f"{len(made)} trajectories ({right} with a correct answer), {steps} turns to judge, in {given.out}")
+    print(f"{len(made)} trajectories ({right} with a correct answer), {steps} turns to judge, in {options.out}")
     _say("skipped", skipped)
 
 
-def label_(given: argparse.Namespace) -> int:
+def label_(options: argparse.Namespace) -> int:
     """Trajectories -> labelled trajectories and a file to review."""
-    if given.review.exists():
-        raise ValueError(f"--review {given.review} exists: it may hold corrections; move it away first")
-    if not 0 <= given.most_difference <= 1:
-        raise ValueError(f"--most-difference {given.most_difference:g}: expected a difference of scores, 0 to 1")
-    trajectories = record.read(given.trajectories, Trajectory[Step])
-    if given.deadline <= 0:
-        raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
-    asked = [_asked("a", given.judge_a, given.option_a), _asked("b", given.judge_b, given.option_b)]
-    settings = label.Settings(record.digest(given.trajectories), judging.lasting(asked))
-    _, kept, lock = files.answers_of(given.out)
-    with locked(lock, f"--out {given.out}"):
+    if options.review.exists():
+        raise ValueError(f"--review {options.review} exists: it may hold corrections; move it away first")
+    if not 0 <= options.most_difference <= 1:
+        raise ValueError(f"--most-difference {options.most_difference:g}: expected a difference of scores, 0 to 1")
+    trajectories = record.read(options.trajectories, Trajectory[Step])
+    if options.deadline <= 0:
+        raise ValueError(f"--deadline {options.deadline:g}: expected more than 0 seconds")
+    asked = [_asked("a", options.judge_a, options.option_a), _asked("b", options.judge_b, options.option_b)]
+    settings = label.Settings(record.digest(options.trajectories), judging.lasting(asked))
+    _, kept, lock = files.answers_of(options.out)
+    with locked(lock, f"--out {options.out}"):
         judging.keep(kept, settings)
-        return _label(given, trajectories, asked)
+        return _label(options, trajectories, asked)
 
 
-def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
-    answers = judging.Answers(files.answers_of(given.out)[0])
+def _label(options: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
+    answers = judging.Answers(files.answers_of(options.out)[0])
     again = f"what was answered is kept in {answers.path}; go on with the same command"
     try:
-        failed = judging.run(asked, trajectories, answers, given.deadline)
+        failed = judging.run(asked, trajectories, answers, options.deadline)
     except Fault as fault:
         raise type(fault)(f"{fault}\n{again}") from None
     if failed is None:
@@ -207,54 +207,54 @@ def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], aske
     if failed:
         print(again, file=sys.stderr)
         return 1
-    made, counts = label.labelled(trajectories, answers, "a", "b", given.most_difference)
+    made, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
     if not made:
         raise ValueError(f"no step is left: {dict(counts)}")
-    record.write(given.out, made)
-    record.write(given.review, label.to_review(made))
-    print(f"{len(made)} trajectories in {given.out}, to be reviewed in {given.review}")
+    record.write(options.out, made)
+    record.write(options.review, label.to_review(made))
+    print(f"{len(made)} trajectories in {options.out}, to be reviewed in {options.review}")
     _say("steps", counts)
     return 0
 
 
-def review(given: argparse.Namespace) -> None:
+def review(options: argparse.Namespace) -> None:
     """Labelled trajectories and an edited review file -> corrected trajectories."""
     from tools.finetuning.judge.review import corrected, read_corrections
 
-    records = record.read(given.labelled, Trajectory[Labelled])
-    made, counts = corrected(records, read_corrections(given.review, label.to_review(records)))
+    records = record.read(options.labelled, Trajectory[Labelled])
+    made, counts = corrected(records, read_corrections(options.review, label.to_review(records)))
     if not made:
         raise ValueError("the review drops every step: there is nothing to write")
-    record.write(given.out, made)
-    print(f"{len(made)} trajectories in {given.out}")
+    record.write(options.out, made)
+    print(f"{len(made)} trajectories in {options.out}")
     _say("steps", counts)
 
 
-def rows(given: argparse.Namespace) -> None:
+def rows(options: argparse.Namespace) -> None:
     """Labelled trajectories -> rows of a process reward model."""
     from tools.finetuning.judge.rows import judgement_rows
 
-    labelled = record.read_all(given.labelled, Trajectory[Labelled])
-    made, left = judgement_rows(labelled, given.most, given.seed, given.balance)
+    labelled = record.read_all(options.labelled, Trajectory[Labelled])
+    made, left = judgement_rows(labelled, options.most, options.seed, options.balance)
     if not made:
         raise ValueError(f"no row can be made; left out: {dict(left)} (label with judges that explain)")
-    record.write(given.out, made)
-    print(f"{len(made)} rows in {given.out}")
+    record.write(options.out, made)
+    print(f"{len(made)} rows in {options.out}")
     _say("left out", left)
 
 
-def bench(given: argparse.Namespace) -> None:
+def bench(options: argparse.Namespace) -> None:
     """Labelled trajectories -> a balanced benchmark and its report."""
-    if given.size < 1:
-        raise ValueError(f"--size {given.size}: expected 1 trajectory or more")
-    pool = record.read_all(given.labelled, Trajectory[Labelled])
-    kept_out = [one for path in given.exclude for one in record.read(path, Trajectory[Labelled], "--exclude")]
-    items, report = build.build(pool, given.size, _threshold(given.threshold), given.seed, kept_out)
-    record.write(given.out, items)
-    report_path = files.report_of(given.out)
+    if options.size < 1:
+        raise ValueError(f"--size {options.size}: expected 1 trajectory or more")
+    pool = record.read_all(options.labelled, Trajectory[Labelled])
+    kept_out = [one for path in options.exclude for one in record.read(path, Trajectory[Labelled], "--exclude")]
+    items, report = build.build(pool, options.size, _threshold(options.threshold), options.seed, kept_out)
+    record.write(options.out, items)
+    report_path = files.report_of(options.out)
     write_whole(report_path, report)
     print(
-        f"{len(items)} trajectories in {given.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
+        f"{len(items)} trajectories in {options.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
     )
     _say("taken", report.taken)
     _say("in the pool", report.pool)

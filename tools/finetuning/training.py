@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from learner.fine_tune import Example  # which imports torch
 
 
-def train(given: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> None:
     """Rows -> a fine-tuned model folder."""
-    _check_new(given.out)
-    _check(given)
-    with drafted(given.out, "--out") as draft:
-        _train(given, draft)
-    print(f"model in {given.out}")
+    _check_new(options.out)
+    _check(options)
+    with drafted(options.out, "--out") as draft:
+        _train(options, draft)
+    print(f"model in {options.out}")
 
 
-def _train(given: argparse.Namespace, folder: Path) -> None:
+def _train(options: argparse.Namespace, folder: Path) -> None:
     from torch import OutOfMemoryError
     from transformers.utils import logging
 
@@ -36,27 +36,27 @@ def _train(given: argparse.Namespace, folder: Path) -> None:
     from tools.finetuning.pairs import read_pairs
 
     logging.disable_progress_bar()
-    model = ensure_model(given.model, cache_folder())
-    end = _end_token(model) if given.end_token else []
-    examples = read_pairs(given.rows, Text(str(model)), end)
-    limit = min(given.max_tokens or context_of(model), context_of(model))
+    model = ensure_model(options.model, cache_folder())
+    end = _end_token(model) if options.end_token else []
+    examples = read_pairs(options.rows, Text(str(model)), end)
+    limit = min(options.max_tokens or context_of(model), context_of(model))
     kept, long = within(examples, limit)
     if long:
         print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out", flush=True)
-    learnt, held = split(kept, given.held_out, given.seed)
+    learnt, held = split(kept, options.held_out, options.seed)
     if not learnt:
         raise ValueError(
-            f"{given.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held)} held out)"
+            f"{options.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held)} held out)"
         )
-    steps = given.steps or math.ceil(given.epochs * len(learnt) / given.batch)
+    steps = options.steps or math.ceil(options.epochs * len(learnt) / options.batch)
     recipe = Recipe(
-        steps=steps, batch=given.batch, lr=given.lr, schedule=given.schedule, warmup=round(given.warmup_ratio * steps),
-        shuffle=given.seed, lora_rank=given.lora_rank, lora_alpha=given.lora_alpha, packing=given.packing,
-        forward_tokens=given.forward_tokens,
+        steps=steps, batch=options.batch, lr=options.lr, schedule=options.schedule, warmup=round(options.warmup_ratio * steps),
+        shuffle=options.seed, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
+        forward_tokens=options.forward_tokens,
     )  # fmt: skip
-    print(f"{len(learnt)} rows, {len(held)} held out, {steps} steps of {given.batch}", flush=True)
+    print(f"{len(learnt)} rows, {len(held)} held out, {steps} steps of {options.batch}", flush=True)
     try:
-        losses = fine_tune.train(model, learnt, folder, recipe, given.threads, held)
+        losses = fine_tune.train(model, learnt, folder, recipe, options.threads, held)
     except OutOfMemoryError as error:
         reason = str(error).split("\n")[0]
         raise MemoryError(f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)") from None
@@ -69,16 +69,18 @@ def _check_new(out: Path) -> None:
         raise ValueError(f"--out {out} exists: choose another folder, or remove that one")
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
     for name in ("batch", "lr", "epochs", "steps", "threads", "max_tokens"):
-        if getattr(given, name) is not None and getattr(given, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected more than 0")
+        if getattr(options, name) is not None and getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name):g}: expected more than 0")
     for name in ("held_out", "warmup_ratio"):
-        if not 0 <= getattr(given, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a share, 0 to less than 1")
+        if not 0 <= getattr(options, name) < 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name):g}: expected a share, 0 to less than 1"
+            )
     for name in ("lora_rank", "forward_tokens"):
-        if getattr(given, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more")
 
 
 def split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list[Example], list[Example]]":
@@ -105,13 +107,13 @@ def _end_token(model: Path) -> list[int]:
     return [found]
 
 
-def warm_start(given: argparse.Namespace) -> None:
+def warm_start(options: argparse.Namespace) -> None:
     """Config -> the policy that its runs begin with."""
-    _check_new(given.out)
+    _check_new(options.out)
     from tools.launching.config import load
     from tools.launching.prepare import prepare
 
-    with drafted(given.out, "--out") as draft:
-        made = prepare(load(given.config, given.set)).model
+    with drafted(options.out, "--out") as draft:
+        made = prepare(load(options.config, options.set)).model
         shutil.copytree(made, draft, dirs_exist_ok=True)
-    print(f"model in {given.out} (the copy of {made})")
+    print(f"model in {options.out} (the copy of {made})")

@@ -21,14 +21,14 @@ _IN_WORDS = ("valid", "judge_valid")
 """Scores that a node's title says in words."""
 
 
-def chosen_rows(journal: Journal, given: argparse.Namespace) -> list[TreeRow]:
+def chosen_rows(journal: Journal, options: argparse.Namespace) -> list[TreeRow]:
     """The trees the command line asks for. Raises ValueError when there is none."""
-    split = "heldout" if given.heldout else "train"
-    if given.tree is not None:
-        rows = journal.trees("id=?", given.tree)
+    split = "heldout" if options.heldout else "train"
+    if options.tree is not None:
+        rows = journal.trees("id=?", options.tree)
     else:
         rows = journal.trees("split=? AND status != 'growing'", split) or journal.trees("split=?", split)
-        if not given.all:
+        if not options.all:
             rows = rows[-1:]
     if not rows:
         last = journal.next_tree() - 1
@@ -135,10 +135,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every tree")
     parser.add_argument("--heldout", action="store_true", help="trees of held-out evaluations")
     parser.add_argument("--json", action="store_true", help="JSON, one tree a line")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        journal = Journal(given.run / "journal.sqlite", readonly=True)
-        rows = chosen_rows(journal, given)
+        journal = Journal(options.run / "journal.sqlite", readonly=True)
+        rows = chosen_rows(journal, options)
     except (FileNotFoundError, ValueError) as error:
         print(f"tools/dump: {error}", file=sys.stderr)
         return 2
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in rows:
             print(
                 json.dumps(as_json(journal, row), ensure_ascii=False)
-                if given.json
+                if options.json
                 else as_text(journal, row, width) + "\n"
             )
     except BrokenPipeError:

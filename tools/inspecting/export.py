@@ -61,11 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--version", type=versions.argument, help="policy version, or best (default: the newest)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        version = export(given.run, given.out, given.version, given.dtype)
+        version = export(options.run, options.out, options.version, options.dtype)
     except (OSError, ValueError, InfrastructureFault) as error:
         print(f"tools/export: {error}", file=sys.stderr)
         return 2
-    print(f"policy version {version} is in {given.out}")
+    print(f"policy version {version} is in {options.out}")
     return 0

@@ -88,18 +88,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("report.svg"), help="plot to write (SVG; default %(default)s)")
     parser.add_argument("--metric", action="append", metavar="NAME", help="metric of metrics.jsonl to plot; repeatable")
     parser.add_argument("--against", choices=["version", "time/run"], default="version")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        runs = [read(Path(folder), name or None) for folder, _, name in (r.partition("=") for r in given.runs)]
+        runs = [read(Path(folder), name or None) for folder, _, name in (r.partition("=") for r in options.runs)]
         known = sorted({key for run in runs for record in run.records for key in record})
-        missing = [metric for metric in given.metric or [] if metric not in known]
+        missing = [metric for metric in options.metric or [] if metric not in known]
         if missing:
             raise ValueError(f"no run has {missing}; there are {known}")
-        panels = {metric: metric for metric in given.metric} if given.metric else PANELS
-        save(draw(runs, panels, given.against), given.out)
+        panels = {metric: metric for metric in options.metric} if options.metric else PANELS
+        save(draw(runs, panels, options.against), options.out)
     except (OSError, ValueError) as error:
         print(f"tools/report: {error}", file=sys.stderr)
         return 2
     print(table(runs))
-    print(f"plot: {given.out}")
+    print(f"plot: {options.out}")
     return 0

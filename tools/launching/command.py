@@ -21,7 +21,7 @@ from tools.launching.supervisor import existing, no_space, supervise
 from wire.atomic import write_whole
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments(options: list[str] | None = None) -> argparse.Namespace:
     """Parsed command line."""
     parser = argparse.ArgumentParser(prog="tools/launch", description="Train; everything is set up on the first start.")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="TOML file (default: %(default)s)")
@@ -35,30 +35,30 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
     )
-    return parser.parse_args(given)
+    return parser.parse_args(options)
 
 
-def resolve(given: argparse.Namespace) -> tuple[Config, Path]:
+def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     """The config and the run folder. Raises ConfigError."""
-    overrides = list(given.set)
-    if given.actors is not None:
-        overrides.append(f"actors.count={given.actors}")
-    if given.learner is not None:
-        overrides.append(f"learner.count={given.learner}")
-    if given.resume is None:
-        config = load(given.config, overrides)
+    overrides = list(options.set)
+    if options.actors is not None:
+        overrides.append(f"actors.count={options.actors}")
+    if options.learner is not None:
+        overrides.append(f"learner.count={options.learner}")
+    if options.resume is None:
+        config = load(options.config, overrides)
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return config, given.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
-    saved = given.resume / "config.json"
+        return config, options.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
+    saved = options.resume / "config.json"
     if not saved.is_file():
-        raise ConfigError(f"--resume {given.resume}: no config.json there; expected the folder of a run")
+        raise ConfigError(f"--resume {options.resume}: no config.json there; expected the folder of a run")
     try:
         tree = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"--resume {given.resume}: its config.json is torn ({error}): restore it, or start anew"
+            f"--resume {options.resume}: its config.json is torn ({error}): restore it, or start anew"
         ) from None
-    return convert(tree, overrides), given.resume
+    return convert(tree, overrides), options.resume
 
 
 def _check_place(run: Path) -> None:
@@ -70,11 +70,11 @@ def _check_place(run: Path) -> None:
 
 def main(command: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    given = arguments(command)
+    options = arguments(command)
     try:
-        config, run = resolve(given)
+        config, run = resolve(options)
         _check_place(run)
-        if given.dry_run:
+        if options.dry_run:
             return dry_run(config, run)
         found = prepare(config)
     except (ConfigError, OSError, ValueError, MemoryError) as error:

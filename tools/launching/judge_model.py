@@ -35,9 +35,9 @@ def main() -> None:
     )  # it imports torch, which the launcher, who writes the process file, does without
 
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
-    given = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
+    options = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
     try:
-        loop.run(serve(given, Path(process.folder), ""))
+        loop.run(serve(options, Path(process.folder), ""))
     except InfrastructureFault as fault:
         sys.exit(f"{process.name}: {fault}")
 

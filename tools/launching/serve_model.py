@@ -27,31 +27,31 @@ _PATIENCE_S = 2.0
 """How long open requests may take to notice the end."""
 
 
-async def serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
+async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises OSError for an address that cannot be taken, InfrastructureFault when the engine has died, and what the engine's start raises.
     """
-    work = asyncio.create_task(_serve(given, folder, api_key))
+    work = asyncio.create_task(_serve(options, folder, api_key))
     if await loop.or_signal(work):
         work.result()
 
 
-async def _serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
+async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
     config = ActorsConfig(
-        threads=given.threads,
-        max_context=given.max_context,
-        max_batch=given.max_batch,
-        kv_cache_gib=given.kv_cache_gib,
+        threads=options.threads,
+        max_context=options.max_context,
+        max_batch=options.max_batch,
+        kv_cache_gib=options.kv_cache_gib,
     )
     engine = LocalEngine(str(folder), config)
     await engine.start()
-    server = Server(engine, folder, name=given.name, api_key=api_key)
+    server = Server(engine, folder, name=options.name, api_key=api_key)
     served = runner(server)
     await served.setup()
     try:
-        await web.TCPSite(served, given.host, given.port, shutdown_timeout=_PATIENCE_S).start()
-        host = f"[{given.host}]" if ":" in given.host else given.host
+        await web.TCPSite(served, options.host, options.port, shutdown_timeout=_PATIENCE_S).start()
+        host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"serving {server.name} at http://{host}:{served.addresses[0][1]}/v1", flush=True)
         raise InfrastructureFault(await engine.died())
     finally:
@@ -62,17 +62,17 @@ async def _serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = _parser()
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        check(given)
-        api_key = _api_key(given.api_key_env)
-        if not is_loopback(given.host) and not api_key:
+        check(options)
+        api_key = _api_key(options.api_key_env)
+        if not is_loopback(options.host) and not api_key:
             raise ValueError(
-                f"--host {given.host} can be reached from other machines: name the variable that holds an API key"
+                f"--host {options.host} can be reached from other machines: name the variable that holds an API key"
                 " (--api-key-env), or use 127.0.0.1"
             )
         _quiet()
-        loop.run(serve(given, ensure_model(given.model, cache_folder()), api_key))
+        loop.run(serve(options, ensure_model(options.model, cache_folder()), api_key))
     except (ValueError, OSError, MemoryError) as error:
         parser.exit(1, f"tools/serve-model: {error}\n")
     except InfrastructureFault as fault:
@@ -80,13 +80,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def check(given: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
     """Raises ValueError for a number out of range."""
     for name in ("threads", "max_context", "max_batch", "kv_cache_gib"):
-        if not 0 < getattr(given, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
-    if not 0 <= given.port < 2**16:
-        raise ValueError(f"--port {given.port}: expected 0 (a free one) to {2**16 - 1}")
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port {options.port}: expected 0 (a free one) to {2**16 - 1}")
 
 
 def is_loopback(host: str) -> bool:

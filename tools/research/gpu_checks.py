@@ -238,13 +238,13 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FILE",
         help="replace the marked section of FILE (docs/gpu.md); else it is printed",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     python = os.environ.get("COPPICE_SGLANG_PYTHON", "")
     sglang = bool(python) or importlib.util.find_spec("sglang") is not None
     try:
-        checks = chosen(given.names, sglang)
-        if given.record is not None:
-            around(given.record)  # refused before the GPU is used
+        checks = chosen(options.names, sglang)
+        if options.record is not None:
+            around(options.record)  # refused before the GPU is used
     except (OSError, ValueError) as error:
         print(f"tools/gpu_check: {error}", file=sys.stderr)
         return 2
@@ -257,8 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON", flush=True)
     outcomes = run_all(checks)
     text = section(outcomes, found, datetime.datetime.now(datetime.UTC))
-    if given.record is not None:
-        record(given.record, text)
+    if options.record is not None:
+        record(options.record, text)
     else:
         print(text)
     failed = [one.name for one in outcomes if one.failure]

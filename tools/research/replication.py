@@ -248,21 +248,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key in every run")
     parser.add_argument("--measure", help="held-out measure to report (default: the study's)")
     parser.add_argument("--report", action="store_true", help="start nothing, report what is there")
-    given = parser.parse_args(arguments)
-    study = STUDIES[given.study]
-    if unknown := set(given.only or []) - set(study.arms):
+    options = parser.parse_args(arguments)
+    study = STUDIES[options.study]
+    if unknown := set(options.only or []) - set(study.arms):
         print(f"tools/replicate: no arm {sorted(unknown)}; there are {list(study.arms)}", file=sys.stderr)
         return 2
-    if given.only:
+    if options.only:
         study = msgspec.structs.replace(
-            study, arms={name: study.arms[name] for name in study.arms if name in given.only}
+            study, arms={name: study.arms[name] for name in study.arms if name in options.only}
         )
-    if given.measure:
-        study = msgspec.structs.replace(study, measure=given.measure)
-    out = given.out or ROOT / "runs" / "replication" / given.study
-    seeds = given.seeds or study.seeds
+    if options.measure:
+        study = msgspec.structs.replace(study, measure=options.measure)
+    out = options.out or ROOT / "runs" / "replication" / options.study
+    seeds = options.seeds or study.seeds
     try:
-        failed = [] if given.report else run_all(study, out, seeds, given.parallel, given.set)
+        failed = [] if options.report else run_all(study, out, seeds, options.parallel, options.set)
         curves = {name: _curves(out / slug(name), study.measure, seeds) for name in study.arms}
     except ValueError as error:
         print(f"tools/replicate: {error}", file=sys.stderr)
@@ -273,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     text, plot = table(curves, study.measure), out / f"{study.measure}.svg"
     (out / f"{study.measure}.md").write_text(text + "\n")
-    save(draw(curves, study.measure, given.study), plot)
+    save(draw(curves, study.measure, options.study), plot)
     print(f"{text}\n\nplot: {plot}")
     for name in failed:
         print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)

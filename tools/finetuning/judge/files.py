@@ -6,13 +6,13 @@ from pathlib import Path
 from tools.evaluating.judge_bench.record import draft_of
 
 
-def check(given: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
     """Raises ValueError for a file to write that is or lies in one to read, is another one to write, or cannot be written."""
-    for flag in ("out", "review")[: 1 + (given.command == "label")]:
-        _check_writable(f"--{flag}", getattr(given, flag))
-    written = outputs(given)
+    for flag in ("out", "review")[: 1 + (options.command == "label")]:
+        _check_writable(f"--{flag}", getattr(options, flag))
+    written = outputs(options)
     for flag, path in written:
-        for read in inputs(given):
+        for read in inputs(options):
             if path.resolve().is_relative_to(read.resolve()):
                 what = "lies in" if read.is_dir() else "would write over"
                 raise ValueError(f"{flag} {path} {what} {read}, which this command reads: name another file")
@@ -22,27 +22,27 @@ def check(given: argparse.Namespace) -> None:
                 raise ValueError(f"{flag} {path} is {other} too: name two files")
 
 
-def inputs(given: argparse.Namespace) -> list[Path]:
+def inputs(options: argparse.Namespace) -> list[Path]:
     """What the command reads: files, and folders with all that is in them."""
-    if given.command == "collect":
+    if options.command == "collect":
         from tools.finetuning.judge.collect import task_files  # which imports the environments
 
-        return [*given.runs, *(path for folder in given.runs for path in task_files(folder))]
-    if given.command == "label":
-        return [given.trajectories]
-    if given.command == "review":
-        return [given.labelled, given.review]
-    return [*given.labelled, *getattr(given, "exclude", [])]
+        return [*options.runs, *(path for folder in options.runs for path in task_files(folder))]
+    if options.command == "label":
+        return [options.trajectories]
+    if options.command == "review":
+        return [options.labelled, options.review]
+    return [*options.labelled, *getattr(options, "exclude", [])]
 
 
-def outputs(given: argparse.Namespace) -> list[tuple[str, Path]]:
+def outputs(options: argparse.Namespace) -> list[tuple[str, Path]]:
     """What the command writes, each with the option that names it, --out first."""
-    made = [("--out", given.out)]
-    if given.command == "label":
-        made += [("--out with its answers", path) for path in answers_of(given.out)]
-        made.append(("--review", given.review))
-    if given.command == "bench":
-        made.append(("--out with its report", report_of(given.out)))
+    made = [("--out", options.out)]
+    if options.command == "label":
+        made += [("--out with its answers", path) for path in answers_of(options.out)]
+        made.append(("--review", options.review))
+    if options.command == "bench":
+        made.append(("--out with its report", report_of(options.out)))
     return made
 
 

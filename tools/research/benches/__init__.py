@@ -17,12 +17,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks as ratios.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default all")
     parser.add_argument("--json", action="store_true", help="also print every measured value")
-    given = parser.parse_args(arguments)
-    unknown = set(given.names) - set(known)
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - set(known)
     if unknown:
         print(f"tools/bench: unknown {sorted(unknown)}; expected {known}", file=sys.stderr)
         return 2
-    rows: list[dict[str, Any]] = [_module(name).run() for name in given.names or known]
+    rows: list[dict[str, Any]] = [_module(name).run() for name in options.names or known]
     print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
     missed = 0
     for row in rows:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         missed += not good
         sign = ">=" if row["better"] == "higher" else "<="
         print(f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {'' if good else 'MISSED'}")
-        if given.json:
+        if options.json:
             print(json.dumps(row))
     return int(missed > 0)
 

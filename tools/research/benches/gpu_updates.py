@@ -112,10 +112,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
     parser.add_argument("--without", nargs="+", default=[], choices=TRANSPORTS, help="transports to leave out")
-    given = parser.parse_args()
-    wanted = tuple(name for name in possible() if name not in given.without)
-    found = asyncio.run(_one(given.size, model_folder(), wanted))
-    print(json.dumps({"size": given.size, "update_s": found}), flush=True)
+    options = parser.parse_args()
+    wanted = tuple(name for name in possible() if name not in options.without)
+    found = asyncio.run(_one(options.size, model_folder(), wanted))
+    print(json.dumps({"size": options.size, "update_s": found}), flush=True)
 
 
 if __name__ == "__main__":

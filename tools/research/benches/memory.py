@@ -139,8 +139,8 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=4)
     parser.add_argument("--learner", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as tools/launch takes it")
-    given = parser.parse_args()
-    print(json.dumps(run(given.actors, given.learner, [word for s in given.set for word in ("--set", s)])))
+    options = parser.parse_args()
+    print(json.dumps(run(options.actors, options.learner, [word for s in options.set for word in ("--set", s)])))
 
 
 if __name__ == "__main__":

@@ -150,13 +150,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--role", choices=["measure", "serve", "echo"], default="measure", help=argparse.SUPPRESS)
     parser.add_argument("--endpoint", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role == "serve":
-        loop.run(_serve(given.endpoint, given.concurrency))
-    elif given.role == "echo":
-        loop.run(_echo(given.endpoint))
+    options = parser.parse_args()
+    if options.role == "serve":
+        loop.run(_serve(options.endpoint, options.concurrency))
+    elif options.role == "echo":
+        loop.run(_echo(options.endpoint))
     else:
-        print(run(given.calls, given.concurrency, given.rounds))
+        print(run(options.calls, options.concurrency, options.rounds))
 
 
 if __name__ == "__main__":

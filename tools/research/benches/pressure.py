@@ -69,8 +69,8 @@ def run(
         setting = whole(model, questions)
         table: dict[str, dict[str, Any]] = {}
         for scale in scales:
-            given = part(setting, scale, judge_s)
-            table[f"{scale:g}x"] = {name: row(fleet_shape.measure(model, WAYS[name](), given)) for name in ways}
+            options = part(setting, scale, judge_s)
+            table[f"{scale:g}x"] = {name: row(fleet_shape.measure(model, WAYS[name](), options)) for name in ways}
     return {
         "name": f"prefill tokens / ideal, {ACTORS} actors, cache of all trees",
         "ratio": table["1x"]["ours"]["ratio"],

@@ -51,8 +51,8 @@ class LateOracle(TicTacToeOracle):
 class Awaiting(Context):
     """A context whose turns wait for the judgement of the turn before."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, *options: Any):
+        super().__init__(*options)
         self.judgements: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def judge(self, nodes: Sequence[Node]) -> None:
@@ -93,7 +93,7 @@ def run(games: int = GAMES, rounds: int = ROUNDS, median_s: float = MEDIAN_S) ->
         model = game_shape.policy(folder)
         asyncio.run(_measure(model, folder, 8, 0.0, Context))  # threads and libraries start
         for _ in range(rounds):
-            found = {name: asyncio.run(_measure(model, folder, games, *given)) for name, given in kinds.items()}
+            found = {name: asyncio.run(_measure(model, folder, games, *options)) for name, options in kinds.items()}
             made.append(found)
     row = {"name": "engine busy in play: late oracle / oracle that answers at once", "goal": GOAL, "better": "higher"}
     row |= {"ratio": _ratio(made, "late", "busy"), "awaited_ratio": _ratio(made, "awaited", "busy")}

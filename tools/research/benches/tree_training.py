@@ -117,5 +117,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    given = parser.parse_args()
-    print(json.dumps(run(given.shapes, given.repeats), indent=1))
+    options = parser.parse_args()
+    print(json.dumps(run(options.shapes, options.repeats), indent=1))

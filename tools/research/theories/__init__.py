@@ -88,18 +88,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAPERS)}; default all")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw; default 0")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="also write the plots (SVG) to this folder")
-    given = parser.parse_args(arguments)
-    unknown = set(given.names) - set(PAPERS)
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - set(PAPERS)
     if unknown:
         print(f"tools/theory: unknown {sorted(unknown)}; expected of {list(PAPERS)}", file=sys.stderr)
         return 2
-    papers = [_module(name) for name in given.names or PAPERS]
-    rows = [row for paper in papers for row in paper.rows(given.seed)]
+    papers = [_module(name) for name in options.names or PAPERS]
+    rows = [row for paper in papers for row in paper.rows(options.seed)]
     print(table(rows))
-    if given.figures is not None:
-        given.figures.mkdir(parents=True, exist_ok=True)
+    if options.figures is not None:
+        options.figures.mkdir(parents=True, exist_ok=True)
         for paper in papers:
-            paper.figures(given.figures)
+            paper.figures(options.figures)
     return int(not all(row.agrees for row in rows))
 
 
