@@ -1,4 +1,4 @@
-"""The command tools/serve-model: a model over the OpenAI-compatible protocol, by the embedded engine."""
+"""The command tools/serve-model: the embedded engine serves a model over the OpenAI-compatible protocol."""
 
 import argparse
 import asyncio
@@ -22,15 +22,15 @@ from wire.faults import InfrastructureFault
 _DEFAULTS = ActorsConfig()
 _CONTEXT = 4096
 _CACHE_GIB = 2.0
-"""More than an actor's: running samples and what clients share must fit together, or shared prefixes are computed again."""
+"""Larger than an actor's cache: running samples and the prefixes that clients share must fit together, or prefixes are computed again."""
 _PATIENCE_S = 2.0
-"""How long open requests may take to notice the end."""
+"""Seconds that open requests have to end when the server stops."""
 
 
 async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises OSError for an address that cannot be taken, InfrastructureFault when the engine has died, and what the engine's start raises.
+    Raises OSError if the address cannot be taken, InfrastructureFault when the engine has died, and whatever the engine's start raises.
     """
     work = asyncio.create_task(_serve(options, folder, api_key))
     if await loop.or_signal(work):
@@ -60,7 +60,7 @@ async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> Non
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
+    """Run the command and return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for a number out of range."""
+    """Check the numbers of the command line. Raises ValueError for a number out of range."""
     for name in ("threads", "max_context", "max_batch", "kv_cache_gib"):
         if not 0 < getattr(options, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
@@ -90,7 +90,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Is only this machine reached there? A name other than localhost may be anything."""
+    """True if ``host`` can be reached from this machine only. A name other than localhost may mean any machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -101,7 +101,7 @@ def _api_key(variable: str) -> str:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"--api-key-env {variable}: that variable is empty, it must hold the API key")
+        raise ValueError(f"--api-key-env {variable}: that variable is empty; set it to the API key")
     return key
 
 
