@@ -213,9 +213,7 @@ def memory_gib(config: Config, model: Path) -> float:
     saved = w.micro_tokens * shape.get("num_hidden_layers", 0) * (_SAVED[0] * hidden + _SAVED[1] * inner)
     activations = saved * (4 if learning == 4 else 3) / 2**30
     actor = numbers * acting + a.kv_cache_gib + _PROCESS_GIB
-    if (
-        w.lora.rank
-    ):  # all ranks share one copy of the frozen weights; adapters, gradients and moments take a fifth of it at most
+    if w.lora.rank:  # the ranks share the frozen weights; adapters, gradients and moments take a fifth of them at most
         learner = numbers * learning + w.count * (numbers * 0.8 + activations + _PROCESS_GIB)
     else:
         learner = w.count * (numbers * 16 + activations + _PROCESS_GIB)

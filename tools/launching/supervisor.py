@@ -77,11 +77,8 @@ class Child:
         threads = str(self.spec.threads)
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]
-        environment |= {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONUNBUFFERED": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        }
+        environment |= {"PYTHONPATH": os.pathsep.join(paths)}
+        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         process_file = str(self.run / "processes" / f"{self.spec.file}.json")
         command = [self.spec.python or sys.executable, "-m", self.spec.module, process_file]
         with self.log.open("ab") as log:
@@ -132,9 +129,7 @@ class Supervisor:
                 self.children[spec.name] = Child(spec, self.run)
 
     def watch(self) -> Child | int:
-        """Run until the end, then stop every process. Return the exit status, or the process whose death ended the run.
-
-        Raises OSError if the run folder cannot be written."""
+        """Run until the end, then stop every process. Return the exit status, or the process whose death ended the run. Raises OSError."""
         try:
             self.start()
             dead = self._watch()

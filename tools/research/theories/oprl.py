@@ -173,11 +173,7 @@ def multi_step_gaps(rng: np.random.Generator, beta: float = BETA) -> Array:
 
     gradient = differences(lambda logits: float(paths.probabilities(logits) @ rewards.sum(axis=1)), old)
     to_go = np.stack([rewards.sum(axis=1), rewards[:, 1]], axis=1)
-    forms = (
-        score_form(paths, old, to_go),
-        -beta * differences(divergence, old),
-        score_form(paths, old, rewards),
-    )
+    forms = (score_form(paths, old, to_go), -beta * differences(divergence, old), score_form(paths, old, rewards))
     return np.array([np.abs(form - gradient).max() for form in forms])
 
 
