@@ -1,4 +1,4 @@
-"""The stages of tools/sft that make a model folder: train, warm-start. The folder appears whole or not at all."""
+"""The stages of tools/sft that make a model folder: train and warm-start. The folder appears whole or not at all."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Rows -> a fine-tuned model folder."""
+    """Fine-tune a model on rows and write a model folder."""
     _check_new(options.out)
     _check(options)
     with drafted(options.out, "--out") as draft:
@@ -43,10 +43,10 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
     kept, long = within(examples, limit)
     if long:
         print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out", flush=True)
-    learnt, held = split(kept, options.held_out, options.seed)
+    learnt, held_out = split(kept, options.held_out, options.seed)
     if not learnt:
         raise ValueError(
-            f"{options.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held)} held out)"
+            f"{options.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held_out)} held out)"
         )
     steps = options.steps or math.ceil(options.epochs * len(learnt) / options.batch)
     recipe = Recipe(
@@ -54,14 +54,20 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         shuffle=options.seed, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
         forward_tokens=options.forward_tokens,
     )  # fmt: skip
-    print(f"{len(learnt)} rows, {len(held)} held out, {steps} steps of {options.batch}", flush=True)
+    print(f"{len(learnt)} rows, {len(held_out)} held out, {steps} steps of {options.batch}", flush=True)
     try:
-        losses = fine_tune.train(model, learnt, folder, recipe, options.threads, held)
+        losses = fine_tune.train(model, learnt, folder, recipe, options.threads, held_out)
     except OutOfMemoryError as error:
         reason = str(error).split("\n")[0]
         raise MemoryError(f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)") from None
-    told = {"rows": len(learnt), "held_out_rows": len(held), "too_long": long, "recipe": recipe, "losses": losses}
-    write_whole(folder / "sft.json", told)
+    summary = {
+        "rows": len(learnt),
+        "held_out_rows": len(held_out),
+        "too_long": long,
+        "recipe": recipe,
+        "losses": losses,
+    }
+    write_whole(folder / "sft.json", summary)
 
 
 def _check_new(out: Path) -> None:
@@ -84,7 +90,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list[Example], list[Example]]":
-    """Rows to learn and rows held out, those of a group on one side; with a share above 0 at least one of several groups is held out."""
+    """Return rows to learn and held-out rows. A group stays on one side. If share > 0, at least one of several groups is held out."""
     groups: dict[str | int, list[Example]] = {}
     for number, example in enumerate(examples):
         groups.setdefault(example.group or number, []).append(example)
@@ -101,19 +107,19 @@ def split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list
 def _end_token(model: Path) -> list[int]:
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(model).eos_token_id
-    if found is None:
+    end_token = AutoTokenizer.from_pretrained(model).eos_token_id
+    if end_token is None:
         raise ValueError(f"{model} names no end token (eos_token): give --no-end-token")
-    return [found]
+    return [end_token]
 
 
 def warm_start(options: argparse.Namespace) -> None:
-    """Config -> the policy that its runs begin with."""
+    """Copy the policy with which the runs of a config begin to a new model folder."""
     _check_new(options.out)
     from tools.launching.config import load
     from tools.launching.prepare import prepare
 
     with drafted(options.out, "--out") as draft:
-        made = prepare(load(options.config, options.set)).model
-        shutil.copytree(made, draft, dirs_exist_ok=True)
-    print(f"model in {options.out} (the copy of {made})")
+        model = prepare(load(options.config, options.set)).model
+        shutil.copytree(model, draft, dirs_exist_ok=True)
+    print(f"model in {options.out} (the copy of {model})")

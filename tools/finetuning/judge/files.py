@@ -1,4 +1,4 @@
-"""The files of a command of tools/sft, checked before its work: it writes over none that it reads, and what it will write can be."""
+"""Checks the files of a tools/sft command before its work: it overwrites none of its inputs, and every output can be written."""
 
 import argparse
 from pathlib import Path
@@ -7,15 +7,15 @@ from tools.evaluating.judge_bench.record import draft_of
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for a file to write that is or lies in one to read, is another one to write, or cannot be written."""
+    """Raises ValueError if an output is an input or lies in an input folder, if two outputs are one file, or if one cannot be written."""
     for flag in ("out", "review")[: 1 + (options.command == "label")]:
         _check_writable(f"--{flag}", getattr(options, flag))
     written = outputs(options)
     for flag, path in written:
         for read in inputs(options):
             if path.resolve().is_relative_to(read.resolve()):
-                what = "lies in" if read.is_dir() else "would write over"
-                raise ValueError(f"{flag} {path} {what} {read}, which this command reads: name another file")
+                conflict = "lies in" if read.is_dir() else "would write over"
+                raise ValueError(f"{flag} {path} {conflict} {read}, which this command reads: name another file")
     for number, (flag, path) in enumerate(written):
         for other, earlier in written[:number]:
             if path.resolve() == earlier.resolve():
@@ -23,7 +23,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def inputs(options: argparse.Namespace) -> list[Path]:
-    """What the command reads: files, and folders with all that is in them."""
+    """Return the files that the command reads, and the folders that it reads with all their contents."""
     if options.command == "collect":
         from tools.finetuning.judge.collect import task_files  # which imports the environments
 
@@ -36,24 +36,24 @@ def inputs(options: argparse.Namespace) -> list[Path]:
 
 
 def outputs(options: argparse.Namespace) -> list[tuple[str, Path]]:
-    """What the command writes, each with the option that names it, --out first."""
-    made = [("--out", options.out)]
+    """Return the files that the command writes, each with the option that names it, --out first."""
+    named = [("--out", options.out)]
     if options.command == "label":
-        made += [("--out with its answers", path) for path in answers_of(options.out)]
-        made.append(("--review", options.review))
+        named += [("--out with its answers", path) for path in answers_of(options.out)]
+        named.append(("--review", options.review))
     if options.command == "bench":
-        made.append(("--out with its report", report_of(options.out)))
-    return made
+        named.append(("--out with its report", report_of(options.out)))
+    return named
 
 
 def answers_of(out: Path) -> tuple[Path, Path, Path]:
-    """Where ``label`` keeps, beside ``out``: the answers, what they were asked with, the lock."""
+    """Return the paths of the answers, the settings and the lock that ``label`` keeps beside ``out``."""
     answers, settings, lock = (out.with_suffix(f".answers.{kind}") for kind in ("jsonl", "json", "lock"))
     return answers, settings, lock
 
 
 def report_of(out: Path) -> Path:
-    """Where ``bench`` writes its report."""
+    """Return the path to which ``bench`` writes its report."""
     return out.with_name(out.name.removesuffix(".jsonl") + ".report.json")
 
 
