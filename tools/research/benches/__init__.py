@@ -1,6 +1,6 @@
-"""The command tools/bench: every benchmark as a ratio measured in one run, printed as one table.
+"""The command tools/bench: it prints a table of benchmarks, each of which is a ratio measured in one run.
 
-A benchmark is a module here with ``run() -> dict`` holding at least "name", "ratio", "goal" and "better" ("higher" or "lower").
+A benchmark is a module here with ``run() -> dict``, whose result holds "name", "ratio", "goal" and "better" ("higher" or "lower").
 """
 
 import argparse
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the named benchmarks (all by default); returns 1 when a goal is missed."""
+    """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an unknown name."""
     known = sorted(m.name for m in pkgutil.iter_modules(__path__) if hasattr(_module(m.name), "run"))
     parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks as ratios.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(known)}; default all")
     parser.add_argument("--json", action="store_true", help="also print every measured value")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(known)
