@@ -103,7 +103,7 @@ def written(order: str) -> Any:
 
 
 def counted(order: str, shape: Shape, tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
-    """Count "prompt", all tokens of all prompts, and "prefilled", the tokens that continue no prefix of an earlier prompt."""
+    """Count "prompt", all tokens of all prompts, and "prefilled", the tokens after the longest prefix shared with an earlier prompt."""
     seen: set[int] = set()
     total = 0
     with written(order) as paths:
