@@ -137,7 +137,7 @@ unusable."""
 
 def from_play(
     model: Path,
-    what: str,
+    play: str,
     recipe: list[Any],
     sources: Sequence[Path],
     examples: Callable[[int], Sequence[Example]],
@@ -157,7 +157,7 @@ def from_play(
     out = cache / "warm_start" / digest.hexdigest()[:16]
     if (out / "config.json").is_file():
         return out
-    print(f"warm start on {what}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
+    print(f"warm start on {play}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
     cooldown = int(COOLDOWN * config.steps)
     trained = Recipe(
         steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown, dtype=DTYPE

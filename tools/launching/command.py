@@ -105,7 +105,7 @@ def _launch(config: Config, assets: Assets, run: Path) -> int:
             print(f"warning: {doubt}", flush=True)
         if warning := processes.memory_warning(config, Path(assets.model)):
             print(warning, flush=True)
-        if sys.stdout.isatty():  # the scheduler writes to a pipe: it cannot ask how wide the terminal is
+        if sys.stdout.isatty():  # the scheduler writes to a pipe and cannot ask for the terminal's width itself
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         print(f"{processes.number_type(config)}\nrun folder {run}", flush=True)
         return supervise(run, lambda: processes.make(config, assets, run))

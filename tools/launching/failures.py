@@ -69,9 +69,8 @@ def _last_error(log: str) -> str:
     if marker and not _RECORD.search(last):  # nothing was logged after the traceback, so nobody handled the exception
         ends = next((i for i, line in enumerate(lines) if not line[0].isspace()), len(lines) - 1)
         more = 2 if lines[ends].endswith(":") else 1
-        text = re.sub(
-            r"^(\w+\.)+(?=\w+(:|$))", "", " ".join(lines[ends : ends + more])
-        )  # the module of the exception's class
+        module = r"^(\w+\.)+(?=\w+(:|$))"  # the module of the exception's class, which is left out
+        text = re.sub(module, "", " ".join(lines[ends : ends + more]))
     else:
         text = _RECORD.sub("", lines[-1])
     return shortened(text)
@@ -97,7 +96,7 @@ def remedy(cause: Cause, again: str) -> str:
 
 
 class Rate:
-    """Counts the deaths of one process, or of the whole run, and says how long to wait before the next start."""
+    """Deaths of one process or of the run. For deaths within ten minutes, ``pause`` returns 1 s, 2 s and 4 s, and None for the fourth."""
 
     def __init__(self) -> None:
         self._deaths: list[float] = []

@@ -1,4 +1,4 @@
-"""The process that serves [judges.model] to a run's own judges: tools/serve-model on the loopback address, told by a process file."""
+"""The process that serves [judges.model] to a run's own judges: it runs tools/serve-model on the loopback address."""
 
 import argparse
 import sys

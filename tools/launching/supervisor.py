@@ -164,8 +164,8 @@ class Supervisor:
                 pause = None if child.spec.vital else child.rate.pause(now)
                 if pause is None:
                     return self._first(child) if child.spec.vital else child
-                child.again_at, said = now + pause, f"{child.spec.name}: {child.cause().text}"
-                print(f"{said}; starting it again in {pause:.0f} s (log: {shown(child.log)})", flush=True)
+                child.again_at, death = now + pause, f"{child.spec.name}: {child.cause().text}"
+                print(f"{death}; starting it again in {pause:.0f} s (log: {shown(child.log)})", flush=True)
         return None
 
     def _first(self, child: Child) -> Child:
@@ -221,9 +221,7 @@ def supervise(run: Path, make: Callable[[], list[Process]]) -> int:
             return 1
         print(f"{ended.spec.name}: {cause.text}; resuming the run in {pause:.0f} s ({log})", flush=True)
         interrupted.wait(pause)
-        os.environ["COPPICE_STARTED"] = (
-            f"{os.getpid()} {time.monotonic()}"  # the summary's seconds count from this start
-        )
+        os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"  # the summary counts from this start
     print(f"stopped; go on with: {again}", flush=True)
     return INTERRUPTED
 

@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     study = STUDIES[options.study]
     if unknown := set(options.only or []) - set(study.arms):
-        print(f"tools/replicate: no arm {sorted(unknown)}; there are {list(study.arms)}", file=sys.stderr)
+        print(f"tools/replicate: no arm {sorted(unknown)}; the arms are {list(study.arms)}", file=sys.stderr)
         return 2
     if options.only:
         study = msgspec.structs.replace(

@@ -5,8 +5,8 @@ ignored), temperature 1, and the log-probabilities of the sampled tokens. bench_
 fields of its "openai" data set on in the request's body, where ``input_ids`` replaces the chat message that this data set requires. The
 numbers of tokens that the server reports are compared with the intended ones.
 
-Different are these: each sample is a request of its own. All requests come at once, while a step of a tree waits for the step before and so
-leaves batches smaller than SGLang could run. No policy version salts the cache, which is empty at the start. Answers come whole, as ours do.
+There are three differences. Each sample is a request of its own. All requests come at once, while a step of a tree waits for the step before
+and so leaves batches smaller than SGLang could run. No policy version salts the cache. The cache is empty at the start, and answers are whole.
 The measured time ends with a query of the server's state (milliseconds) and begins after loading, tokenizing and a pause of one second.
 """
 

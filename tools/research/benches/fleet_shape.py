@@ -48,7 +48,7 @@ RUNNING = AT_ONCE * (512 + CANDIDATES * ACTION)
 """Tokens that an engine holds for these requests beside its prefix cache: a row of 512 per prompt and one row per sample."""
 JUDGE = "bench"
 BEAT_S = 0.05
-"""Seconds between heartbeats, few so that the engines' gauges are fresh."""
+"""Seconds between heartbeats, which are frequent so that the engines' gauges are fresh."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 

@@ -178,7 +178,7 @@ async def _flush(engine: SGLangEngine) -> None:
         await server.send("/flush_cache")
 
 
-# ---------------------------------------------------------------------------------------------- what is grown
+# ---------------------------------------------------------------------------------------------- the trees that are grown
 
 
 def slate(vocabulary: int, work: Work) -> Grow:
@@ -238,7 +238,7 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
     return grow
 
 
-# ---------------------------------------------------------------------------------------------- what it is compared with
+# ---------------------------------------------------------------------------------------------- the baselines
 
 
 async def at_once(engine: SGLangEngine, answered: Answered) -> float:
@@ -259,7 +259,7 @@ async def measure(engine: SGLangEngine, server: Server, work: Work) -> dict[str,
     """Measure everything on one started engine and print each part at once, since a later part may fail. server: the engine's server."""
     vocabulary = json.loads((server.model / "config.json").read_text())["vocab_size"]
     small = msgspec.structs.replace(work, questions=2, steps=1)
-    await under_dispatcher(engine, slate(vocabulary, small))  # kernels are compiled here
+    await under_dispatcher(engine, slate(vocabulary, small))  # compiles the kernels
     answered, trees = await under_dispatcher(engine, slate(vocabulary, work))
     _print("slate", trees)
     _, games = await under_dispatcher(engine, mc_pr(server.model, work, engine.config.max_batch))

@@ -33,7 +33,7 @@ RANK = 16
 """The rank in the learner's LoraConfig and in SLATE."""
 OUT_OF_MEMORY = ("tensor", "distributed")
 TRANSPORTS = (*OUT_OF_MEMORY, "disk", "adapter", "merged")
-"""The order matters: in it, each transport brings weights other than those that the server holds."""
+"""The order matters: each transport must bring weights that differ from those that the server holds."""
 
 
 class Adapter:

@@ -61,9 +61,9 @@ def templates(order: str) -> dict[str, str]:
     texts = {}
     for column, rules in zip(Slate.columns, (think, query, answer), strict=True):
         graded = whole[column].partition(_PLACE)[2].strip()
-        said, _, wanted = graded.rpartition("\n\n")
-        named = f"{intro} {wanted}" if order == "apart" else intro
-        texts[column] = "\n\n".join([named, _PLACE.strip(), said, rules, form, *([wanted] if order == "tail" else [])])
+        body, _, task = graded.rpartition("\n\n")
+        named = f"{intro} {task}" if order == "apart" else intro
+        texts[column] = "\n\n".join([named, _PLACE.strip(), body, rules, form, *([task] if order == "tail" else [])])
     return texts
 
 

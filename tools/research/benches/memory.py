@@ -48,7 +48,7 @@ class Peaks(msgspec.Struct):
         self.samples += 1
         sums, seen = Counter[str](), Counter[str]()
         for kind, size in sizes:
-            sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter adds what numbers there are)
+            sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter can add floats)
             seen[kind] += 1
             self.each[kind] = max(size, self.each.get(kind, 0.0))
         for kind, size in sums.items():

@@ -76,7 +76,7 @@ class Router(Fleet):
 
     If the load is imbalanced (the fullest worker has over ``absolute`` requests more than the emptiest, and over ``relative`` times as
     many), the shortest queue is chosen. Otherwise it is the worker that got the longest prefix of this prompt, if that exceeds the share
-    ``threshold``, or else the worker that got the least text. Defaults are those of sglang-router 0.3.2, whose trees hold all texts sent here.
+    ``threshold``, or else the worker that got the least text. Defaults are those of sglang-router 0.3.2, whose trees would hold all texts here.
     """
 
     def __init__(self, threshold: float = 0.3, absolute: int = 64, relative: float = 1.5):

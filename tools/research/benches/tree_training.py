@@ -104,7 +104,9 @@ def run(shapes: Sequence[str] = tuple(SHAPES), repeats: int = REPEATS) -> dict[s
     try:
         with tempfile.TemporaryDirectory() as folder:
             model = make(FilePath(folder))
-            seconds(forest, model, SHAPES["grpo"](np.random.default_rng(1), prompt=50, action=20))  # warm the allocator
+            seconds(
+                forest, model, SHAPES["grpo"](np.random.default_rng(1), prompt=50, action=20)
+            )  # warms the allocator
             rows = [measure(model, name, repeats) for name in shapes]
     finally:
         torch.set_num_threads(threads)

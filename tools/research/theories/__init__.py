@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(PAPERS)
     if unknown:
-        print(f"tools/theory: unknown {sorted(unknown)}; expected of {list(PAPERS)}", file=sys.stderr)
+        print(f"tools/theory: unknown {sorted(unknown)}; expected names from {list(PAPERS)}", file=sys.stderr)
         return 2
     papers = [_module(name) for name in options.names or PAPERS]
     rows = [row for paper in papers for row in paper.rows(options.seed)]
