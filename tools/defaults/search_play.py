@@ -1,8 +1,8 @@
-"""Warm start of the tiny search policy: it learns the notation from random behaviour on made-up countries, and no skill.
+"""Warm start of the tiny search policy: from random behaviour on made-up countries it learns the notation, and no skill.
 
-Names, values and passages are drawn at random from the vocabulary, so no fact of the corpus is taught. Each turn does one of many
-things that could be done: search for the right fact, for half of it or for something else, answer too early, answer with any name
-that was shown. Which of them pays is left to reinforcement learning. Tokens are exactly those of a rollout.
+Names, values and passages are drawn at random from the vocabulary, so no fact of the corpus is taught. Each turn takes one of many
+actions: search for the right fact, for half of it or for something else, answer too early, or answer with any name that was shown.
+Which of these actions pays is left to reinforcement learning. The tokens are exactly those of a rollout.
 """
 
 import random
@@ -20,19 +20,19 @@ from tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
 from wire.messages import Passage
 
 TURNS = 4
-"""Of an episode at most; the last one answers."""
+"""The most turns of an episode; the last of them answers."""
 ANSWERS = (0.05, 0.5)
-"""The share of turns that answer: before anything was shown, and after."""
+"""The shares of turns that answer: before any passage was shown, and afterwards."""
 QUERIES = {"right": 0.6, "subject": 0.15, "field": 0.1, "other": 0.15}
-"""What queries name."""
+"""The shares of queries by what they name."""
 ANSWERED = {"first": 0.65, "second": 0.12, "title": 0.1, "asked": 0.13}
-"""What answers name: the value of the first or second passage shown, a title shown, a name of the question."""
+"""The shares of answers by what they name: the value of the first or second passage shown, a title shown, a name of the question."""
 NEED, LOOK = " I need the {field} of{subject}. ", " I look it up. "
 FOUND, KNOWN = " The {field} is{value}. ", " I know it. "
 
 
 class Wanted(msgspec.Struct):
-    """What has to be found next: a field of a subject (" Name"), and what finding it gives."""
+    """The fact that has to be found next: a field of a subject (" Name"), with the title and value that the right search returns."""
 
     subject: str
     field: str
@@ -43,13 +43,13 @@ class Wanted(msgspec.Struct):
 def search_play(
     text: Text, environment: SearchQA, names: Sequence[str], fields: Sequence[str], count: int, config: WarmStart
 ) -> list[Example]:
-    """``count`` turns of random episodes, shuffled."""
+    """Return ``count`` turns, shuffled, of random episodes."""
     rng = random.Random(config.seed)
-    made: list[Example] = []
-    while len(made) < count:
-        made += _Episode(text, environment, names, fields, rng).play(rng.random() < config.two_hop)
-    rng.shuffle(made)
-    return made[:count]
+    examples: list[Example] = []
+    while len(examples) < count:
+        examples += _Episode(text, environment, names, fields, rng).play(rng.random() < config.two_hop)
+    rng.shuffle(examples)
+    return examples[:count]
 
 
 class _Episode:
@@ -58,11 +58,11 @@ class _Episode:
     ):
         self.text, self.environment, self.names, self.fields, self.rng = text, environment, names, fields, rng
         self.tokens: list[int] = []
-        self.made: list[Example] = []
+        self.examples: list[Example] = []
         self.shown: list[Passage] = []
 
     def play(self, two_hops: bool) -> list[Example]:
-        """The turns of one episode."""
+        """Play one episode and return its turns as examples."""
         rng = self.rng
         question, asked, left = self._question(two_hops)
         prompt = self.environment.prompt(Task("", question))
@@ -73,10 +73,10 @@ class _Episode:
                 break
             if self._search(left[0], asked) and len(left) > 1:
                 left.pop(0)
-        return self.made
+        return self.examples
 
     def _question(self, two_hops: bool) -> tuple[str, list[str], list[Wanted]]:
-        """The question, the names in it, and what is wanted hop by hop."""
+        """Return the question, the names in it, and the wanted fact of each hop."""
         rng = self.rng
         title, value, bridge_value = rng.sample(self.names, 3)
         field, bridge = rng.sample(self.fields, 2)
@@ -90,7 +90,7 @@ class _Episode:
         return question, [bridge_value], [first, last]
 
     def _search(self, wanted: Wanted, asked: list[str]) -> bool:
-        """One search; whether it found what was wanted."""
+        """Search once. Return True if the search finds the wanted fact."""
         rng = self.rng
         kind = rng.choices(list(QUERIES), list(QUERIES.values()))[0]
         known = [*asked, *(passage.title for passage in self.shown)]
@@ -102,15 +102,15 @@ class _Episode:
         }[kind]
         think = rng.choice((NEED, LOOK)).format(field=wanted.field, subject=f" {wanted.subject}")
         self._act(f"<think>{think}</think> <search> {query} </search>")
-        found = [self._passage() for _ in range(self.environment.topk)]
+        passages = [self._passage() for _ in range(self.environment.topk)]
         if kind == "right":
-            found[0] = Passage("", wanted.title, f"{wanted.field.capitalize()}: {wanted.value}", 1.0)
+            passages[0] = Passage("", wanted.title, f"{wanted.field.capitalize()}: {wanted.value}", 1.0)
         elif kind == "subject":
-            found = [msgspec.structs.replace(passage, title=wanted.title) for passage in found]
+            passages = [msgspec.structs.replace(passage, title=wanted.title) for passage in passages]
         if rng.random() < 0.2:
-            rng.shuffle(found)
-        self.shown = found
-        self.tokens += self.text.encode(self.environment.render(found)).tolist()
+            rng.shuffle(passages)
+        self.shown = passages
+        self.tokens += self.text.encode(self.environment.render(passages)).tolist()
         return kind == "right"
 
     def _answer(self, field: str, asked: list[str]) -> None:
@@ -132,14 +132,14 @@ class _Episode:
 
     def _act(self, action: str) -> None:
         ids = self.text.encode(action).tolist()
-        self.made.append(Example(self.tokens + ids, len(self.tokens)))
+        self.examples.append(Example(self.tokens + ids, len(self.tokens)))
         self.tokens = self.tokens + ids
 
 
 def ensure_search_play(
     model: Path, corpus: Path, environment: SearchQA, config: WarmStart, cache: Path, threads: int
 ) -> Path:
-    """The warm-started model, cached by everything it depends on; ``model`` itself when config.steps is 0."""
+    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0."""
     mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, KNOWN]
     recipe = [*environment.shown, msgspec.to_builtins(config), mixture]
 

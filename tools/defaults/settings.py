@@ -1,4 +1,4 @@
-"""Where the defaults are cached, and how their warm starts are trained."""
+"""The folder in which the defaults are cached, and the settings of warm starts."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,12 @@ from wire.numbers import Count, Natural, Positive, Share
 
 
 def cache_folder() -> Path:
-    """COPPICE_CACHE, or .cache in the checkout."""
+    """Return the folder that COPPICE_CACHE names, or .cache in the checkout."""
     return Path(os.environ.get("COPPICE_CACHE", ROOT / ".cache")).resolve()
 
 
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [warm_start]. steps 0 switches it off. two_hop: share of two-hop questions among the traces' questions."""
+    """Section [warm_start]. steps = 0 switches the warm start off. two_hop: share of two-hop questions among the traces' questions."""
 
     steps: Natural = 7
     rows: Count = 8

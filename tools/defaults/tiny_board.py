@@ -1,7 +1,7 @@
-"""A policy so small that two CPU cores train it in minutes: a Llama of random weights that reads and writes characters.
+"""A policy so small that two CPU cores train it in minutes: a Llama with random weights that reads and writes characters.
 
-One token a printable ASCII character and newline, and one for each action tag, so that a move is a handful of tokens. It knows
-nothing: ``tools/legal_play`` teaches it the notation and the rules, and all skill is left to reinforcement learning.
+Each printable ASCII character, the newline and each action tag is one token, so that a move is a handful of tokens. The policy knows
+nothing: ``legal_play`` teaches it the notation and the rules, and all skill is left to reinforcement learning.
 """
 
 import string
@@ -16,27 +16,27 @@ from transformers.utils import logging
 from wire.atomic import drafted
 
 NAME = "tiny-board"
-"""The value of ``model.name`` that asks for it."""
+"""The value of ``model.name`` that selects this policy."""
 SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 TAGS = ("<action>", "</action>")
-"""Tokens of their own that are plain text: decoding keeps them."""
+"""Each tag is one token of plain text, which decoding keeps."""
 CHARACTERS = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace) | {" "}))
 INITIAL = 0.12
-"""Standard deviation of the initial weights: with the usual 0.02 attention starts uniform and sees no single cell for long."""
+"""Standard deviation of the initial weights. With the usual 0.02, attention starts uniform and for long singles out no cell."""
 ROPE_BASE = 100.0
-"""Base of the rotary wavelengths: a board is tens of characters away, not thousands."""
+"""Base of the rotary wavelengths. It is small because a board is tens of characters away, not thousands."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '\\n' }}{% endfor %}"
-"""Messages with a newline after each: the policy's turn is a new line."""
+"""Writes a newline after each message, so that the policy's turn is a new line."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The character tokenizer; text of ``CHARACTERS`` and ``TAGS`` survives encoding and decoding unchanged."""
+    """Return the character tokenizer. Text of ``CHARACTERS`` and ``TAGS`` survives encoding and decoding unchanged."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
     core.decoder = tokenizers.decoders.Fuse()  # pyright: ignore
     core.add_special_tokens(list(SPECIAL))
     core.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
-    made = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token="<s>",
         eos_token="</s>",
@@ -44,14 +44,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = TEMPLATE
-    return made
+    wrapped.chat_template = TEMPLATE
+    return wrapped
 
 
 def make_tiny_policy(
     folder: Path, seed: int = 0, hidden: int = 128, layers: int = 4, heads: int = 16, intermediate: int = 256
 ) -> Path:
-    """A model folder with random weights, tokenizer and chat template; 0.7 million parameters by default."""
+    """Write a model folder with random weights, tokenizer and chat template. The default sizes give 0.7 million parameters."""
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     shape |= {"intermediate_size": intermediate}
     return save_random(folder, tokenizer(), seed, shape, initial=INITIAL, rope_base=ROPE_BASE)
@@ -66,7 +66,7 @@ def save_random(
     rope_base: float,
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> Path:
-    """A Llama of random weights with its tokenizer (``words``) as a model folder. prepare: what is done to the weights before that."""
+    """Save a Llama with random weights and its tokenizer (``words``) as a model folder. prepare: changes the weights before saving."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 

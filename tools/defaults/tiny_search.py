@@ -1,9 +1,9 @@
-"""A policy so small that two CPU cores train many of it: a Llama of random weights in which every name of the default corpus is one token.
+"""A policy so small that two CPU cores train it many times: a Llama with random weights and one token per name of the default corpus.
 
 The rest of the vocabulary is byte-level BPE over the words of questions, passages and actions. A query is then two tokens and an answer
-one, so copying a name needs no spelling. Each attention layer starts by writing back what it reads (its output matrix is the transpose
-of its value matrix, which is orthogonal), so that copying has only to learn where to look: with other weights that took many times the
-steps. It knows nothing: ``tools/search_play`` teaches it the notation by made-up countries.
+one, so the policy copies a name without spelling it. Each attention layer starts by writing back what it reads (its output matrix is the
+transpose of its orthogonal value matrix), so that the policy has only to learn where to look; other initial weights needed many times
+as many steps. The policy knows nothing: ``search_play`` teaches it the notation with made-up countries.
 """
 
 import json
@@ -17,10 +17,10 @@ from judges.retriever.passage_text import title_and_text
 from tools.defaults.tiny_board import TEMPLATE, save_random
 
 NAME = "tiny-search"
-"""The value of ``model.name`` that asks for it."""
+"""The value of ``model.name`` that selects this policy."""
 SPECIAL = ("<s>", "</s>", "<pad>")
 TAGS = tuple(f"<{end}{tag}>" for tag in ("think", "search", "answer", "information") for end in ("", "/"))
-"""Tokens of their own that are plain text: decoding keeps them."""
+"""Each tag is one token of plain text, which decoding keeps."""
 SENTENCES = (
     "Question: What is the of the country whose is ?",
     "Name the of the country whose is .",
@@ -28,17 +28,17 @@ SENTENCES = (
     "Doc 1(Title: ) Doc 2(Title: ) Doc 3(Title: ) No results found.",
     "That action could not be used. Write to look something up, or to finish, after a block. Try once more.",
 )
-"""Words that become tokens, beside the corpus's fields."""
+"""Sentences whose words become tokens, in addition to the fields of the corpus."""
 INITIAL = 0.05
-"""Standard deviation of the other initial weights: with the usual 0.02 attention stays uniform for long."""
+"""Standard deviation of the other initial weights. With the usual 0.02, attention stays uniform for long."""
 WRITTEN = 0.5
-"""How much of what it reads an attention layer writes back at the start."""
+"""The share of its input that an attention layer writes back at the start."""
 ROPE_BASE = 1000.0
-"""Base of the rotary wavelengths: an episode is a hundred tokens."""
+"""Base of the rotary wavelengths. It suits episodes of about a hundred tokens."""
 
 
 def names_and_fields(corpus: Path) -> tuple[list[str], list[str]]:
-    """The distinct titles and values, and the distinct fields, of one-fact passages, sorted."""
+    """Return, each sorted, the distinct names (titles and values) and the distinct fields of a corpus of one-fact passages."""
     names: set[str] = set()
     fields: set[str] = set()
     for line in corpus.read_text().splitlines():
@@ -50,7 +50,7 @@ def names_and_fields(corpus: Path) -> tuple[list[str], list[str]]:
 
 
 def tokenizer(names: list[str], fields: list[str]) -> PreTrainedTokenizerFast:
-    """Any text survives encoding and decoding unchanged; " Name" is one token."""
+    """Return the tokenizer. Any text survives encoding and decoding unchanged, and " Name" is one token."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
@@ -64,21 +64,17 @@ def tokenizer(names: list[str], fields: list[str]) -> PreTrainedTokenizerFast:
     core.train_from_iterator(words * 2, trainer)
     core.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
     core.add_tokens([tokenizers.AddedToken(f" {name}", normalized=False) for name in names])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        clean_up_tokenization_spaces=False,
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", clean_up_tokenization_spaces=False
     )
-    made.chat_template = TEMPLATE
-    return made
+    wrapped.chat_template = TEMPLATE
+    return wrapped
 
 
 def make_tiny_search(
     folder: Path, corpus: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4
 ) -> Path:
-    """A model folder with random weights, tokenizer and chat template; about 0.6 million parameters."""
+    """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million parameters."""
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     shape |= {"intermediate_size": 2 * hidden}
     words = tokenizer(*names_and_fields(corpus))

@@ -1,7 +1,7 @@
-"""Supervised warm start: a few steps on synthetic traces, so that the policy writes actions at all; stopped early on purpose.
+"""Supervised warm start: a few steps on synthetic traces, stopped early on purpose, after which the policy writes usable actions.
 
-Traces are made from the warm split only (no entity of the held-out split), with the real index's passages, in exactly the token
-format of a rollout; the loss covers the action tokens alone.
+Traces use only the warm split (no entity of the held-out split) and the passages of the real index, in exactly the token format of a
+rollout. The loss covers the action tokens alone.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ _BRIDGE = (
     "Let me find out what has the {field} {value}.",
 )
 DTYPE = "float32"
-"""Of every warm start, on every machine: in bfloat16 a fifth of the weights are others. In float32 only the order of sums differs between
-processors, and saving in bfloat16 hides all but two of a hundred thousand weights of it (docs/engines.md)."""
+"""Number type of every warm start, so that machines agree. Training in bfloat16 gives a fifth of the weights other values on another
+processor. In float32 only the order of sums differs, and after saving in bfloat16 two of 100,000 weights differ (docs/engines.md)."""
 _KNOWN = ("The {field} is {value}.", "It says that the {field} of {title} is {value}.", "Now I know: {value}.")
 
 
@@ -50,26 +50,26 @@ class _Row(msgspec.Struct):
 def traces(
     rows: Sequence[_Row], text: Text, environment: SearchQA, index: Index, count: int, config: WarmStart
 ) -> list[Example]:
-    """``count`` single turns of synthetic episodes, shuffled."""
+    """Return ``count`` single turns, shuffled, of synthetic episodes."""
     rng = random.Random(config.seed)
     by_hops = {
         hops: rng.sample([r for r in rows if r.hops == hops], k=sum(r.hops == hops for r in rows)) for hops in (1, 2)
     }
-    made: list[Example] = []
-    while len(made) < count and any(by_hops.values()):
+    examples: list[Example] = []
+    while len(examples) < count and any(by_hops.values()):
         wanted = 2 if rng.random() < config.two_hop else 1
-        made += _episode((by_hops[wanted] or by_hops[3 - wanted]).pop(), text, environment, index, rng)
-    rng.shuffle(made)
-    return made[:count]
+        examples += _episode((by_hops[wanted] or by_hops[3 - wanted]).pop(), text, environment, index, rng)
+    rng.shuffle(examples)
+    return examples[:count]
 
 
 def _episode(row: _Row, text: Text, environment: SearchQA, index: Index, rng: random.Random) -> list[Example]:
     prompt = text.prompt([{"role": "user", "content": environment.template.replace("{question}", row.question)}])
-    tokens, made = text.encode(prompt).tolist(), []
+    tokens, examples = text.encode(prompt).tolist(), []
 
     def turn(action: str) -> None:
         ids = text.encode(action).tolist()
-        made.append(Example(tokens + ids, len(tokens)))
+        examples.append(Example(tokens + ids, len(tokens)))
         tokens.extend(ids)
 
     for hop, fact in enumerate(row.evidence):
@@ -88,7 +88,7 @@ def _episode(row: _Row, text: Text, environment: SearchQA, index: Index, rng: ra
     last = row.evidence[-1]
     think = rng.choice(_KNOWN).format(field=last.field.lower(), title=last.title, value=last.value)
     turn(f"<think> {think} </think> <answer> {row.golden_answers[0]} </answer>")
-    return made
+    return examples
 
 
 def ensure_warm_start(
@@ -101,12 +101,12 @@ def ensure_warm_start(
     cache: Path,
     threads: int,
 ) -> Path:
-    """The warm-started model, cached by everything it depends on; ``model`` itself when config.steps is 0."""
+    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0."""
     if config.steps == 0:
         return model
     source = facts / "warm.jsonl"
-    made_of = [str(model), *environment.shown, msgspec.to_builtins(config), encoder, DTYPE]
-    key = hashlib.sha256(msgspec.json.encode(made_of) + source.read_bytes()).hexdigest()[:16]
+    ingredients = [str(model), *environment.shown, msgspec.to_builtins(config), encoder, DTYPE]
+    key = hashlib.sha256(msgspec.json.encode(ingredients) + source.read_bytes()).hexdigest()[:16]
     out = cache / "warm_start" / key
     if (out / "config.json").is_file():
         return out
@@ -131,12 +131,13 @@ def _learn(model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, 
 
 
 COOLDOWN = 0.4
-"""The share of a tiny policy's steps over which the learning rate falls to 0: the last per cents of usable actions need it."""
+"""The share of a tiny policy's steps, at the end, over which the learning rate falls to 0. Without it a few per cent of the actions stay
+unusable."""
 
 
 def from_play(
     model: Path,
-    what: str,
+    play: str,
     recipe: list[Any],
     sources: Sequence[Path],
     examples: Callable[[int], Sequence[Example]],
@@ -144,9 +145,9 @@ def from_play(
     cache: Path,
     threads: int,
 ) -> Path:
-    """``model`` after it learnt from random play; ``model`` itself when config.steps is 0.
+    """Return ``model`` after it has learnt from random play, or ``model`` itself when config.steps is 0.
 
-    Cached by ``recipe``, the bytes of ``sources`` and the model's own. examples: makes so many.
+    The result is cached by ``recipe`` and by the bytes of ``sources`` and of the model. examples: makes as many examples as asked for.
     """
     if config.steps == 0:
         return model
@@ -156,7 +157,7 @@ def from_play(
     out = cache / "warm_start" / digest.hexdigest()[:16]
     if (out / "config.json").is_file():
         return out
-    print(f"warm start on {what}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
+    print(f"warm start on {play}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
     cooldown = int(COOLDOWN * config.steps)
     trained = Recipe(
         steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown, dtype=DTYPE

@@ -1,1 +1,1 @@
-"""tools/sft: trajectories of runs -> labels of two judges -> review -> rows -> a fine-tuned judge, or a benchmark."""
+"""tools/sft makes a fine-tuned judge or a benchmark: trajectories of runs -> labels of two judges -> review -> rows or benchmark."""

@@ -1,4 +1,4 @@
-"""The command tools/sft: each subcommand reads files and writes files, so that every stage can be looked at and repeated."""
+"""The command tools/sft. Each subcommand reads files and writes files, so that every stage can be inspected and repeated."""
 
 import argparse
 import functools
@@ -18,35 +18,35 @@ from wire.atomic import write_whole
 from wire.faults import Fault
 
 MODEL_MAKERS = ("train", "warm-start")
-"""Commands whose --out is a new folder; that of the others is a file."""
+"""The commands whose --out is a new folder. The --out of the other commands is a file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    given = parse(arguments)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing half made
+    """Run the command and return its exit status."""
+    options = parse(arguments)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up as Ctrl-C does
     try:
-        if given.command not in MODEL_MAKERS:
-            files.check(given)
-        return given.run(given) or 0
+        if options.command not in MODEL_MAKERS:
+            files.check(options)
+        return options.run(options) or 0
     except KeyboardInterrupt:
-        print(f"tools/sft {given.command}: stopped; {_left(given)}", file=sys.stderr)
+        print(f"tools/sft {options.command}: stopped; {_left(options)}", file=sys.stderr)
         return INTERRUPTED
     except (Fault, OSError, ValueError, MemoryError) as error:
-        print(f"tools/sft {given.command}: {error}", file=sys.stderr)
+        print(f"tools/sft {options.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, Fault) else 2
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _left(given: argparse.Namespace) -> str:
-    if given.command not in MODEL_MAKERS:
+def _left(options: argparse.Namespace) -> str:
+    if options.command not in MODEL_MAKERS:
         return "give the same command again"
-    return f"the model is whole in {given.out}" if given.out.exists() else "nothing was saved"
+    return f"the model is whole in {options.out}" if options.out.exists() else "nothing was saved"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="tools/sft", description="From trajectories of runs to a fine-tuned judge (docs/sft.md)."
     )
@@ -61,20 +61,20 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     one.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     one.add_argument("--split", choices=("train", "heldout"), default="train")
     one.add_argument(
-        "--prefix", default="", help="put before ids, which begin with the run folder's name: for runs of one name"
+        "--prefix", default="", help="put before the ids, which begin with the folder's name (for runs of one name)"
     )
     one.add_argument("--out", required=True, type=Path)
     one.set_defaults(run=collect)
 
-    one = commands.add_parser("label", help="two judges score every step; what they differ on is dropped")
+    one = commands.add_parser("label", help="two judges score every step; steps on which they differ are dropped")
     one.add_argument("trajectories", type=Path)
     for side in "ab":
         one.add_argument(f"--judge-{side}", required=True, metavar="SPEC", help="a built-in judge or module:Class")
         one.add_argument(
-            f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help="of it, a TOML value"
+            f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help="its option, a TOML value"
         )
     one.add_argument(
-        "--most-difference", type=float, default=label.MOST_DIFFERENCE, help="of two scores (default: %(default)s)"
+        "--most-difference", type=float, default=label.MOST_DIFFERENCE, help="between scores (default: %(default)s)"
     )
     add_deadline(one)
     one.add_argument("--out", required=True, type=Path)
@@ -90,7 +90,7 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     one = commands.add_parser("rows", help="training rows of a process reward model")
     one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
     one.add_argument("--balance", action="store_true", help="as many rows of good steps as of bad ones")
-    one.add_argument("--most", type=int, default=0, help="a random part of so many rows (default: all)")
+    one.add_argument("--most", type=int, default=0, help="take at most so many rows at random (default: all)")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--out", required=True, type=Path)
     one.set_defaults(run=rows)
@@ -99,15 +99,10 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
     one.add_argument("--size", required=True, type=int, help="trajectories")
     one.add_argument(
-        "--threshold", default=str(THRESHOLD), help="good is above it: a number, or mean (default: %(default)s)"
+        "--threshold", default=str(THRESHOLD), help="good scores exceed it: a number, or mean (default: %(default)s)"
     )
-    one.add_argument(
-        "--exclude",
-        type=Path,
-        action="append",
-        default=[],
-        help="labelled trajectories to keep out, with their questions",
-    )
+    excluded = "leave out these labelled trajectories and every other trajectory of their questions"
+    one.add_argument("--exclude", type=Path, action="append", default=[], help=excluded)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--out", required=True, type=Path)
     one.set_defaults(run=bench)
@@ -121,10 +116,10 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     length = one.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=float, default=3, help="(default: %(default)s)")
     length.add_argument("--steps", type=int, help="instead of epochs")
-    one.add_argument("--batch", type=int, default=32, help="rows a step (default: %(default)s)")
+    one.add_argument("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
     one.add_argument("--lr", type=float, default=2e-5, help="(default: %(default)s)")
     one.add_argument("--schedule", choices=("cosine", "constant", "linear"), default="cosine")
-    one.add_argument("--warmup-ratio", type=float, default=0.1, help="of the steps (default: %(default)s)")
+    one.add_argument("--warmup-ratio", type=float, default=0.1, help="share of the steps (default: %(default)s)")
     one.add_argument("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
     one.add_argument("--lora-alpha", type=float, default=32.0)
     one.add_argument(
@@ -133,18 +128,18 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         default=True,
         help="read a batch as one forest, shared prefixes once",
     )
-    one.add_argument("--forward-tokens", type=int, default=8192, help="of one forward pass (default: %(default)s)")
+    one.add_argument("--forward-tokens", type=int, default=8192, help="per forward pass (default: %(default)s)")
     one.add_argument(
         "--max-tokens", type=int, help="longer rows are left out and counted (default: the model's context)"
     )
     one.add_argument(
-        "--held-out", type=float, default=0.1, help="share to measure on, by the rows' group (default: %(default)s)"
+        "--held-out", type=float, default=0.1, help="share to measure on, in whole groups (default: %(default)s)"
     )
     one.add_argument(
         "--end-token",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="a completion ends with the model's end token (not wanted for actions, which end by themselves)",
+        help="add the model's end token to completions (not useful for actions, which end by themselves)",
     )
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -160,38 +155,38 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 # ---------------------------------------------------------------------------------------------- stages
 
 
-def collect(given: argparse.Namespace) -> None:
-    """Journals -> trajectories."""
+def collect(options: argparse.Namespace) -> None:
+    """Read journals and write trajectories."""
     from tools.finetuning.judge.collect import collect as collected
 
-    made, skipped = collected(given.runs, given.split, given.prefix)
-    record.write(given.out, made)
-    steps = sum(len(one.steps) for one in made)
-    right = sum(one.outcome for one in made)
-    print(f"{len(made)} trajectories ({right} with a correct answer), {steps} turns to judge, in {given.out}")
+    trajectories, skipped = collected(options.runs, options.split, options.prefix)
+    record.write(options.out, trajectories)
+    steps = sum(len(one.steps) for one in trajectories)
+    right = sum(one.outcome for one in trajectories)
+    print(f"{len(trajectories)} trajectories ({right} with a correct answer), {steps} turns to judge, in {options.out}")
     _say("skipped", skipped)
 
 
-def label_(given: argparse.Namespace) -> int:
+def label_(options: argparse.Namespace) -> int:
     """Trajectories -> labelled trajectories and a file to review."""
-    if given.review.exists():
-        raise ValueError(f"--review {given.review} exists: it may hold corrections; move it away first")
-    if not 0 <= given.most_difference <= 1:
-        raise ValueError(f"--most-difference {given.most_difference:g}: expected a difference of scores, 0 to 1")
-    trajectories = record.read(given.trajectories, Trajectory[Step])
-    if given.deadline <= 0:
-        raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
-    asked = [_asked("a", given.judge_a, given.option_a), _asked("b", given.judge_b, given.option_b)]
-    settings = label.Settings(record.digest(given.trajectories), judging.lasting(asked))
-    _, kept, lock = files.answers_of(given.out)
-    with locked(lock, f"--out {given.out}"):
+    if options.review.exists():
+        raise ValueError(f"--review {options.review} exists: it may hold corrections; move it away first")
+    if not 0 <= options.most_difference <= 1:
+        raise ValueError(f"--most-difference {options.most_difference:g}: expected a difference of scores, 0 to 1")
+    trajectories = record.read(options.trajectories, Trajectory[Step])
+    if options.deadline <= 0:
+        raise ValueError(f"--deadline {options.deadline:g}: expected more than 0 seconds")
+    asked = [_asked("a", options.judge_a, options.option_a), _asked("b", options.judge_b, options.option_b)]
+    settings = label.Settings(record.digest(options.trajectories), judging.lasting(asked))
+    _, kept, lock = files.answers_of(options.out)
+    with locked(lock, f"--out {options.out}"):
         keep(kept, settings, str(kept))
-        return _label(given, trajectories, asked)
+        return _label(options, trajectories, asked)
 
 
-def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
-    answers = judging.Answers(files.answers_of(given.out)[0])
-    session = functools.partial(judging.Session, asked, trajectories, answers, given.deadline)
+def _label(options: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
+    answers = judging.Answers(files.answers_of(options.out)[0])
+    session = functools.partial(judging.Session, asked, trajectories, answers, options.deadline)
     failed = conduct(session, "the same command", f"answered (in {answers.path})", "tools/sft label")
     if isinstance(failed, int):
         return failed
@@ -199,54 +194,54 @@ def _label(given: argparse.Namespace, trajectories: list[Trajectory[Step]], aske
         judging.say_failed(failed, "tools/sft label")
         print(f"what was answered is kept in {answers.path}; go on with: the same command", file=sys.stderr)
         return 1
-    made, counts = label.labelled(trajectories, answers, "a", "b", given.most_difference)
-    if not made:
+    kept, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
+    if not kept:
         raise ValueError(f"no step is left: {dict(counts)}")
-    record.write(given.out, made)
-    record.write(given.review, label.to_review(made))
-    print(f"{len(made)} trajectories in {given.out}, to be reviewed in {given.review}")
+    record.write(options.out, kept)
+    record.write(options.review, label.to_review(kept))
+    print(f"{len(kept)} trajectories in {options.out}, to be reviewed in {options.review}")
     _say("steps", counts)
     return 0
 
 
-def review(given: argparse.Namespace) -> None:
-    """Labelled trajectories and an edited review file -> corrected trajectories."""
+def review(options: argparse.Namespace) -> None:
+    """Read labelled trajectories and an edited review file; write corrected trajectories."""
     from tools.finetuning.judge.review import corrected, read_corrections
 
-    records = record.read(given.labelled, Trajectory[Labelled])
-    made, counts = corrected(records, read_corrections(given.review, label.to_review(records)))
-    if not made:
+    records = record.read(options.labelled, Trajectory[Labelled])
+    kept, counts = corrected(records, read_corrections(options.review, label.to_review(records)))
+    if not kept:
         raise ValueError("the review drops every step: there is nothing to write")
-    record.write(given.out, made)
-    print(f"{len(made)} trajectories in {given.out}")
+    record.write(options.out, kept)
+    print(f"{len(kept)} trajectories in {options.out}")
     _say("steps", counts)
 
 
-def rows(given: argparse.Namespace) -> None:
-    """Labelled trajectories -> rows of a process reward model."""
+def rows(options: argparse.Namespace) -> None:
+    """Read labelled trajectories; write training rows of a process reward model."""
     from tools.finetuning.judge.rows import judgement_rows
 
-    labelled = record.read_all(given.labelled, Trajectory[Labelled])
-    made, left = judgement_rows(labelled, given.most, given.seed, given.balance)
-    if not made:
-        raise ValueError(f"no row can be made; left out: {dict(left)} (label with judges that explain)")
-    record.write(given.out, made)
-    print(f"{len(made)} rows in {given.out}")
-    _say("left out", left)
+    labelled = record.read_all(options.labelled, Trajectory[Labelled])
+    training_rows, left_out = judgement_rows(labelled, options.most, options.seed, options.balance)
+    if not training_rows:
+        raise ValueError(f"no row can be made; left out: {dict(left_out)} (label with judges that explain)")
+    record.write(options.out, training_rows)
+    print(f"{len(training_rows)} rows in {options.out}")
+    _say("left out", left_out)
 
 
-def bench(given: argparse.Namespace) -> None:
-    """Labelled trajectories -> a balanced benchmark and its report."""
-    if given.size < 1:
-        raise ValueError(f"--size {given.size}: expected 1 trajectory or more")
-    pool = record.read_all(given.labelled, Trajectory[Labelled])
-    kept_out = [one for path in given.exclude for one in record.read(path, Trajectory[Labelled], "--exclude")]
-    items, report = build.build(pool, given.size, _threshold(given.threshold), given.seed, kept_out)
-    record.write(given.out, items)
-    report_path = files.report_of(given.out)
+def bench(options: argparse.Namespace) -> None:
+    """Read labelled trajectories; write a balanced benchmark and its report."""
+    if options.size < 1:
+        raise ValueError(f"--size {options.size}: expected 1 trajectory or more")
+    pool = record.read_all(options.labelled, Trajectory[Labelled])
+    excluded = [one for path in options.exclude for one in record.read(path, Trajectory[Labelled], "--exclude")]
+    items, report = build.build(pool, options.size, _threshold(options.threshold), options.seed, excluded)
+    record.write(options.out, items)
+    report_path = files.report_of(options.out)
     write_whole(report_path, report)
     print(
-        f"{len(items)} trajectories in {given.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
+        f"{len(items)} trajectories in {options.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
     )
     _say("taken", report.taken)
     _say("in the pool", report.pool)
@@ -273,6 +268,6 @@ def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
     return judging.Asked(name, spec, dict(option(text) for text in options))
 
 
-def _say(what: str, counts: Mapping[str, int]) -> None:
+def _say(heading: str, counts: Mapping[str, int]) -> None:
     for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
-        print(f"  {what}: {count} {reason}")
+        print(f"  {heading}: {count} {reason}")

@@ -1,4 +1,4 @@
-"""Rows of a fine-tuning (--rows): prompts and completions as examples of token ids."""
+"""Reads the rows of a fine-tuning (--rows), prompts with completions, as examples of token ids."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +24,9 @@ class _Pair(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_pairs(path: Path, text: Text, end: Sequence[int] = ()) -> list[Example]:
-    """Examples of a JSONL file (--rows) of {prompt or messages, completion}, in the chat format. end: tokens after each completion.
+    """Read examples, in the chat format, from a JSONL file of {prompt or messages, completion}. end: tokens after each completion.
 
-    Raises ValueError for no file, or with the line.
+    Raises ValueError if there is no such file, or with the number of a bad line.
     """
     examples = []
     expected = "{prompt, completion} or {messages, completion} (docs/sft.md)"

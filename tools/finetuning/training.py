@@ -1,4 +1,4 @@
-"""The stages of tools/sft that make a model folder: train, warm-start. The folder appears whole or not at all."""
+"""The stages of tools/sft that make a model folder: train and warm-start. The folder appears whole or not at all."""
 
 import argparse
 import math
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from learner.fine_tune import Example  # which imports torch
 
 
-def train(given: argparse.Namespace) -> None:
-    """Rows -> a fine-tuned model folder."""
-    _check_new(given.out)
-    _check(given)
-    with drafted(given.out, "--out") as draft:
-        _train(given, draft)
-    print(f"model in {given.out}")
+def train(options: argparse.Namespace) -> None:
+    """Fine-tune a model on rows and write a model folder."""
+    _check_new(options.out)
+    _check(options)
+    with drafted(options.out, "--out") as draft:
+        _train(options, draft)
+    print(f"model in {options.out}")
 
 
-def _train(given: argparse.Namespace, folder: Path) -> None:
+def _train(options: argparse.Namespace, folder: Path) -> None:
     from torch import OutOfMemoryError
     from transformers.utils import logging
 
@@ -36,32 +36,38 @@ def _train(given: argparse.Namespace, folder: Path) -> None:
     from tools.finetuning.pairs import read_pairs
 
     logging.disable_progress_bar()
-    model = ensure_model(given.model, cache_folder())
-    end = _end_token(model) if given.end_token else []
-    examples = read_pairs(given.rows, Text(str(model)), end)
-    limit = min(given.max_tokens or context_of(model), context_of(model))
+    model = ensure_model(options.model, cache_folder())
+    end = _end_token(model) if options.end_token else []
+    examples = read_pairs(options.rows, Text(str(model)), end)
+    limit = min(options.max_tokens or context_of(model), context_of(model))
     kept, long = within(examples, limit)
     if long:
         print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out", flush=True)
-    learnt, held = split(kept, given.held_out, given.seed)
+    learnt, held_out = split(kept, options.held_out, options.seed)
     if not learnt:
         raise ValueError(
-            f"{given.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held)} held out)"
+            f"{options.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held_out)} held out)"
         )
-    steps = given.steps or math.ceil(given.epochs * len(learnt) / given.batch)
+    steps = options.steps or math.ceil(options.epochs * len(learnt) / options.batch)
     recipe = Recipe(
-        steps=steps, batch=given.batch, lr=given.lr, schedule=given.schedule, warmup=round(given.warmup_ratio * steps),
-        shuffle=given.seed, lora_rank=given.lora_rank, lora_alpha=given.lora_alpha, packing=given.packing,
-        forward_tokens=given.forward_tokens,
+        steps=steps, batch=options.batch, lr=options.lr, schedule=options.schedule, warmup=round(options.warmup_ratio * steps),
+        shuffle=options.seed, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
+        forward_tokens=options.forward_tokens,
     )  # fmt: skip
-    print(f"{len(learnt)} rows, {len(held)} held out, {steps} steps of {given.batch}", flush=True)
+    print(f"{len(learnt)} rows, {len(held_out)} held out, {steps} steps of {options.batch}", flush=True)
     try:
-        losses = fine_tune.train(model, learnt, folder, recipe, given.threads, held)
+        losses = fine_tune.train(model, learnt, folder, recipe, options.threads, held_out)
     except OutOfMemoryError as error:
         reason = str(error).split("\n")[0]
         raise MemoryError(f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)") from None
-    told = {"rows": len(learnt), "held_out_rows": len(held), "too_long": long, "recipe": recipe, "losses": losses}
-    write_whole(folder / "sft.json", told)
+    summary = {
+        "rows": len(learnt),
+        "held_out_rows": len(held_out),
+        "too_long": long,
+        "recipe": recipe,
+        "losses": losses,
+    }
+    write_whole(folder / "sft.json", summary)
 
 
 def _check_new(out: Path) -> None:
@@ -69,20 +75,22 @@ def _check_new(out: Path) -> None:
         raise ValueError(f"--out {out} exists: choose another folder, or remove that one")
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
     for name in ("batch", "lr", "epochs", "steps", "threads", "max_tokens"):
-        if getattr(given, name) is not None and getattr(given, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected more than 0")
+        if getattr(options, name) is not None and getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name):g}: expected more than 0")
     for name in ("held_out", "warmup_ratio"):
-        if not 0 <= getattr(given, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a share, 0 to less than 1")
+        if not 0 <= getattr(options, name) < 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name):g}: expected a share, 0 to less than 1"
+            )
     for name in ("lora_rank", "forward_tokens"):
-        if getattr(given, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more")
 
 
 def split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list[Example], list[Example]]":
-    """Rows to learn and rows held out, those of a group on one side; with a share above 0 at least one of several groups is held out."""
+    """Return rows to learn and held-out rows. A group stays on one side. If share > 0, at least one of several groups is held out."""
     groups: dict[str | int, list[Example]] = {}
     for number, example in enumerate(examples):
         groups.setdefault(example.group or number, []).append(example)
@@ -99,19 +107,19 @@ def split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list
 def _end_token(model: Path) -> list[int]:
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(model).eos_token_id
-    if found is None:
+    end_token = AutoTokenizer.from_pretrained(model).eos_token_id
+    if end_token is None:
         raise ValueError(f"{model} names no end token (eos_token): give --no-end-token")
-    return [found]
+    return [end_token]
 
 
-def warm_start(given: argparse.Namespace) -> None:
-    """Config -> the policy that its runs begin with."""
-    _check_new(given.out)
+def warm_start(options: argparse.Namespace) -> None:
+    """Copy the policy with which the runs of a config begin to a new model folder."""
+    _check_new(options.out)
     from tools.launching.config import load
     from tools.launching.prepare import prepare
 
-    with drafted(given.out, "--out") as draft:
-        made = prepare(load(given.config, given.set)).model
-        shutil.copytree(made, draft, dirs_exist_ok=True)
-    print(f"model in {given.out} (the copy of {made})")
+    with drafted(options.out, "--out") as draft:
+        model = prepare(load(options.config, options.set)).model
+        shutil.copytree(model, draft, dirs_exist_ok=True)
+    print(f"model in {options.out} (the copy of {model})")

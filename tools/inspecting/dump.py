@@ -16,19 +16,19 @@ _FIRST = (
     "reward", "advantage", "think", "query", "answer", "optimal", "graded", "risk", "mc_value", "mc_error", "outcome", "f1",
     "success", "completion",
 )  # fmt: skip
-"""Scores that are shown first, in this order; all others follow by name."""
+"""Scores that are shown first, in this order. The other scores follow by name."""
 _IN_WORDS = ("valid", "judge_valid")
 """Scores that a node's title says in words."""
 
 
-def chosen_rows(journal: Journal, given: argparse.Namespace) -> list[TreeRow]:
-    """The trees the command line asks for. Raises ValueError when there is none."""
-    split = "heldout" if given.heldout else "train"
-    if given.tree is not None:
-        rows = journal.trees("id=?", given.tree)
+def chosen_rows(journal: Journal, options: argparse.Namespace) -> list[TreeRow]:
+    """Return the trees that the command line asks for. Raises ValueError if there are none."""
+    split = "heldout" if options.heldout else "train"
+    if options.tree is not None:
+        rows = journal.trees("id=?", options.tree)
     else:
         rows = journal.trees("split=? AND status != 'growing'", split) or journal.trees("split=?", split)
-        if not given.all:
+        if not options.all:
             rows = rows[-1:]
     if not rows:
         last = journal.next_tree() - 1
@@ -39,7 +39,7 @@ def chosen_rows(journal: Journal, given: argparse.Namespace) -> list[TreeRow]:
 
 
 def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
-    """A tree as plain values."""
+    """Return a tree as plain values that can be written as JSON."""
     tree = journal.tree(row)
     return {
         "tree": row.id,
@@ -75,7 +75,7 @@ def _plain(node: Node) -> dict[str, Any]:
 
 
 def as_text(journal: Journal, row: TreeRow, width: int) -> str:
-    """A tree for the terminal."""
+    """Return a tree as text for a terminal of ``width`` columns."""
     tree = journal.tree(row)
     trained = ", ".join(f"{g} (version {v})" if v is not None else f"{g} (not yet)" for g, v in journal.groups(row.id))
     head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
@@ -126,7 +126,7 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="tools/dump", description="Print prefix trees; * marks the candidate that was continued."
     )
@@ -134,11 +134,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tree", type=int, help="this tree (default: the last finished one)")
     parser.add_argument("--all", action="store_true", help="every tree")
     parser.add_argument("--heldout", action="store_true", help="trees of held-out evaluations")
-    parser.add_argument("--json", action="store_true", help="JSON, one tree a line")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--json", action="store_true", help="JSON, one tree per line")
+    options = parser.parse_args(arguments)
     try:
-        journal = Journal(given.run / "journal.sqlite", readonly=True)
-        rows = chosen_rows(journal, given)
+        journal = Journal(options.run / "journal.sqlite", readonly=True)
+        rows = chosen_rows(journal, options)
     except (FileNotFoundError, ValueError) as error:
         print(f"tools/dump: {error}", file=sys.stderr)
         return 2
@@ -147,9 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
         for row in rows:
             print(
                 json.dumps(as_json(journal, row), ensure_ascii=False)
-                if given.json
+                if options.json
                 else as_text(journal, row, width) + "\n"
             )
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
     return 0

@@ -1,4 +1,4 @@
-"""The command tools/export: the policy of a run as a Hugging Face folder that transformers and SGLang load."""
+"""The command tools/export: it writes the policy of a run as a Hugging Face folder that transformers and SGLang load."""
 
 import argparse
 import shutil
@@ -19,27 +19,27 @@ from wire.atomic import drafted
 from wire.faults import InfrastructureFault
 
 BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "special*")
-"""What else of the model folder belongs to the policy: tokenizer, chat template, generation settings."""
+"""The other files of the model folder that belong to the policy: tokenizer, chat template, generation settings."""
 
 
 def export(run: Path, folder: Path, version: int | str | None = None, dtype: str = "float32") -> int:
-    """Write the policy version (a number, "best" on the held-out tasks, or the newest) of ``run``; returns the version.
+    """Write a policy version of ``run`` (a number, "best" on the held-out tasks, or None for the newest) and return its number.
 
-    The folder appears whole or not at all. Raises ValueError for what is no run, a version that is not there (naming those that are) or a
-    folder that holds something, InfrastructureFault for weights that fail their digest, OSError for a disk that does not take them.
+    The folder appears whole or not at all. Raises ValueError if ``run`` is not a run, has no such version (the message names the others)
+    or ``folder`` is not empty, InfrastructureFault if the weights fail their digest, OSError if the disk cannot take them.
     """
     file = run / "processes" / "learner.json"
     if not file.is_file():
         raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
     process = msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
-    number, found = versions.chosen(run, version)
+    number, weights_folder = versions.chosen(run, version)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"--out {folder} holds something already: choose another folder, or remove that one")
     with drafted(folder, "--out") as draft:
         model: Any = AutoModelForCausalLM.from_pretrained(process.model, dtype=torch.float32)
-        if found is not None:
-            digest = msgspec.json.decode((found / published.NAME).read_bytes(), type=published.Manifest).digest
-            weights.apply(model, Path(process.model), *weights.verified_file(found, digest))
+        if weights_folder is not None:
+            digest = msgspec.json.decode((weights_folder / published.NAME).read_bytes(), type=published.Manifest).digest
+            weights.apply(model, Path(process.model), *weights.verified_file(weights_folder, digest))
         try:
             _save(model.to(getattr(torch, dtype)), Path(process.model), draft)
         except (OSError, SafetensorError) as error:
@@ -55,17 +55,17 @@ def _save(model: Any, source: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="tools/export", description="A run's policy as a Hugging Face folder.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--version", type=versions.argument, help="policy version, or best (default: the newest)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        version = export(given.run, given.out, given.version, given.dtype)
+        version = export(options.run, options.out, options.version, options.dtype)
     except (OSError, ValueError, InfrastructureFault) as error:
         print(f"tools/export: {error}", file=sys.stderr)
         return 2
-    print(f"policy version {version} is in {given.out}")
+    print(f"policy version {version} is in {options.out}")
     return 0

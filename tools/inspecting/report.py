@@ -1,4 +1,4 @@
-"""The command tools/report: the metrics of one run, or of several side by side, as plots and a table."""
+"""The command tools/report: it shows the metrics of one or several runs as plots and a table."""
 
 import argparse
 import json
@@ -17,14 +17,14 @@ PANELS = {
     "watch/sample_share": "effective sample share",
     "learner/staleness_mean": "staleness (updates)",
 }
-"""Metric and title of each plot, unless --metric names others."""
+"""The metric and the title of each plot, unless --metric names other metrics."""
 
 MEASURES = ("em", "f1", "success", "completion", "return", "return_first", "return_second", "oracle", "valid")
-"""Measures of held-out evaluations that the table shows where a run has them."""
+"""Measures of held-out evaluations that the table shows if a run has them."""
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A run's records, one an update in order, and its summary (empty while it has none)."""
+    """The records of a run, one per update in order, and its summary (empty until the run has ended)."""
 
     name: str
     records: list[dict[str, float]]
@@ -32,7 +32,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path, name: str | None = None) -> Run:
-    """A run from its folder. Raises ValueError when it holds no update."""
+    """Read a run from its folder. Raises ValueError if the run has made no update."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} is no run folder: it holds no metrics.jsonl")
@@ -40,13 +40,13 @@ def read(folder: Path, name: str | None = None) -> Run:
     by_version = {record["version"]: record for record in lines if "learner/seconds" in record}
     if not by_version:
         raise ValueError(f"{folder} has made no update yet")
-    summary = folder / "summary.json"
-    found = json.loads(summary.read_text()) if summary.is_file() else {}
-    return Run(name or folder.name, [by_version[v] for v in sorted(by_version)], found)
+    file = folder / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {}
+    return Run(name or folder.name, [by_version[v] for v in sorted(by_version)], summary)
 
 
 def draw(runs: list[Run], panels: dict[str, str], against: str = "version") -> Figure:
-    """One panel a metric, one line a run, against updates ("version") or seconds ("time/run")."""
+    """Draw one panel per metric and one line per run, against updates ("version") or seconds ("time/run")."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.2 * columns, 3.2 * rows), layout="constrained")
@@ -65,7 +65,7 @@ def draw(runs: list[Run], panels: dict[str, str], against: str = "version") -> F
 
 
 def table(runs: list[Run]) -> str:
-    """Held-out results at start and end (mean and 95% interval), as Markdown; runs without a summary are left out."""
+    """Return the held-out results at start and end (mean and 95% interval) as Markdown. Runs without a summary are left out."""
     ended = [run for run in runs if {"start", "end"} <= set(run.summary.get("heldout", {}))]
     names = [name for name in MEASURES if any(name in run.summary["heldout"]["end"]["measures"] for run in ended)]
     lines = ["| run | updates | seconds | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
@@ -82,24 +82,24 @@ def _shown(value: dict[str, float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="tools/report", description="Plots and a table of one or several runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN[=NAME]", help="run folders, each with a name for the legend")
     parser.add_argument("--out", type=Path, default=Path("report.svg"), help="plot to write (SVG; default %(default)s)")
     parser.add_argument("--metric", action="append", metavar="NAME", help="metric of metrics.jsonl to plot; repeatable")
     parser.add_argument("--against", choices=["version", "time/run"], default="version")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        runs = [read(Path(folder), name or None) for folder, _, name in (r.partition("=") for r in given.runs)]
+        runs = [read(Path(folder), name or None) for folder, _, name in (r.partition("=") for r in options.runs)]
         known = sorted({key for run in runs for record in run.records for key in record})
-        missing = [metric for metric in given.metric or [] if metric not in known]
+        missing = [metric for metric in options.metric or [] if metric not in known]
         if missing:
             raise ValueError(f"no run has {missing}; there are {known}")
-        panels = {metric: metric for metric in given.metric} if given.metric else PANELS
-        save(draw(runs, panels, given.against), given.out)
+        panels = {metric: metric for metric in options.metric} if options.metric else PANELS
+        save(draw(runs, panels, options.against), options.out)
     except (OSError, ValueError) as error:
         print(f"tools/report: {error}", file=sys.stderr)
         return 2
     print(table(runs))
-    print(f"plot: {given.out}")
+    print(f"plot: {options.out}")
     return 0

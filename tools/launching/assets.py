@@ -4,8 +4,8 @@ import msgspec
 
 
 class Assets(msgspec.Struct, frozen=True):
-    """Resolved paths. train, heldout: "" where the environment makes its tasks. retriever: an index folder, a URL, or "" for none.
-    judge_model: the folder of [judges.model], "" for none."""
+    """Resolved paths. train and heldout are "" when the environment makes its own tasks. retriever is an index folder, a URL, or "" for
+    none. judge_model is the folder of [judges.model], or "" for none."""
 
     model: str
     train: str | list[str]

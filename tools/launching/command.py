@@ -21,8 +21,8 @@ from tools.launching.supervisor import existing, no_space, supervise
 from wire.atomic import write_whole
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parsed command line."""
+def arguments(options: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="tools/launch", description="Train; everything is set up on the first start.")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="TOML file (default: %(default)s)")
     parser.add_argument("--actors", type=int, help="actor processes (actors.count)")
@@ -35,48 +35,48 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
     )
-    return parser.parse_args(given)
+    return parser.parse_args(options)
 
 
-def resolve(given: argparse.Namespace) -> tuple[Config, Path]:
-    """The config and the run folder. Raises ConfigError."""
-    overrides = list(given.set)
-    if given.actors is not None:
-        overrides.append(f"actors.count={given.actors}")
-    if given.learner is not None:
-        overrides.append(f"learner.count={given.learner}")
-    if given.resume is None:
-        config = load(given.config, overrides)
+def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
+    """Return the config and the run folder that the command line asks for. Raises ConfigError."""
+    overrides = list(options.set)
+    if options.actors is not None:
+        overrides.append(f"actors.count={options.actors}")
+    if options.learner is not None:
+        overrides.append(f"learner.count={options.learner}")
+    if options.resume is None:
+        config = load(options.config, overrides)
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return config, given.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
-    saved = given.resume / "config.json"
+        return config, options.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
+    saved = options.resume / "config.json"
     if not saved.is_file():
-        raise ConfigError(f"--resume {given.resume}: no config.json there; expected the folder of a run")
+        raise ConfigError(f"--resume {options.resume}: no config.json there; expected the folder of a run")
     try:
         tree = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"--resume {given.resume}: its config.json is torn ({error}): restore it, or start anew"
+            f"--resume {options.resume}: its config.json is torn ({error}): restore it, or start anew"
         ) from None
-    return convert(tree, overrides), given.resume
+    return convert(tree, overrides), options.resume
 
 
 def _check_place(run: Path) -> None:
-    """Refuse a run folder that cannot be, before the set-up is paid for."""
+    """Refuse a run folder that cannot be made, before the set-up spends minutes. Raises ConfigError."""
     place = existing(run)
     if not place.is_dir():
         raise ConfigError(f"run folder {run}: {place} is a file, expected a folder: choose another --run-folder")
 
 
 def main(command: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    given = arguments(command)
+    """Run the command and return its exit status."""
+    options = arguments(command)
     try:
-        config, run = resolve(given)
+        config, run = resolve(options)
         _check_place(run)
-        if given.dry_run:
+        if options.dry_run:
             return dry_run(config, run)
-        found = prepare(config)
+        assets = prepare(config)
     except (ConfigError, OSError, ValueError, MemoryError) as error:
         print(f"tools/launch: {error}", file=sys.stderr)
         return 2
@@ -85,15 +85,15 @@ def main(command: list[str] | None = None) -> int:
         return 130
     run = run.resolve()
     try:
-        return _launch(config, found, run)
+        return _launch(config, assets, run)
     except (OSError, ValueError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         print(f"tools/launch: {no_space(run) if full else error}", file=sys.stderr)
         return 2
 
 
-def _launch(config: Config, found: Assets, run: Path) -> int:
-    """The run folder, for this launch alone, and the processes in it. Raises OSError, and ValueError with the remedy."""
+def _launch(config: Config, assets: Assets, run: Path) -> int:
+    """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and ValueError with the remedy."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
         try:
@@ -103,25 +103,25 @@ def _launch(config: Config, found: Assets, run: Path) -> int:
         write_whole(run / "config.json", config)
         for doubt in rules.doubts(config):
             print(f"warning: {doubt}", flush=True)
-        if warning := processes.memory_warning(config, Path(found.model)):
+        if warning := processes.memory_warning(config, Path(assets.model)):
             print(warning, flush=True)
-        if sys.stdout.isatty():  # the scheduler writes to a pipe: it cannot ask how wide the terminal is
+        if sys.stdout.isatty():  # the scheduler writes to a pipe and cannot ask for the terminal's width itself
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         print(f"{processes.number_type(config)}\nrun folder {run}", flush=True)
-        return supervise(run, lambda: processes.make(config, found, run))
+        return supervise(run, lambda: processes.make(config, assets, run))
 
 
 def dry_run(config: Config, run: Path) -> int:
-    """Print what would happen."""
+    """Print the resolved config, the process plan and a memory estimate, and start nothing."""
     import tempfile
 
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:
-        made = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
+        plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
     print(
-        f"{processes.number_type(config)}\nrun folder {run}\nprocesses:\n{processes.describe(made, config, model)}{known}"
+        f"{processes.number_type(config)}\nrun folder {run}\nprocesses:\n{processes.describe(plan, config, model)}{known}"
     )
     return 0

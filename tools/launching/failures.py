@@ -1,4 +1,4 @@
-"""Why a process of a run ended, what to do about it, and how soon it may be started again. Pure: logs and clocks are given."""
+"""Why a process of a run ended, what to do about it, and how soon it may be started again. Pure: callers pass the logs and the time."""
 
 import re
 import signal
@@ -6,19 +6,19 @@ import signal
 import msgspec
 
 RESTARTS, WITHIN_S = 3, 600.0
-"""A process is started again, and a run resumed, at most so often in so many seconds. A start takes a minute or less on small machines
-and a few on large ones: what dies a fourth time in ten minutes works less than it starts, and what dies less often is worth starting."""
+"""A process is restarted, and a run resumed, at most RESTARTS times within WITHIN_S seconds. A start takes from one to a few minutes, so a
+process that dies a fourth time in ten minutes spends most of its time starting; one that dies less often is worth restarting."""
 FIRST_PAUSE_S = 1.0
-"""Before the first restart; doubled for each more within ``WITHIN_S``."""
+"""Seconds to wait before the first restart. The wait doubles with each further restart within ``WITHIN_S``."""
 _LONGEST = 300
-"""Characters of a cause that are shown; all of it is in the log."""
+"""Characters of a cause that are shown; the log holds the whole text."""
 _TRACEBACK = "Traceback (most recent call last):\n"
 _ENDS = " scheduler.main the run ends: "
-"""What the scheduler logs last, where it knows what is wrong."""
+"""The scheduler's last log line begins so when the scheduler knows what went wrong."""
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.]+ ", re.MULTILINE)
-"""How a line of a process's log begins."""
+"""How each record in the log of a process begins."""
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-"""How torch.distributed begins the lines of a rank's last traceback."""
+"""The prefix that torch.distributed puts before each line of a rank's last traceback."""
 _PEER_GONE = re.compile(
     r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Connection closed by peer", re.IGNORECASE
 )
@@ -26,18 +26,18 @@ _NO_MEMORY = re.compile(
     r"MemoryError|out ?of ?memory|can't allocate memory|Cannot allocate memory|SIGKILL", re.IGNORECASE
 )
 _NO_SPACE = re.compile("No space left on device|disk is full")
-"""How Python and SQLite say so, whatever is free afterwards: what did not fit was removed again."""
+"""The messages of Python and SQLite. The free space says nothing afterwards, because the files that did not fit were removed."""
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why a process ended. text: one line. passing: it came from outside (a signal, a lost peer), so it need not happen again."""
+    """Why a process ended. text: one line. passing: the cause came from outside (a signal, a lost peer) and need not happen again."""
 
     text: str
     passing: bool
 
     @property
     def second_hand(self) -> bool:
-        """Another process was lost: that one's cause is the run's."""
+        """True if this process ended because it lost another process, whose cause is then the cause of the run's end."""
         return self.passing and bool(_PEER_GONE.search(self.text))
 
     @property
@@ -46,7 +46,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 def cause_of(status: int, log: str) -> Cause:
-    """Why a process ended with ``status``, negative for a signal. log: what it wrote since it was started."""
+    """Return why a process ended. status: its exit status, negative for a signal. log: what it wrote since its last start."""
     if status < 0:
         known = -status in set(signal.Signals)
         name = f" ({signal.Signals(-status).name})" if known else ""
@@ -59,32 +59,31 @@ def cause_of(status: int, log: str) -> Cause:
 
 
 def _last_error(log: str) -> str:
-    """The message of the exception that ended a process, else the last line of its log, in one line."""
+    """Return, as one line, the message of the exception that ended a process, or the last line of its log if there is none."""
     log = _RANK.sub("", log)
-    _, found, last = log.rpartition(_ENDS)
-    if found:
+    _, marker, last = log.rpartition(_ENDS)
+    if marker:
         return shortened(last)
-    _, found, last = log.rpartition(_TRACEBACK)
+    _, marker, last = log.rpartition(_TRACEBACK)
     lines = [line for line in last.splitlines() if line.strip()] or [""]
-    if found and not _RECORD.search(last):  # nothing was logged after it, so it was not handled
+    if marker and not _RECORD.search(last):  # nothing was logged after the traceback, so nobody handled the exception
         ends = next((i for i, line in enumerate(lines) if not line[0].isspace()), len(lines) - 1)
         more = 2 if lines[ends].endswith(":") else 1
-        text = re.sub(
-            r"^(\w+\.)+(?=\w+(:|$))", "", " ".join(lines[ends : ends + more])
-        )  # the module of the exception's class
+        module = r"^(\w+\.)+(?=\w+(:|$))"  # the module of the exception's class, which is left out
+        text = re.sub(module, "", " ".join(lines[ends : ends + more]))
     else:
         text = _RECORD.sub("", lines[-1])
     return shortened(text)
 
 
 def shortened(text: str) -> str:
-    """One line, of a length that can be read."""
+    """Return ``text`` as one line of at most ``_LONGEST`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def remedy(cause: Cause, again: str) -> str:
-    """What to do. again: the command that goes on with the run."""
+    """Return what the user should do about ``cause``. again: the command that resumes the run."""
     if _NO_MEMORY.search(cause.text):
         return (
             f"if memory was short: fewer --actors or --learner, or a smaller actors.kv_cache_gib; go on with: {again}"
@@ -97,29 +96,29 @@ def remedy(cause: Cause, again: str) -> str:
 
 
 class Rate:
-    """Deaths of one thing, and how long to wait before it is started again."""
+    """Deaths of one process or of the run. For deaths within ten minutes, ``pause`` returns 1 s, 2 s and 4 s, and None for the fourth."""
 
     def __init__(self) -> None:
         self._deaths: list[float] = []
 
     def pause(self, now: float) -> float | None:
-        """After a death at ``now``: seconds until the next start; None when it dies too often."""
+        """Record a death at ``now`` (seconds). Return the seconds until the next start, or None after too many deaths."""
         self._deaths = [*(before for before in self._deaths if before > now - WITHIN_S), now]
         return None if len(self._deaths) > RESTARTS else FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1)
 
 
 class Resumes:
-    """Whether a run whose scheduler or learner died is resumed.
+    """Decides whether a run whose scheduler or learner died is resumed. Made once per launch; ``pause`` is called after each death.
 
-    An error repeats, unless the run has a newer checkpoint than when it was started or last resumed; what came from outside may pass
-    ``RESTARTS`` times in a row without one. Both at most so often as ``Rate`` allows.
+    An error would repeat, so the run is resumed only if it wrote a checkpoint since its last start. A cause from outside may come
+    ``RESTARTS`` times in a row without a new checkpoint. Both kinds are limited by ``Rate`` as well.
     """
 
     def __init__(self, checkpoint: str) -> None:
         self._rate, self._checkpoint, self._fruitless = Rate(), checkpoint, 0
 
     def pause(self, now: float, cause: Cause, checkpoint: str) -> float | None:
-        """Seconds until the run is resumed; None when it ends. checkpoint: the newest one now, "" for none."""
+        """Return the seconds until the run is resumed, or None if the run ends. checkpoint: the newest one now, "" for none."""
         self._fruitless = self._fruitless + 1 if checkpoint == self._checkpoint else 0
         self._checkpoint = checkpoint
         pause = self._rate.pause(now)

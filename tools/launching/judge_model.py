@@ -1,4 +1,4 @@
-"""The process of a run that serves [judges.model] to the run's own judges: tools/serve-model on the loopback, by a process file."""
+"""The process that serves [judges.model] to a run's own judges: it runs tools/serve-model on the loopback address."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 
 class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A judge model process. folder: the model's Hugging Face folder."""
+    """The process file of a judge model. folder: the model's Hugging Face folder."""
 
     name: str
     run: str
@@ -24,20 +24,19 @@ class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     @property
     def url(self) -> str:
-        """What judges ask."""
+        """The address to which the judges send their requests."""
         return f"http://{HOST}:{self.port}/v1"
 
 
 def main() -> None:
-    """Serve until SIGTERM; ends with status 1 when the engine has died, and the launcher starts it again."""
-    from tools.launching.serve_model import (
-        serve,
-    )  # it imports torch, which the launcher, who writes the process file, does without
+    """Serve until SIGTERM. If the engine dies, exit with status 1, so that the launcher starts the process again."""
+    # The launcher imports this module to write the process file and must not import torch, which serve_model imports.
+    from tools.launching.serve_model import serve
 
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
-    given = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
+    options = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
     try:
-        loop.run(serve(given, Path(process.folder), ""))
+        loop.run(serve(options, Path(process.folder), ""))
     except InfrastructureFault as fault:
         sys.exit(f"{process.name}: {fault}")
 

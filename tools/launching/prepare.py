@@ -1,4 +1,4 @@
-"""The set-up of a run, in a process of its own: who waits for it never holds torch."""
+"""The set-up of a run in a process of its own, so that the launcher, which waits for it, never holds torch in memory."""
 
 from tools.launching.assets import Assets
 from tools.launching.config import Config
@@ -6,7 +6,7 @@ from wire.apart import Killed, apart
 
 
 def prepare(config: Config) -> Assets:
-    """Make or find everything; raises FileNotFoundError, ValueError or MemoryError with the remedy."""
+    """Make every asset that is not cached yet. Raises FileNotFoundError, ValueError or MemoryError with the remedy."""
     try:
         return apart(_prepare, config)
     except Killed:

@@ -20,10 +20,8 @@ from wire import hardware
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process: ``python -m module RUN/processes/<file>.json``. vital: its death ends the run; others are restarted.
-
-    python: the interpreter, "" for the launcher's own.
-    """
+    """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter python ("" for the launcher's own).
+    vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone."""
 
     name: str
     module: str
@@ -59,7 +57,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         ),
     }  # fmt: skip
     players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
-    if players:  # apart from the judges: a slow oracle must not keep opponents waiting
+    if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting
         files["players"] = JudgeProcess("players", r, players)
     if served:
         files["judge-model"] = served
@@ -104,12 +102,12 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
 
 
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
-"""glibc's settings of a rank: a tensor of a megabyte or more goes back to the system when it is freed. With the usual ones a rank's heap
-was seen to grow to twice what it held (docs/performance.md). An engine, which decodes, gains little and loses time."""
+"""glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system when the tensor is freed. With glibc's
+defaults the heap of a rank grew to twice its contents (docs/performance.md). A decoding engine would save little memory and lose time."""
 
 
 def _actor(config: Config, place: int) -> Process:
-    """One actor. With SGLang inside, it runs where sglang is installed; with actors.sglang.gpus it sees only its own GPUs."""
+    """Plan one actor. With SGLang inside, it runs where sglang is installed; with actors.sglang.gpus it sees only its own GPUs."""
     a, name = config.actors, f"actor-{place}"
     if a.engine != "sglang":
         return Process(name, "actors.worker", name, a.threads, False)
@@ -121,7 +119,7 @@ def _actor(config: Config, place: int) -> Process:
 
 
 def _rest(config: Config) -> dict[str, str]:
-    """Judges' models go to the GPUs that neither the learner nor actors were given; where none is left they may take any."""
+    """Give the judges' models the GPUs that neither the learner nor the actors use; if none is left, they may use any GPU."""
     gpus, a = hardware.visible_gpus(), config.actors
     own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
     rest = gpus[config.learner.count + own :]
@@ -129,9 +127,9 @@ def _rest(config: Config) -> dict[str, str]:
 
 
 def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
-    """The GPUs of the actor at ``place``: those behind the learner's, taking turns; all of them when there are none behind.
+    """Return the GPUs of the actor at ``place``: actors take turns on the GPUs after the learner's, or on all if too few come after.
 
-    Raises ValueError when there are fewer than one actor takes.
+    Raises ValueError when the machine has fewer GPUs than one actor needs.
     """
     if not each or not gpus:
         return []
@@ -149,7 +147,7 @@ def _free_port() -> int:
 
 
 def describe(plan: list[Process], config: Config, model: Path) -> str:
-    """The plan and a memory estimate for --dry-run. model: the policy's folder."""
+    """Describe the plan and estimate its memory for --dry-run. model: the policy's folder."""
     uncounted = ", without the judges' model" if config.judges.model else ""
     lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
     need, free = memory_gib(config, model), free_gib()
@@ -158,20 +156,20 @@ def describe(plan: list[Process], config: Config, model: Path) -> str:
 
 
 def memory_warning(config: Config, model: Path) -> str:
-    """What to tell at the start of a run on CPUs that this machine has no room for, with the largest plan that fits; "" when it has."""
+    """Return a warning that names the largest plan that fits, if a run on CPUs needs more memory than is free; "" otherwise."""
     need, free = memory_gib(config, model), free_gib()
     if need <= free or hardware.visible_gpus():
         return ""
-    said = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
+    warning = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
     sizes = [(a, w) for a in range(1, config.actors.count + 1) for w in range(1, config.learner.count + 1)]
     fitting = [size for size in sizes if memory_gib(_sized(config, *size), model) <= free]
     if fitting:
         actors, ranks = max(fitting, key=lambda size: (sum(size), size[0]))
         less = memory_gib(_sized(config, actors, ranks), model)
-        return f"{said}--actors {actors} --learner {ranks} fits ({less:.1f} GiB)"
+        return f"{warning}--actors {actors} --learner {ranks} fits ({less:.1f} GiB)"
     least = memory_gib(_sized(config, 1, 1), model)
     return (
-        f"{said}even --actors 1 --learner 1 needs {least:.1f} GiB. Set a smaller actors.kv_cache_gib"
+        f"{warning}even --actors 1 --learner 1 needs {least:.1f} GiB. Set a smaller actors.kv_cache_gib"
         f" (now {config.actors.kv_cache_gib}) or learner.micro_tokens (now {config.learner.micro_tokens}), or take a smaller model"
     )
 
@@ -182,7 +180,7 @@ def _sized(config: Config, actors: int, ranks: int) -> Config:
 
 
 def number_type(config: Config) -> str:
-    """What to tell at the start: in which number type the run computes, why, and how that is changed."""
+    """Describe the number type in which the run computes, the reason for it, and the settings that change it."""
     learner, why = hardware.dtype_and_reason(config.learner.dtype)
     if config.actors.engine != "local":
         return f"number type of the learner: {learner} ({why}; learner.dtype); SGLang chooses its own (actors.sglang.arguments.dtype)"
@@ -197,14 +195,14 @@ def number_type(config: Config) -> str:
 
 
 _PROCESS_GIB, _REST_GIB = 0.4, 0.6
-"""Of a process with torch beside weights, caches and activations: its libraries, buffers, what the allocator keeps; and of the retriever,
-launcher, scheduler and judges together. See docs/performance.md."""
+"""GiB that a process with torch takes beside weights, caches and activations (libraries, buffers, memory that the allocator keeps), and GiB
+that the retriever, launcher, scheduler and judges take together. See docs/performance.md."""
 _SAVED = 9, 4
-"""Numbers kept for backward of a token and layer, in hidden and in intermediate widths."""
+"""Numbers kept for the backward pass per token and layer, as multiples of the hidden width and of the intermediate width."""
 
 
 def memory_gib(config: Config, model: Path) -> float:
-    """About what all processes hold at most, in main memory, without a judge's model; a model that is not here yet counts as nothing."""
+    """Estimate the most main memory that all processes hold together, in GiB. The weights of a model not yet on disk count as 0."""
     a, w, served = config.actors, config.learner, config.judges.model
     settings = model / "config.json"
     shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
@@ -215,9 +213,7 @@ def memory_gib(config: Config, model: Path) -> float:
     saved = w.micro_tokens * shape.get("num_hidden_layers", 0) * (_SAVED[0] * hidden + _SAVED[1] * inner)
     activations = saved * (4 if learning == 4 else 3) / 2**30
     actor = numbers * acting + a.kv_cache_gib + _PROCESS_GIB
-    if (
-        w.lora.rank
-    ):  # frozen weights are in memory once, adapters with gradients and moments are a fifth of them at most
+    if w.lora.rank:  # the ranks share the frozen weights; adapters, gradients and moments take a fifth of them at most
         learner = numbers * learning + w.count * (numbers * 0.8 + activations + _PROCESS_GIB)
     else:
         learner = w.count * (numbers * 16 + activations + _PROCESS_GIB)
@@ -225,11 +221,11 @@ def memory_gib(config: Config, model: Path) -> float:
 
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
-"""Of the container that this process is in: its bound in bytes, or "max", and what it has taken."""
+"""Files of this process's container: its memory limit in bytes, or "max", and the bytes in use."""
 
 
 def free_gib() -> float:
-    """Memory that a run may take: what the machine has free, or what the container's limit leaves."""
+    """Return the GiB that a run may take: the machine's free memory, or what the container's limit leaves if that is less."""
     free = psutil.virtual_memory().available
     limit, taken = (path.read_text().strip() if path.is_file() else "max" for path in _LIMITS)
     if limit.isdigit() and taken.isdigit():

@@ -1,4 +1,4 @@
-"""The command tools/serve-model: a model over the OpenAI-compatible protocol, by the embedded engine."""
+"""The command tools/serve-model: the embedded engine serves a model over the OpenAI-compatible protocol."""
 
 import argparse
 import asyncio
@@ -22,36 +22,36 @@ from wire.faults import InfrastructureFault
 _DEFAULTS = ActorsConfig()
 _CONTEXT = 4096
 _CACHE_GIB = 2.0
-"""More than an actor's: running samples and what clients share must fit together, or shared prefixes are computed again."""
+"""Larger than an actor's cache: running samples and the prefixes that clients share must fit together, or prefixes are computed again."""
 _PATIENCE_S = 2.0
-"""How long open requests may take to notice the end."""
+"""Seconds that open requests have to end when the server stops."""
 
 
-async def serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
+async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises OSError for an address that cannot be taken, InfrastructureFault when the engine has died, and what the engine's start raises.
+    Raises OSError if the address cannot be taken, InfrastructureFault when the engine has died, and whatever the engine's start raises.
     """
-    work = asyncio.create_task(_serve(given, folder, api_key))
+    work = asyncio.create_task(_serve(options, folder, api_key))
     if await loop.or_signal(work):
         work.result()
 
 
-async def _serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
+async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
     config = ActorsConfig(
-        threads=given.threads,
-        max_context=given.max_context,
-        max_batch=given.max_batch,
-        kv_cache_gib=given.kv_cache_gib,
+        threads=options.threads,
+        max_context=options.max_context,
+        max_batch=options.max_batch,
+        kv_cache_gib=options.kv_cache_gib,
     )
     engine = LocalEngine(str(folder), config)
     await engine.start()
-    server = Server(engine, folder, name=given.name, api_key=api_key)
+    server = Server(engine, folder, name=options.name, api_key=api_key)
     served = runner(server)
     await served.setup()
     try:
-        await web.TCPSite(served, given.host, given.port, shutdown_timeout=_PATIENCE_S).start()
-        host = f"[{given.host}]" if ":" in given.host else given.host
+        await web.TCPSite(served, options.host, options.port, shutdown_timeout=_PATIENCE_S).start()
+        host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"serving {server.name} at http://{host}:{served.addresses[0][1]}/v1", flush=True)
         raise InfrastructureFault(await engine.died())
     finally:
@@ -60,19 +60,19 @@ async def _serve(given: argparse.Namespace, folder: Path, api_key: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
+    """Run the command and return its exit status."""
     parser = _parser()
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        check(given)
-        api_key = _api_key(given.api_key_env)
-        if not is_loopback(given.host) and not api_key:
+        check(options)
+        api_key = _api_key(options.api_key_env)
+        if not is_loopback(options.host) and not api_key:
             raise ValueError(
-                f"--host {given.host} can be reached from other machines: name the variable that holds an API key"
+                f"--host {options.host} can be reached from other machines: name the variable that holds an API key"
                 " (--api-key-env), or use 127.0.0.1"
             )
         _quiet()
-        loop.run(serve(given, ensure_model(given.model, cache_folder()), api_key))
+        loop.run(serve(options, ensure_model(options.model, cache_folder()), api_key))
     except (ValueError, OSError, MemoryError) as error:
         parser.exit(1, f"tools/serve-model: {error}\n")
     except InfrastructureFault as fault:
@@ -80,17 +80,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def check(given: argparse.Namespace) -> None:
-    """Raises ValueError for a number out of range."""
+def check(options: argparse.Namespace) -> None:
+    """Check the numbers of the command line. Raises ValueError for a number out of range."""
     for name in ("threads", "max_context", "max_batch", "kv_cache_gib"):
-        if not 0 < getattr(given, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
-    if not 0 <= given.port < 2**16:
-        raise ValueError(f"--port {given.port}: expected 0 (a free one) to {2**16 - 1}")
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port {options.port}: expected 0 (a free one) to {2**16 - 1}")
 
 
 def is_loopback(host: str) -> bool:
-    """Is only this machine reached there? A name other than localhost may be anything."""
+    """True if ``host`` can be reached from this machine only. A name other than localhost may mean any machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -101,7 +101,7 @@ def _api_key(variable: str) -> str:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"--api-key-env {variable}: that variable is empty, it must hold the API key")
+        raise ValueError(f"--api-key-env {variable}: that variable is empty; set it to the API key")
     return key
 
 

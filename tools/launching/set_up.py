@@ -1,4 +1,4 @@
-"""The set-up of a run: model, data, index, warm start; each made once and cached, with progress lines. It imports torch."""
+"""The set-up of a run: model, data, index and warm start. Each is made once and cached, with progress lines. This module imports torch."""
 
 from pathlib import Path
 
@@ -21,16 +21,16 @@ from tools.launching.config import Config
 
 
 def prepare(config: Config) -> Assets:
-    """Make or find everything, in this process; raises FileNotFoundError, ValueError or MemoryError with the remedy."""
+    """Make, in this process, every asset that is not cached yet. Raises FileNotFoundError, ValueError or MemoryError with the remedy."""
     cache = cache_folder()
-    found = _prepare(config, ensure_model(config.model.name, cache), cache)
+    assets = _prepare(config, ensure_model(config.model.name, cache), cache)
     if config.judges.model is None:
-        return found
+        return assets
     try:
         folder = ensure_model(config.judges.model.name, cache)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"judges.{error}") from None  # it names model.name
-    return msgspec.structs.replace(found, judge_model=str(folder))
+        raise FileNotFoundError(f"judges.{error}") from None  # the message begins with "model.name"
+    return msgspec.structs.replace(assets, judge_model=str(folder))
 
 
 def _prepare(config: Config, model: Path, cache: Path) -> Assets:
@@ -73,9 +73,9 @@ def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path)
     return Assets(str(model), train, heldout, retriever)
 
 
-def _files(given: str | list[str], facts: Path | None, split: str) -> str | list[str]:
-    """The sources of a setting; "default" is the file that the built-in questions were made into."""
+def _files(setting: str | list[str], facts: Path | None, split: str) -> str | list[str]:
+    """Return the sources of a setting, with "default" replaced by the file of built-in questions."""
     own = str(facts / f"{split}.jsonl") if facts else "default"
-    if isinstance(given, str):
-        return own if given == "default" else given
-    return [own if source == "default" else source for source in given]
+    if isinstance(setting, str):
+        return own if setting == "default" else setting
+    return [own if source == "default" else source for source in setting]

@@ -1,4 +1,4 @@
-"""The settings of an experiment as typed structs: one section for each room, and what the launcher itself reads."""
+"""The settings of an experiment as typed structs: one section per room, and the settings of the launcher itself."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [data]. "default" is the built-in corpus and its questions; else paths (JSONL, Parquet) or hub datasets.
+    """Section [data]. "default" means the built-in corpus and its questions; other values are paths (JSONL, Parquet) or hub datasets.
 
-    train, heldout: one source or a list of them, see actors/environments/task_files.py. environment: a name of
-    actors/environments/registry.py, or module:Class. options: of its constructor. An environment that makes its own tasks (a game)
-    reads no files.
+    train, heldout: one source or a list of sources (actors/environments/task_files.py). environment: a name from
+    actors/environments/registry.py, or module:Class. options: arguments of the environment's constructor. An environment that makes
+    its own tasks (a game) reads no files.
     """
 
     train: str | list[str] = "default"
@@ -34,7 +34,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of an experiment. runs: the folder in which run folders are made. threads: of set-up work (index, warm start)."""
+    """A whole experiment. runs: the folder in which run folders are made. threads: compute threads of the set-up (index, warm start)."""
 
     name: str
     seed: Natural = 0

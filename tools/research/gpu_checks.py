@@ -1,7 +1,7 @@
-"""The checks of tools/gpu_check: one after the other, each with a time limit of its own, and a record of them with versions.
+"""The checks of tools/gpu_check: they run one after the other, each with its own time limit, and are recorded with all versions.
 
-A check that hangs is asked to end, then killed with all its descendants, and fails by its name; those after it run. All of them end
-within ``WHOLE_S``: a check that would begin later is not run, and one that is running then has hung.
+A check that hangs is interrupted, then killed with all its descendants, and is reported as failed; the checks after it still run. All
+checks end within ``WHOLE_S``: no check begins after that time, and a check that is still running then counts as hung.
 """
 
 import argparse
@@ -25,15 +25,16 @@ import psutil
 from tools.bootstrap import ROOT
 
 WHOLE_S = 570.0
-"""Of all checks, so that ten minutes are enough with what a hanging one takes to end."""
+"""Seconds for all checks. Ten minutes are then enough, including the time that a hanging check takes to end."""
 GRACE_S = 15.0
-"""After an interrupt: an actor gives its SGLang server 7 s to end."""
+"""Seconds that a check has to end after an interrupt. An actor gives its SGLang server 7 s to end."""
 BEGIN, END = "<!-- tools/gpu_check writes from here -->", "<!-- to here -->"
 _CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 
 
 class Check(msgspec.Struct, frozen=True):
-    """name: by which it is asked for. module: what Python runs with -m, and its arguments. limit_s: of the check alone."""
+    """One check. name: its name on the command line. module: the module that ``python -m`` runs, and its arguments. limit_s: its time limit
+    in seconds. sglang: the check needs SGLang."""
 
     name: str
     module: list[str]
@@ -42,7 +43,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """failure: "" for a check that passed. output: all that it printed."""
+    """The result of one check. failure: "" if the check passed. output: everything that it printed."""
 
     name: str
     seconds: float
@@ -67,15 +68,14 @@ CHECKS = [
 
 
 def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
-    """The outcomes in order; what the checks print, and their seconds, are printed meanwhile."""
+    """Run the checks, show their output and seconds as they run, and return the outcomes in order."""
     end, outcomes = time.monotonic() + whole_s, []
     for check in checks:
         print(f"== {check.name}", flush=True)
         left = end - time.monotonic()
         if left <= 0:
-            outcome = Outcome(
-                check.name, 0.0, f"not run: {whole_s:g} s were over; tools/gpu_check {check.name} runs it alone"
-            )
+            reason = f"not run: {whole_s:g} s were over; tools/gpu_check {check.name} runs it alone"
+            outcome = Outcome(check.name, 0.0, reason)
         else:
             outcome = run(check, min(check.limit_s, left))
         print(f"== {check.name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True)
@@ -84,14 +84,14 @@ def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
 
 
 def run(check: Check, limit_s: float) -> Outcome:
-    """One check, for at most ``limit_s`` and the time that it takes to end after that."""
+    """Run one check for at most ``limit_s`` seconds, plus the time that it takes to end after that."""
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", *check.module], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
-    said: list[str] = []
-    reading = threading.Thread(target=_echo, args=(process, said), daemon=True)
+    printed: list[str] = []
+    reading = threading.Thread(target=_echo, args=(process, printed), daemon=True)
     reading.start()
     try:
         status = process.wait(limit_s)
@@ -100,19 +100,19 @@ def run(check: Check, limit_s: float) -> Outcome:
         failure = f"did not end within {limit_s:.0f} s"
     finally:
         _end(process)
-    reading.join(GRACE_S)  # it ends with the last process that could still write
-    return Outcome(check.name, time.monotonic() - start, failure, "".join(said))
+    reading.join(GRACE_S)  # the thread ends when no process is left that could write
+    return Outcome(check.name, time.monotonic() - start, failure, "".join(printed))
 
 
-def _echo(process: "subprocess.Popen[str]", said: list[str]) -> None:
+def _echo(process: "subprocess.Popen[str]", printed: list[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        said.append(line)
+        printed.append(line)
         print(line, end="", flush=True)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Interrupt it, so that it ends its servers and gives their memory back; then kill it and whatever it had started."""
+    """Interrupt a process, so that it ends its servers and frees their memory; then kill it and every process that it had started."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)  # servers have sessions of their own
@@ -121,7 +121,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
         process.wait(GRACE_S)
     for one in [*family, process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()  # not of another process that has its number now: both look
+            one.kill()  # psutil and subprocess both refuse if another process has the number by now
     process.wait()
 
 
@@ -129,12 +129,12 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def versions(python: str, run_sglang: bool) -> dict[str, str]:
-    """Of what the numbers depend on. python: the interpreter that has SGLang."""
+    """Return the versions of everything on which the measured numbers depend. python: the interpreter that has SGLang."""
     import torch
     import transformers
 
     driver = _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()
-    found = {
+    versions_by_name = {
         "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "none",
         "driver": driver[0] if driver else "unknown",
         "Python": sys.version.split()[0],
@@ -146,13 +146,13 @@ def versions(python: str, run_sglang: bool) -> dict[str, str]:
     if run_sglang:
         wanted = ("sglang", "torch", "transformers")
         ask = f"import importlib.metadata as m; print(*(m.version(name) for name in {wanted!r}))"
-        told = _said([python, "-c", ask]).split() or ["unknown"] * len(wanted)
-        found |= dict(zip(("sglang", "its torch", "its transformers"), told, strict=True))
-    return found
+        answer = _said([python, "-c", ask]).split() or ["unknown"] * len(wanted)
+        versions_by_name |= dict(zip(("sglang", "its torch", "its transformers"), answer, strict=True))
+    return versions_by_name
 
 
 def _said(command: list[str]) -> str:
-    """What a command printed, "" where it fails or is not there."""
+    """Return what a command printed, or "" if the command fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
@@ -160,46 +160,48 @@ def _said(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def section(outcomes: Sequence[Outcome], found: dict[str, str], when: datetime.datetime) -> str:
-    """What happened, in Markdown: versions, seconds, and what each check printed as JSON (all parts of one that failed)."""
+def section(outcomes: Sequence[Outcome], version_table: dict[str, str], when: datetime.datetime) -> str:
+    """Return the record in Markdown: versions, seconds, and the last JSON object of each check (every object of a failed check)."""
     lines = [
-        f"`tools/gpu_check`, {when:%Y-%m-%d %H:%M} UTC: " + ", ".join(f"{k} {v}" for k, v in found.items()) + ".",
+        f"`tools/gpu_check`, {when:%Y-%m-%d %H:%M} UTC: "
+        + ", ".join(f"{k} {v}" for k, v in version_table.items())
+        + ".",
         "",
     ]
     lines += ["| check | seconds | |", "|---|---|---|"]
     lines += [f"| {one.name} | {one.seconds:.1f} | {one.failure or 'passed'} |" for one in outcomes]
     for one in outcomes:
-        told = objects(one.output)
-        if told or one.failure:
-            shown = [json.dumps(value) for value in (told if one.failure else told[-1:])]
+        printed = objects(one.output)
+        if printed or one.failure:
+            shown = [json.dumps(value) for value in (printed if one.failure else printed[-1:])]
             last = one.output.strip().splitlines()[-5:] if one.failure else []
             lines += ["", f"{one.name}:", "", "```", *shown, *last, "```"]
     return "\n".join(lines) + "\n"
 
 
 def objects(output: str) -> list[Any]:
-    """The JSON objects in an output that begin a line, in order."""
-    found, decoder, lines = [], json.JSONDecoder(), output.splitlines(keepends=True)
+    """Return, in order, the JSON objects of an output that begin at the start of a line."""
+    values, decoder, lines = [], json.JSONDecoder(), output.splitlines(keepends=True)
     place, skip = 0, 0
     for line in lines:
         if line.startswith("{") and place >= skip:
             try:
                 value, skip = decoder.raw_decode(output, place)
-                found.append(value)
+                values.append(value)
             except ValueError:
-                pass  # a line of something else that begins so
+                pass  # the line begins with a brace but holds no JSON object
         place += len(line)
-    return found
+    return values
 
 
 def around(path: Path) -> tuple[str, str]:
-    """What stands in a file up to the first mark and from the second. Raises ValueError when it has not each of them once, in order."""
+    """Return a file's text up to the first mark and from the second mark on. Raises ValueError unless it has each mark once, in order."""
     whole = path.read_text()
     before, begun, rest = whole.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not begun or not ended or whole.count(BEGIN) > 1 or whole.count(END) > 1:
         raise ValueError(
-            f"{path}: expected the lines {BEGIN!r} and {END!r} once each, in this order: put them where the record shall stand"
+            f"{path}: expected the lines {BEGIN!r} and {END!r} once each, in this order: put them where the record belongs"
         )
     return before + BEGIN, END + after
 
@@ -214,51 +216,47 @@ def record(path: Path, text: str) -> None:
 
 
 def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
-    """The checks to run; without names, all that can run. Raises ValueError for a name that is none, or that needs SGLang."""
+    """Return the checks to run: those named, or all that can run. Raises ValueError for a name that is unknown or needs missing SGLang."""
     possible = {check.name: check for check in CHECKS if sglang or not check.sglang}
     if unknown := [name for name in names if name not in possible]:
         raise ValueError(
             f"{unknown}: expected names of {list(possible)}"
-            + ("" if sglang else "; those of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON")
+            + ("" if sglang else "; the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON")
         )
     return [possible[name] for name in names] or list(possible.values())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks; 0 when all passed."""
+    """Run the command and return its exit status: 0 if all checks passed."""
     import torch
 
     parser = argparse.ArgumentParser(
         prog="tools/gpu_check", description="Every GPU check of the project, with time limits."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(c.name for c in CHECKS)}; default all")
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="replace the marked section of FILE (docs/gpu.md); else it is printed",
-    )
-    given = parser.parse_args(arguments)
+    replaced = "replace the marked section of FILE (docs/gpu.md) instead of printing it"
+    parser.add_argument("--record", type=Path, metavar="FILE", help=replaced)
+    options = parser.parse_args(arguments)
     python = os.environ.get("COPPICE_SGLANG_PYTHON", "")
     sglang = bool(python) or importlib.util.find_spec("sglang") is not None
     try:
-        checks = chosen(given.names, sglang)
-        if given.record is not None:
-            around(given.record)  # refused before the GPU is used
+        checks = chosen(options.names, sglang)
+        if options.record is not None:
+            around(options.record)  # a file without marks is refused before the GPU is used
     except (OSError, ValueError) as error:
         print(f"tools/gpu_check: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print("tools/gpu_check: no CUDA device here; what can run on a CPU runs in tools/test", file=sys.stderr)
         return 2
-    found = versions(python or sys.executable, sglang)
-    print(", ".join(f"{name} {version}" for name, version in found.items()), flush=True)
+    version_table = versions(python or sys.executable, sglang)
+    print(", ".join(f"{name} {version}" for name, version in version_table.items()), flush=True)
     if not sglang:
         print("SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON", flush=True)
     outcomes = run_all(checks)
-    text = section(outcomes, found, datetime.datetime.now(datetime.UTC))
-    if given.record is not None:
-        record(given.record, text)
+    text = section(outcomes, version_table, datetime.datetime.now(datetime.UTC))
+    if options.record is not None:
+        record(options.record, text)
     else:
         print(text)
     failed = [one.name for one in outcomes if one.failure]

@@ -1,7 +1,7 @@
-"""The command tools/replicate: an experiment of several arms and seeds on this machine, and its curves with intervals.
+"""The command tools/replicate: it runs an experiment of several arms and seeds on this machine and draws its curves with intervals.
 
-Every arm is a config with changed keys; every run is a usual run folder, so an interrupted replication goes on where it stood and each
-run can be looked at with the other tools. Arms are compared at equal environment steps and at equal generated tokens.
+Each arm is a config with changed keys. Each run is an ordinary run folder, so an interrupted replication can be continued and the other
+tools can read every run. Arms are compared at equal environment steps and at equal generated tokens.
 """
 
 import argparse
@@ -27,19 +27,19 @@ from tools.launching.config import ConfigError, load, saved
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Two-sided 95% quantiles of Student's t by degrees of freedom."""
 STEPS = ("count/environment_steps", "count/continuation_steps")
-"""Environment steps of trained episodes, and of Monte Carlo continuations: both cost the same."""
+"""Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs the same."""
 TOKENS = "count/generated_tokens"
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """One condition: a config of configs/ and what is changed in it."""
+    """One condition of an experiment: a config of configs/ and the keys that are changed in it."""
 
     config: str
     changes: list[str] = []
 
 
 class Study(msgspec.Struct, frozen=True):
-    """Arms compared with each other. measure: of held-out evaluations."""
+    """Arms that are compared with each other. measure: the name of the held-out measure."""
 
     measure: str
     arms: dict[str, Arm]
@@ -105,7 +105,7 @@ STUDIES = {
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """One run's held-out evaluations: policy version, environment steps (continuations included) and generated tokens so far, the measure."""
+    """The held-out evaluations of one run: policy version, environment steps (with continuations) and tokens so far, and the measure."""
 
     version: list[int]
     steps: list[float]
@@ -114,12 +114,12 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def slug(name: str) -> str:
-    """A folder name."""
+    """Return ``name`` as a folder name."""
     return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 
 def run_all(study: Study, out: Path, seeds: int, parallel: int, changes: list[str]) -> list[str]:
-    """Start what is missing, at most ``parallel`` at once; returns what failed."""
+    """Start the runs that are missing, at most ``parallel`` at once, and return the names of those that failed."""
     todo = [(name, arm, seed) for seed in range(seeds) for name, arm in study.arms.items()]
     with ThreadPoolExecutor(parallel) as pool:
         results = pool.map(lambda job: _run(out / slug(job[0]) / f"seed{job[2]}", job[1], job[2], changes), todo)
@@ -148,7 +148,7 @@ def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
 
 
 def curve(folder: Path, measure: str) -> Curve:
-    """The held-out evaluations of a run, in order; a version that was evaluated twice counts once."""
+    """Read the held-out evaluations of a run in order. A version that was evaluated twice counts once. Raises ValueError."""
     values: dict[int, float] = {}
     work: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
@@ -168,7 +168,7 @@ def curve(folder: Path, measure: str) -> Curve:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean over seeds, half width of its 95% interval by Student's t (nan for one seed)."""
+    """Return the mean over seeds and the half width of its 95% interval by Student's t (nan for one seed)."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, math.nan
@@ -176,13 +176,13 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def at(curve: Curve, axis: Sequence[float], place: float) -> float:
-    """The measure where ``axis`` (versions, steps or tokens of the curve) is at ``place``, linear between evaluations."""
+    """Interpolate the measure linearly at ``place`` on ``axis`` (the versions, steps or tokens of the curve)."""
     return float(np.interp(place, axis, curve.value))
 
 
 def table(curves: dict[str, list[Curve]], measure: str) -> str:
-    """Markdown: start, end, and at the updates, steps and tokens that every arm reached."""
-    everyone = [c for found in curves.values() for c in found]
+    """Return a Markdown table of the measure at the start, at the end, and at the updates, steps and tokens that every arm reached."""
+    everyone = [c for arm_curves in curves.values() for c in arm_curves]
     steps, tokens = min(c.steps[-1] for c in everyone), min(c.tokens[-1] for c in everyone)
     updates = min(c.version[-1] for c in everyone)
     heads = [
@@ -197,35 +197,35 @@ def table(curves: dict[str, list[Curve]], measure: str) -> str:
         "tokens",
     ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, found in curves.items():
+    for name, arm_curves in curves.items():
         cells = [
-            _shown(interval([c.value[0] for c in found])),
-            _shown(interval([at(c, c.version, updates) for c in found])),
-            _shown(interval([at(c, c.steps, steps) for c in found])),
-            _shown(interval([at(c, c.tokens, tokens) for c in found])),
-            _shown(interval([c.value[-1] for c in found])),
-            f"{np.mean([c.steps[-1] for c in found]):,.0f}",
-            f"{np.mean([c.tokens[-1] for c in found]):,.0f}",
+            _shown(interval([c.value[0] for c in arm_curves])),
+            _shown(interval([at(c, c.version, updates) for c in arm_curves])),
+            _shown(interval([at(c, c.steps, steps) for c in arm_curves])),
+            _shown(interval([at(c, c.tokens, tokens) for c in arm_curves])),
+            _shown(interval([c.value[-1] for c in arm_curves])),
+            f"{np.mean([c.steps[-1] for c in arm_curves]):,.0f}",
+            f"{np.mean([c.tokens[-1] for c in arm_curves]):,.0f}",
         ]
-        lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {len(arm_curves)} | {' | '.join(cells)} |")
     return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
 
 
-def _shown(found: tuple[float, float]) -> str:
-    return f"{found[0]:.3f} ±{found[1]:.3f}" if not math.isnan(found[1]) else f"{found[0]:.3f}"
+def _shown(estimate: tuple[float, float]) -> str:
+    return f"{estimate[0]:.3f} ±{estimate[1]:.3f}" if not math.isnan(estimate[1]) else f"{estimate[0]:.3f}"
 
 
 def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
-    """The measure against environment steps and against generated tokens, a band of the 95% interval over seeds."""
+    """Draw the measure against environment steps and against generated tokens, with a band for the 95% interval over seeds."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, kind, label in zip(
         axes, ("steps", "tokens"), ("environment steps, continuations included", "generated tokens"), strict=True
     ):
-        for name, found in curves.items():
-            length = min(len(c.value) for c in found)
-            x = np.mean([getattr(c, kind)[:length] for c in found], axis=0)
-            bands = [interval([c.value[i] for c in found]) for i in range(length)]
+        for name, arm_curves in curves.items():
+            length = min(len(c.value) for c in arm_curves)
+            x = np.mean([getattr(c, kind)[:length] for c in arm_curves], axis=0)
+            bands = [interval([c.value[i] for c in arm_curves]) for i in range(length)]
             middle, half = np.array([b[0] for b in bands]), np.nan_to_num([b[1] for b in bands])
             axis.plot(x, middle, marker=".", label=name)
             axis.fill_between(x, middle - half, middle + half, alpha=0.2)
@@ -238,42 +238,42 @@ def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="tools/replicate", description="Run an experiment of several arms and seeds.")
     parser.add_argument("study", choices=sorted(STUDIES))
     parser.add_argument("--out", type=Path, help="folder of the runs (default runs/replication/STUDY)")
-    parser.add_argument("--seeds", type=int, help="seeds an arm")
+    parser.add_argument("--seeds", type=int, help="seeds per arm")
     parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="runs at once (default %(default)s)")
-    parser.add_argument("--only", action="append", metavar="ARM", help="this arm; repeatable")
+    parser.add_argument("--only", action="append", metavar="ARM", help="run only this arm; repeatable")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key in every run")
     parser.add_argument("--measure", help="held-out measure to report (default: the study's)")
-    parser.add_argument("--report", action="store_true", help="start nothing, report what is there")
-    given = parser.parse_args(arguments)
-    study = STUDIES[given.study]
-    if unknown := set(given.only or []) - set(study.arms):
-        print(f"tools/replicate: no arm {sorted(unknown)}; there are {list(study.arms)}", file=sys.stderr)
+    parser.add_argument("--report", action="store_true", help="start nothing, report the finished runs")
+    options = parser.parse_args(arguments)
+    study = STUDIES[options.study]
+    if unknown := set(options.only or []) - set(study.arms):
+        print(f"tools/replicate: no arm {sorted(unknown)}; the arms are {list(study.arms)}", file=sys.stderr)
         return 2
-    if given.only:
+    if options.only:
         study = msgspec.structs.replace(
-            study, arms={name: study.arms[name] for name in study.arms if name in given.only}
+            study, arms={name: study.arms[name] for name in study.arms if name in options.only}
         )
-    if given.measure:
-        study = msgspec.structs.replace(study, measure=given.measure)
-    out = given.out or ROOT / "runs" / "replication" / given.study
-    seeds = given.seeds or study.seeds
+    if options.measure:
+        study = msgspec.structs.replace(study, measure=options.measure)
+    out = options.out or ROOT / "runs" / "replication" / options.study
+    seeds = options.seeds or study.seeds
     try:
-        failed = [] if given.report else run_all(study, out, seeds, given.parallel, given.set)
+        failed = [] if options.report else run_all(study, out, seeds, options.parallel, options.set)
         curves = {name: _curves(out / slug(name), study.measure, seeds) for name in study.arms}
     except ValueError as error:
         print(f"tools/replicate: {error}", file=sys.stderr)
         return 2
-    curves = {name: found for name, found in curves.items() if found}
+    curves = {name: arm_curves for name, arm_curves in curves.items() if arm_curves}
     if not curves:
         print(f"tools/replicate: no finished run in {out}", file=sys.stderr)
         return 2
     text, plot = table(curves, study.measure), out / f"{study.measure}.svg"
     (out / f"{study.measure}.md").write_text(text + "\n")
-    save(draw(curves, study.measure, given.study), plot)
+    save(draw(curves, study.measure, options.study), plot)
     print(f"{text}\n\nplot: {plot}")
     for name in failed:
         print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Virtual environments beside the main one, each for a foreign program, made from a table [tool.coppice.TABLE] of pyproject.toml.
+"""Makes virtual environments beside the main one, each for a foreign program, from a table [tool.coppice.TABLE] of pyproject.toml.
 
-The table has ``packages``, and ``no_deps`` for packages that declare what they do not need here. An environment is made anew only
-when its table changes.
+The table lists ``packages``, and in ``no_deps`` packages whose declared dependencies are not needed here. An environment is made anew
+only when its table changes.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from tools.bootstrap import ROOT
 
 
 def python(name: str, table: str, over_ours: bool = False) -> Path:
-    """The interpreter of the environment ``name``, which is made first if need be.
+    """Return the interpreter of the environment ``name``, which is made first if it is absent.
 
-    over_ours: the environment sees every package of this one, so that both run the same versions and only the rest is installed.
-    Raises LookupError for a table that is not there, RuntimeError when a step of the installation fails.
+    over_ours: the environment sees every package of this one, so that both use the same versions and only other packages are installed.
+    Raises LookupError if there is no such table, RuntimeError if a step of the installation fails.
     """
-    wanted = _table(table)
-    lists = [wanted.get("no_deps", []), wanted["packages"]]
+    packages = _table(table)
+    lists = [packages.get("no_deps", []), packages["packages"]]
     venv, mark = folder(name), hashlib.sha256(json.dumps(lists).encode()).hexdigest()
     stamp = venv / ".coppice"
     if not _holds(stamp, mark):
         venv.mkdir(parents=True, exist_ok=True)
         with open(venv / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two commands started at once install once
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands that start together, only one installs
             if not _holds(stamp, mark):
-                _install(name, venv, wanted, over_ours)
+                _install(name, venv, packages, over_ours)
                 stamp.write_text(mark)
     return venv / "bin" / "python"
 
 
 def folder(name: str) -> Path:
-    """Where the environment is: beside the main one, unless COPPICE_<NAME>_VENV says otherwise."""
+    """Return the environment's folder: beside the main one, unless COPPICE_<NAME>_VENV names another."""
     main = os.environ.get("COPPICE_VENV") or ROOT / ".venv"
     return Path(os.environ.get(f"COPPICE_{name.upper()}_VENV") or f"{main}-{name}").absolute()
 
@@ -60,7 +60,7 @@ def _holds(stamp: Path, mark: str) -> bool:
 def _install(name: str, venv: Path, table: dict[str, Any], over_ours: bool) -> None:
     print(f"setting up {venv} (a minute or more the first time)", file=sys.stderr, flush=True)
     inside = venv / "bin" / "python"
-    if not (venv / "bin" / "pip").exists():  # made last, so a half-made environment is made whole
+    if not (venv / "bin" / "pip").exists():  # pip comes last, so an unfinished environment is made again
         _run([sys.executable, "-m", "venv", str(venv)], "making the virtual environment")
     (venv / ".gitignore").write_text("*\n")
     if over_ours:
@@ -73,8 +73,8 @@ def _install(name: str, venv: Path, table: dict[str, Any], over_ours: bool) -> N
         _run([*pip, "--no-deps", *table["no_deps"]], f"installing {name}")
 
 
-def _run(command: list[str], what: str) -> str:
+def _run(command: list[str], purpose: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{what} failed (exit {done.returncode}): {(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(f"{purpose} failed (exit {done.returncode}): {(done.stdout + done.stderr)[-3000:]}")
     return done.stdout

@@ -1,6 +1,6 @@
-"""Trajectories of search questions from the journals of runs, each with the turns a process judge sees: all but the last.
+"""Collects trajectories of search questions from the journals of runs, each with the turns that a process judge sees: all but the last.
 
-What cannot be used is counted by its reason, never dropped in silence.
+Every trajectory that cannot be used is counted by its reason.
 """
 
 import sqlite3
@@ -26,7 +26,7 @@ class _Scheduler(msgspec.Struct, frozen=True):
 
 
 class _Process(msgspec.Struct, frozen=True):
-    """What is needed of RUN/processes/scheduler.json."""
+    """The fields of RUN/processes/scheduler.json that are needed here."""
 
     environment: str
     train: str | list[str]
@@ -46,16 +46,16 @@ def _process(folder: Path) -> _Process:
 
 
 def task_files(folder: Path) -> list[Path]:
-    """The task files of a run, of those that are files. Raises as ``Run`` does for what is no run."""
+    """Return those task sources of a run that are files. Raises FileNotFoundError or ValueError if ``folder`` is not a run."""
     process = _process(folder)
     sources = [Path(source) for source in (*listed(process.train), *listed(process.heldout))]
     return [path for path in sources if path.is_file()]
 
 
 class Run:
-    """A run folder: its environment and tasks as it had them; prefix: of its trajectories' ids.
+    """A run folder with the environment and the tasks that the run had. prefix: the beginning of the trajectories' ids.
 
-    Raises FileNotFoundError or ValueError for what is no search run.
+    Raises FileNotFoundError or ValueError if the folder is not a search run. ``trajectories`` may be called once: it closes the journal.
     """
 
     def __init__(self, folder: Path, split: str, prefix: str = ""):
@@ -70,8 +70,8 @@ class Run:
         self.journal = Journal(folder / "journal.sqlite", readonly=True)
 
     def trajectories(self) -> tuple[list[Trajectory[Step]], Counter[str]]:
-        """Every chosen spine of the closed trees, and what was skipped, by reason."""
-        made, skipped = [], Counter[str]()
+        """Return the chosen trajectories of every closed tree, and the counts of skipped ones by reason."""
+        collected, skipped = [], Counter[str]()
         for row in self.journal.trees("split=?", self.split):
             task = self.tasks.get(row.task)
             if row.status != "closed":
@@ -81,13 +81,13 @@ class Run:
             else:
                 tree = self.journal.tree(row)
                 for number in sorted({node.trajectory for node in tree.nodes.values() if node.kind == "action"}):
-                    found = self._one(tree, number, task)
-                    if isinstance(found, str):
-                        skipped[found] += 1
+                    trajectory = self._one(tree, number, task)
+                    if isinstance(trajectory, str):
+                        skipped[trajectory] += 1
                     else:
-                        made.append(found)
+                        collected.append(trajectory)
         self.journal.close()
-        return made, skipped
+        return collected, skipped
 
     def _one(self, tree: Tree, number: int, task: Task) -> Trajectory[Step] | str:
         actions = tree.actions(number)
@@ -110,7 +110,7 @@ class Run:
         )
 
     def _judged(self, tree: Tree, node: Node, task: Task) -> JudgedTurn:
-        """The turn as the run's own judge gets it (``scheduler.context``)."""
+        """Return the turn as the run's own judge receives it (``scheduler.context``)."""
         state = msgspec.convert(tree.state_before(node), type(self.environment.initial(task)))
         action = self.environment.read(state, node.text)
         turn = self.environment.judged(task, state, action, node.step, self.budget)
@@ -120,21 +120,21 @@ class Run:
 
 
 def collect(folders: Sequence[Path], split: str, prefix: str = "") -> tuple[list[Trajectory[Step]], Counter[str]]:
-    """The trajectories of several runs. Raises ValueError for runs of one folder name: ids begin with ``prefix`` and that name."""
+    """Return the trajectories of several runs. Raises ValueError if two folders share a name, since ids begin with ``prefix`` and name."""
     names = [folder.resolve().name for folder in folders]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"two runs are called {twice[0]!r}, and ids begin with that name: rename one of the folders, or collect them one by one,"
             " each with a --prefix of its own"
         )
-    made, skipped = [], Counter[str]()
+    collected, skipped = [], Counter[str]()
     for folder in folders:
         try:
-            found, without = Run(folder.resolve(), split, prefix).trajectories()
+            trajectories, without = Run(folder.resolve(), split, prefix).trajectories()
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise ValueError(f"{folder / 'journal.sqlite'} is no journal of a run ({error}): leave it out") from None
-        made += found
+        collected += trajectories
         skipped += without
-    if not made:
+    if not collected:
         raise ValueError(f"no trajectory of split {split!r} could be used; skipped: {dict(skipped)}")
-    return made, skipped
+    return collected, skipped

@@ -1,4 +1,4 @@
-"""The files of a command of tools/sft, checked before its work: it writes over none that it reads, and what it will write can be."""
+"""Checks the files of a tools/sft command before its work: it overwrites none of its inputs, and every output can be written."""
 
 import argparse
 from pathlib import Path
@@ -6,54 +6,54 @@ from pathlib import Path
 from wire.atomic import draft_of
 
 
-def check(given: argparse.Namespace) -> None:
-    """Raises ValueError for a file to write that is or lies in one to read, is another one to write, or cannot be written."""
-    for flag in ("out", "review")[: 1 + (given.command == "label")]:
-        _check_writable(f"--{flag}", getattr(given, flag))
-    written = outputs(given)
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError if an output is an input or lies in an input folder, if two outputs are one file, or if one cannot be written."""
+    for flag in ("out", "review")[: 1 + (options.command == "label")]:
+        _check_writable(f"--{flag}", getattr(options, flag))
+    written = outputs(options)
     for flag, path in written:
-        for read in inputs(given):
+        for read in inputs(options):
             if path.resolve().is_relative_to(read.resolve()):
-                what = "lies in" if read.is_dir() else "would write over"
-                raise ValueError(f"{flag} {path} {what} {read}, which this command reads: name another file")
+                conflict = "lies in" if read.is_dir() else "would write over"
+                raise ValueError(f"{flag} {path} {conflict} {read}, which this command reads: name another file")
     for number, (flag, path) in enumerate(written):
         for other, earlier in written[:number]:
             if path.resolve() == earlier.resolve():
                 raise ValueError(f"{flag} {path} is {other} too: name two files")
 
 
-def inputs(given: argparse.Namespace) -> list[Path]:
-    """What the command reads: files, and folders with all that is in them."""
-    if given.command == "collect":
+def inputs(options: argparse.Namespace) -> list[Path]:
+    """Return the files that the command reads, and the folders that it reads with all their contents."""
+    if options.command == "collect":
         from tools.finetuning.judge.collect import task_files  # which imports the environments
 
-        return [*given.runs, *(path for folder in given.runs for path in task_files(folder))]
-    if given.command == "label":
-        return [given.trajectories]
-    if given.command == "review":
-        return [given.labelled, given.review]
-    return [*given.labelled, *getattr(given, "exclude", [])]
+        return [*options.runs, *(path for folder in options.runs for path in task_files(folder))]
+    if options.command == "label":
+        return [options.trajectories]
+    if options.command == "review":
+        return [options.labelled, options.review]
+    return [*options.labelled, *getattr(options, "exclude", [])]
 
 
-def outputs(given: argparse.Namespace) -> list[tuple[str, Path]]:
-    """What the command writes, each with the option that names it, --out first."""
-    made = [("--out", given.out)]
-    if given.command == "label":
-        made += [("--out with its answers", path) for path in answers_of(given.out)]
-        made.append(("--review", given.review))
-    if given.command == "bench":
-        made.append(("--out with its report", report_of(given.out)))
-    return made
+def outputs(options: argparse.Namespace) -> list[tuple[str, Path]]:
+    """Return the files that the command writes, each with the option that names it, --out first."""
+    named = [("--out", options.out)]
+    if options.command == "label":
+        named += [("--out with its answers", path) for path in answers_of(options.out)]
+        named.append(("--review", options.review))
+    if options.command == "bench":
+        named.append(("--out with its report", report_of(options.out)))
+    return named
 
 
 def answers_of(out: Path) -> tuple[Path, Path, Path]:
-    """Where ``label`` keeps, beside ``out``: the answers, what they were asked with, the lock."""
+    """Return the paths of the answers, the settings and the lock that ``label`` keeps beside ``out``."""
     answers, settings, lock = (out.with_suffix(f".answers.{kind}") for kind in ("jsonl", "json", "lock"))
     return answers, settings, lock
 
 
 def report_of(out: Path) -> Path:
-    """Where ``bench`` writes its report."""
+    """Return the path to which ``bench`` writes its report."""
     return out.with_name(out.name.removesuffix(".jsonl") + ".report.json")
 
 

@@ -8,14 +8,14 @@ _SCORES = re.compile(r"(?:Scores:)?\s*<final_score>.*", re.DOTALL)
 
 
 def two_lines(text: str, pair: tuple[int, int] | None = None) -> str:
-    """A judgement in exactly two lines, its score replaced by ``pair`` where there is one; "" when it holds no score that can be read."""
-    found = pair or parse_final_score(text)
+    """Return a judgement in exactly two lines, with ``pair`` as its score if given; "" if it holds no analysis or no readable score."""
+    score = pair or parse_final_score(text)
     analysis = " ".join(_SCORES.sub("", text).replace("Analysis:", "", 1).split())
-    if found is None or not analysis:
+    if score is None or not analysis:
         return ""
-    return f"Analysis: {analysis}\nScores: <final_score>{found[0]},{found[1]}</final_score>"
+    return f"Analysis: {analysis}\nScores: <final_score>{score[0]},{score[1]}</final_score>"
 
 
 def parse_correction(text: str) -> tuple[int, int] | None:
-    """S and M of "S,M"; None for anything else."""
+    """Return S and M of a text "S,M", or None for any other text."""
     return parse_final_score(f"<final_score>{text}</final_score>") if "<" not in text else None

@@ -1,4 +1,4 @@
-"""Labels of two judges: steps on which they differ too much are dropped, the rest wait for a reviewer (methods.md 2.5; PPR, A.4)."""
+"""Labels of two judges. Steps on which the judges differ too much are dropped; a reviewer sees the others (methods.md 2.5; PPR, A.4)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory, step
 from tools.finetuning.judge.judgement import two_lines
 
 MOST_DIFFERENCE = 0.4
-"""Scores that differ by more are an anomaly (PPR, A.4)."""
+"""Two scores that differ by more than this are an anomaly (PPR, A.4)."""
 _ROUNDING = 1e-9
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the answers of a labelling that goes on must have in common with the first."""
+    """The settings that must not change when an interrupted labelling goes on."""
 
     trajectories: str
     judges: list[Asked]
 
 
 class Review(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step as a reviewer sees it. correction: "S,M" for another score, "drop" to leave the step out, "" to keep it."""
+    """A step as a reviewer sees it. correction: "S,M" replaces the score, "drop" removes the step, "" keeps the step."""
 
     id: str
     question: str
@@ -38,12 +38,12 @@ class Review(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def labelled(
     trajectories: Sequence[Trajectory[Step]], answers: Answers, a: str, b: str, most_difference: float = MOST_DIFFERENCE
 ) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
-    """Trajectories with what is left of their steps, and the counts of steps by what became of them.
+    """Return the trajectories with their remaining steps, and the counts of steps by what became of them.
 
-    The target is judge a's judgement, whose analysis and score agree with each other, else judge b's; "" when neither wrote one.
+    The target is the judgement of judge a, or else of judge b, because one judge's analysis and score agree; "" if neither wrote one.
     """
     counts = Counter[str]()
-    made = []
+    kept = []
     for record in trajectories:
         steps = []
         for number, step in enumerate(record.steps, 1):
@@ -61,10 +61,10 @@ def labelled(
                 counts["labelled, without a judgement to learn"] += not target
                 steps.append(_labelled(step, one.score, two.score, target))
         if steps:
-            made.append(_with(record, steps))
+            kept.append(_with(record, steps))
         else:
             counts["trajectories without a step left"] += 1
-    return made, +counts
+    return kept, +counts
 
 
 def _labelled(step: Step, a: float, b: float, target: str) -> Labelled:
@@ -82,11 +82,9 @@ def _with(record: Trajectory[Step], steps: list[Labelled]) -> Trajectory[Labelle
 
 
 def to_review(records: Sequence[Trajectory[Labelled]]) -> list[Review]:
-    """One line a step, for a person to edit."""
+    """Return one line per step for a person to edit."""
     return [
-        Review(
-            step_id(r, n), r.question, r.golden_answers, s.context, s.response, s.score_a, s.score_b, s.target
-        )
+        Review(step_id(r, n), r.question, r.golden_answers, s.context, s.response, s.score_a, s.score_b, s.target)
         for r in records
         for n, s in enumerate(r.steps, 1)
-    ]  # fmt: skip
+    ]

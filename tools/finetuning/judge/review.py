@@ -1,4 +1,4 @@
-"""A reviewer's corrections, applied strictly: what is not "S,M", "drop" or "" is refused with its line."""
+"""Applies a reviewer's corrections strictly: a correction other than "S,M", "drop" or "" is refused with its line."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ _SHOWN = [key for key in Review.__struct_fields__ if key != "correction"]
 
 
 def read_corrections(path: Path, written: Sequence[Review]) -> dict[str, Correction]:
-    """Corrections by step, without those left empty. written: the lines as they were before the review.
+    """Return the non-empty corrections by step. written: the lines as they were before the review.
 
-    Raises ValueError naming the line of an unknown id, of a change beside the correction, or of an unusable correction.
+    Raises ValueError naming the line of an unknown id, of an edit outside the correction, or of an unusable correction.
     """
     known = {row.id: row for row in written}
-    made: dict[str, Correction] = {}
+    corrections: dict[str, Correction] = {}
     seen: set[str] = set()
     for number, row in lines(path, Review):
         if row.id not in known:
@@ -42,18 +42,18 @@ def read_corrections(path: Path, written: Sequence[Review]) -> dict[str, Correct
                 f'{path}:{number}: correction {row.correction!r}: expected "S,M" (whole numbers, 0 <= S <= M, M > 0), "drop" or ""'
             )
         if text:
-            made[row.id] = pair
-    return made
+            corrections[row.id] = pair
+    return corrections
 
 
 def corrected(
     records: Sequence[Trajectory[Labelled]], corrections: dict[str, Correction]
 ) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
-    """The records after review, and the counts of steps kept, corrected and dropped.
+    """Return the records after the review, and the counts of steps kept, corrected and dropped.
 
-    A corrected step's score is the reviewer's and its target ends in it; the analysis stays as the judge wrote it.
+    A corrected step gets the reviewer's score, in which its target also ends; the analysis stays as the judge wrote it.
     """
-    made, counts = [], Counter[str]()
+    kept, counts = [], Counter[str]()
     for record in records:
         steps = []
         for number, step in enumerate(record.steps, 1):
@@ -68,7 +68,7 @@ def corrected(
                 target = two_lines(step.target, pair) if step.target else ""
                 steps.append(msgspec.structs.replace(step, score=pair[0] / pair[1], target=target))
         if steps:
-            made.append(msgspec.structs.replace(record, steps=steps))
+            kept.append(msgspec.structs.replace(record, steps=steps))
         else:
             counts["trajectories without a step left"] += 1
-    return made, counts
+    return kept, counts

@@ -1,4 +1,4 @@
-"""Training rows of a PPRM: the chat that asks for a judgement (judges/pprm.py), and the two lines that answer it."""
+"""Training rows of a PPRM: the chat that asks for a judgement (judges/pprm.py) and the answer of two lines."""
 
 import random
 from collections import Counter
@@ -18,7 +18,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class JudgementRow(msgspec.Struct, frozen=True):
-    """A line that ``tools/sft train`` reads. group: the question, whose rows are held out together."""
+    """A line that ``tools/sft train`` reads. group: the question; all rows of a question are held out together."""
 
     messages: tuple[Message, ...]
     completion: str
@@ -28,22 +28,22 @@ class JudgementRow(msgspec.Struct, frozen=True):
 def judgement_rows(
     records: Sequence[Trajectory[Labelled]], most: int = 0, seed: int = 0, balance: bool = False
 ) -> tuple[list[JudgementRow], Counter[str]]:
-    """Rows of the steps that have a target, each once, and what was left out, by reason.
+    """Return the distinct rows of the steps that have a target, and the counts of steps left out by reason.
 
-    most: a random part of that size, 0 for all. balance: as many targets that say good as say bad, since a model that sees one kind
-    learns to say one score.
+    most: the size of a random part to return, 0 for all rows. balance: return as many good as bad targets, because a model that sees
+    mostly one kind learns to give one score.
     """
     texts = read_templates()
     good: dict[JudgementRow, bool] = {}
-    left = Counter[str]()
+    left_out = Counter[str]()
     for record in records:
         for step in record.steps:
             chat = messages(judged_turn(record, step), texts)
             row = JudgementRow(tuple(Message(**message) for message in chat), step.target, record.question)
             if not step.target:
-                left["without a judgement to learn"] += 1
+                left_out["without a judgement to learn"] += 1
             elif row in good:
-                left["the same as another"] += 1
+                left_out["the same as another"] += 1
             else:
                 pair = parse_final_score(step.target)
                 good[row] = bool(label(pair[0] / pair[1] if pair else step.score, THRESHOLD))
@@ -52,10 +52,10 @@ def judgement_rows(
         random.Random(seed).shuffle(rows)
     if balance:
         kinds = [rows[: min(map(len, kinds))] for rows in kinds]
-        left["more than the other kind"] += len(good) - sum(map(len, kinds))
-    made = [row for rows in kinds for row in rows]
-    random.Random(seed).shuffle(made)
-    if most and len(made) > most:
-        left["more than asked for"] += len(made) - most
-        made = made[:most]
-    return made, +left
+        left_out["more than the other kind"] += len(good) - sum(map(len, kinds))
+    chosen = [row for rows in kinds for row in rows]
+    random.Random(seed).shuffle(chosen)
+    if most and len(chosen) > most:
+        left_out["more than asked for"] += len(chosen) - most
+        chosen = chosen[:most]
+    return chosen, +left_out

@@ -1,6 +1,6 @@
-"""The command tools/bench: every benchmark as a ratio measured in one run, printed as one table.
+"""The command tools/bench: it prints a table of benchmarks, each of which is a ratio measured in one run.
 
-A benchmark is a module here with ``run() -> dict`` holding at least "name", "ratio", "goal" and "better" ("higher" or "lower").
+A benchmark is a module here with ``run() -> dict``, whose result holds "name", "ratio", "goal" and "better" ("higher" or "lower").
 """
 
 import argparse
@@ -12,17 +12,17 @@ from typing import Any
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the named benchmarks (all by default); returns 1 when a goal is missed."""
+    """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an unknown name."""
     known = sorted(m.name for m in pkgutil.iter_modules(__path__) if hasattr(_module(m.name), "run"))
     parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks as ratios.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(known)}; default all")
     parser.add_argument("--json", action="store_true", help="also print every measured value")
-    given = parser.parse_args(arguments)
-    unknown = set(given.names) - set(known)
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - set(known)
     if unknown:
         print(f"tools/bench: unknown {sorted(unknown)}; expected {known}", file=sys.stderr)
         return 2
-    rows: list[dict[str, Any]] = [_module(name).run() for name in given.names or known]
+    rows: list[dict[str, Any]] = [_module(name).run() for name in options.names or known]
     print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
     missed = 0
     for row in rows:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         missed += not good
         sign = ">=" if row["better"] == "higher" else "<="
         print(f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {'' if good else 'MISSED'}")
-        if given.json:
+        if options.json:
             print(json.dumps(row))
     return int(missed > 0)
 

@@ -1,6 +1,6 @@
-"""An environment of trees whose lengths are all known, for benchmarks: made-up text, any answer to it is an action, a judge rewards.
+"""An environment for benchmarks, in which all lengths are known: the text is made up, and every answer is an action that a judge rewards.
 
-Light, because processes of a run import it that compute nothing.
+Processes that compute nothing import this module too, so it imports nothing heavy.
 """
 
 import random
@@ -15,8 +15,8 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """steps: of an episode. shared, question, observation: characters that all prompts begin with, that a question adds, that follow
-    each action but the last."""
+    """The lengths of an episode. steps: actions per episode. The others count characters: shared begins every prompt, question is added per
+    question, observation follows each action but the last."""
 
     steps: int
     shared: int
@@ -25,14 +25,14 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """A question and how many actions were taken."""
+    """A question (its seed) and the number of actions taken so far."""
 
     seed: int
     step: int = 0
 
 
 class AnyText(Environment):
-    """Episodes of ``shape``, written in ``alphabet``, of which the tokenizer should make a token a character."""
+    """Episodes of ``shape``, written in characters of ``alphabet``, each of which should be one token."""
 
     name = "any_text"
     headline = "reward"
@@ -42,18 +42,18 @@ class AnyText(Environment):
         self.shape, self.alphabet = shape, alphabet
 
     def words(self, seed: str, count: int) -> str:
-        """``count`` characters that follow from ``seed``."""
+        """Return ``count`` characters that depend only on ``seed``."""
         return "".join(random.Random(seed).choices(self.alphabet, k=count))
 
     def task(self, seed: int) -> Task:
-        """Every seed is a question."""
+        """Return the question of ``seed``. Every seed has one."""
         return Task(f"any-text-{seed}", seed=seed)
 
     def initial(self, task: Task) -> State:
         return State(task.seed)
 
     def prompt(self, task: Task, state: State) -> list[dict[str, str]]:
-        """What all prompts share, then the question."""
+        """Return the prompt: the text that all prompts share, then the question."""
         shared = self.words("head", self.shape.shared)
         return [{"role": "user", "content": shared + self.words(f"question {state.seed}", self.shape.question)}]
 
@@ -70,7 +70,7 @@ class AnyText(Environment):
         return Transition(after, self.observation(after), False)
 
     def observation(self, after: State) -> str:
-        """What follows the action that led to ``after``."""
+        """Return the text that follows the action that led to ``after``."""
         return self.words(f"observation {after}", self.shape.observation)
 
     def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
@@ -81,16 +81,16 @@ class AnyText(Environment):
 
 
 def reward(text: str) -> float:
-    """From 0 to 1, and hardly ever the same for two texts, so that every group of them has advantages."""
+    """Return a reward from 0 to 1. Two texts hardly ever have the same reward, so every group of texts has advantages."""
     return zlib.crc32(text.encode()) / 2**32
 
 
 class Checksum(Judge):
-    """``reward`` as a judge."""
+    """A judge whose scores are those of ``reward``."""
 
     name = "checksum"
     columns = ("reward",)
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """One reward for each turn."""
+        """Return one reward per turn."""
         return [Judgement({"reward": reward(turn.response)}) for turn in turns]

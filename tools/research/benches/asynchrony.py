@@ -1,7 +1,7 @@
-"""Wall time of the same number of updates: max_staleness = 0 over max_staleness = 4, with a judge of heavy-tailed latency.
+"""Wall time of the same number of updates with max_staleness = 0 over max_staleness = 4, with a judge of heavy-tailed latency.
 
-Whole runs of the real processes with the default model cut to two random layers, so that the judge is what costs time. The time
-is from the first training rollout to the last update.
+These are whole runs of the real processes. The default model is cut to two random layers, so that the judge takes most of the time. The
+time is measured from the first training rollout to the last update.
 """
 
 import json
@@ -44,14 +44,8 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
         "actors.count": 1,
         "learner.count": 1,
     }
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "launch"),
-        "--config",
-        str(ROOT / "configs" / "slate-cpu.toml"),
-        "--run-folder",
-        str(run),
-    ]
+    command = [sys.executable, str(ROOT / "tools" / "launch"), "--config", str(ROOT / "configs" / "slate-cpu.toml")]
+    command += ["--run-folder", str(run)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
@@ -60,7 +54,7 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
 
 
 def run() -> dict[str, Any]:
-    """Seconds of both and their ratio."""
+    """Return the seconds of both runs and their ratio."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = _small_model(folder / "model")

@@ -1,13 +1,13 @@
-"""``sglang.bench_serving`` against a server that runs already, on requests that were made of it before.
+"""Runs ``sglang.bench_serving`` against a running server, on requests that the server has answered before.
 
-The same as in those requests: the token ids of every prompt, the number of tokens sampled (so many as came back then; the end of the text is
-ignored), temperature 1, log-probabilities of the sampled tokens. It takes token ids in no data set of its own, but passes unknown fields of
-its "openai" one on in the request's body, where ``input_ids`` takes the place of the chat message that the data set insists on. What the
-server says it was given and gave is compared with what was meant.
+The same as before are the token ids of every prompt, the number of sampled tokens (as many as came back then; the end of the text is
+ignored), temperature 1, and the log-probabilities of the sampled tokens. bench_serving has no data set of token ids, but passes unknown
+fields of its "openai" data set on in the request's body, where ``input_ids`` replaces the chat message that this data set requires. The
+numbers of tokens that the server reports are compared with the intended ones.
 
-Not the same: each of a request's samples is a request of its own; they all come at once, while a tree's step waits for the one before, which
-leaves a batch thinner than SGLang could fill it; no policy version salts the cache, which is empty at the start. Answers come whole, as ours
-do. Its time ends with a question to the server for its state (milliseconds); loading, tokenizing and a pause of a second stand before it.
+There are three differences. Each sample is a request of its own. All requests come at once, while a step of a tree waits for the step before
+and so leaves batches smaller than SGLang could run. No policy version salts the cache. The cache is empty at the start, and answers are whole.
+The measured time ends with a query of the server's state (milliseconds) and begins after loading, tokenizing and a pause of one second.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 
 LONGEST_S = 150.0
-"""Of the whole process."""
+"""Seconds after which the whole process is killed."""
 _SHOWN = 3000
-"""Characters of its output that an error quotes."""
+"""Characters of the process's output that an error quotes."""
 
 
 class Server(msgspec.Struct, frozen=True):
-    """Where it runs and what it serves. python, environment: of the process that measures. model: a folder with the tokenizer."""
+    """A running server. model: a folder with its tokenizer. python, environment: interpreter and variables of the measuring process."""
 
     url: str
     key: str
@@ -38,14 +38,14 @@ class Server(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """One sample: its prompt, int32 [prompt], and how many tokens."""
+    """One sample: its prompt, int32 [prompt], and its number of tokens."""
 
     prompt: np.ndarray
     tokens: int
 
 
 async def tokens_s(server: Server, wanted: Sequence[Wanted]) -> float:
-    """Sampled tokens a second. Raises RuntimeError with the end of its output when it fails, or does other work than was asked for."""
+    """Return the sampled tokens per second. Raises RuntimeError, with the end of the output, if bench_serving fails or does other work."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         rows = [
@@ -53,27 +53,27 @@ async def tokens_s(server: Server, wanted: Sequence[Wanted]) -> float:
             for one in wanted
         ]
         (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        said = await _run(server, _command(server, _tokenizer(server.model, folder), folder, len(rows)), folder)
+        output = await _run(server, _command(server, _tokenizer(server.model, folder), folder, len(rows)), folder)
         try:
-            found = json.loads((folder / "found.jsonl").read_text())
+            result = json.loads((folder / "found.jsonl").read_text())
         except (OSError, ValueError) as error:
-            raise RuntimeError(f"sglang.bench_serving left no result ({error}):\n{said}") from None
-    _check(found, wanted, said)
-    return float(found["output_throughput"])
+            raise RuntimeError(f"sglang.bench_serving left no result ({error}):\n{output}") from None
+    _check(result, wanted, output)
+    return float(result["output_throughput"])
 
 
 def _tokenizer(model: Path, folder: Path) -> Path:
-    """The model's tokenizer with a chat template, which not every model has; nothing that it renders is sent."""
-    made = folder / "tokenizer"
-    made.mkdir()
+    """Copy the model's tokenizer and add a chat template, which not every model has. Nothing that the template renders is sent."""
+    copy = folder / "tokenizer"
+    copy.mkdir()
     for path in [*model.glob("token*"), *model.glob("special*"), model / "config.json"]:
-        (made / path.name).write_bytes(path.read_bytes())
-    (made / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    return made
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    return copy
 
 
 def _command(server: Server, tokenizer: Path, folder: Path, count: int) -> list[str]:
-    # A request to warm up would be the chat message alone, which /generate does not take.
+    # There are no warm-up requests: they would hold the chat message alone, which /generate does not accept.
     settings = {
         "backend": "sglang", "base-url": server.url, "model": tokenizer, "tokenizer": tokenizer,
         "dataset-name": "openai", "dataset-path": folder / "requests.jsonl", "num-prompts": count,
@@ -85,7 +85,7 @@ def _command(server: Server, tokenizer: Path, folder: Path, count: int) -> list[
 
 
 async def _run(server: Server, command: list[str], folder: Path) -> str:
-    """The end of its output. The key travels in a variable: command lines can be read by all."""
+    """Run the command and return the end of its output. The key is passed in a variable, because everyone can read command lines."""
     environment = os.environ | server.environment | {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
     printed = folder / "printed"
     with printed.open("wb") as out:
@@ -100,24 +100,24 @@ async def _run(server: Server, command: list[str], folder: Path) -> str:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-    said = printed.read_text(errors="replace").replace(server.key or "\0", "(key)")[-_SHOWN:]
+    output = printed.read_text(errors="replace").replace(server.key or "\0", "(key)")[-_SHOWN:]
     if status != 0:
-        raise RuntimeError(f"sglang.bench_serving failed (status {status}):\n{said}")
-    return said
+        raise RuntimeError(f"sglang.bench_serving failed (status {status}):\n{output}")
+    return output
 
 
-def _check(found: dict[str, Any], wanted: Sequence[Wanted], said: str) -> None:
-    """Every request was answered, for the prompt and with the tokens that were meant. Raises RuntimeError."""
-    if errors := [error for error in found["errors"] if error]:
+def _check(result: dict[str, Any], wanted: Sequence[Wanted], output: str) -> None:
+    """Raises RuntimeError unless every request was answered with the intended numbers of prompt tokens and sampled tokens."""
+    if errors := [error for error in result["errors"] if error]:
         raise RuntimeError(
             f"sglang.bench_serving: {len(errors)} of {len(wanted)} requests failed, the first: {errors[0][-_SHOWN:]}"
         )
-    for what, got, expected in (
-        ("prompt lengths", found["input_lens"], [len(one.prompt) for one in wanted]),
-        ("sampled tokens", found["output_lens"], [one.tokens for one in wanted]),
+    for quantity, got, expected in (
+        ("prompt lengths", result["input_lens"], [len(one.prompt) for one in wanted]),
+        ("sampled tokens", result["output_lens"], [one.tokens for one in wanted]),
     ):
         if got != expected:
             raise RuntimeError(
-                f"sglang.bench_serving: {what} {got[:8]}.. (in all {sum(got)}), expected {expected[:8]}.. ({sum(expected)}):"
-                f" is it the one of sglang 0.5.23?\n{said}"
+                f"sglang.bench_serving: {quantity} {got[:8]}.. (in all {sum(got)}), expected {expected[:8]}.. ({sum(expected)}):"
+                f" is it the one of sglang 0.5.23?\n{output}"
             )

@@ -1,12 +1,12 @@
-"""Decoding at batch 32: tokens a CPU second of the embedded engine over those of ``transformers.generate``, and over the physical limit.
+"""Decoding at batch 32: tokens per CPU second of the embedded engine over those of ``transformers.generate``, and over the physical limit.
 
 REQUESTS prompts of about 400 tokens, of which INSTRUCTION are common, are each continued SAMPLES times by NEW sampled tokens in float32 on
-one thread. The prompts are prefilled before on both sides and that is not counted: ``generate`` would prefill every prompt once a sample,
-which is the business of the benchmark of rollouts. It gets left-padded prompts and their finished cache, expanded to the samples, as
-whoever calls it with ``past_key_values`` does. Rounds alternate after a short one that is not counted; the ratio is the median.
+one thread. Both sides prefill the prompts before the measurement, because ``generate`` would prefill every prompt once per sample, which
+the rollout benchmark measures. ``generate`` gets left-padded prompts and their finished cache, expanded to the samples, as callers who
+pass ``past_key_values`` provide them. Rounds alternate after a short uncounted round, and the ratio is the median.
 
-The limit of a step: its matrix products (weights and keys) at the measured peak, or its bytes (weights once, each prefix once, tails) at the
-measured bandwidth, whichever takes longer.
+The limit of a step is the time of its matrix products (weights and keys) at the measured peak, or of reading its bytes (weights once, each
+prefix once, tails) at the measured bandwidth, whichever is longer.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ ROUNDS = 2
 REQUESTS, SAMPLES, NEW = 8, 4, 48
 INSTRUCTION = 100
 PREFIX = (370, 430)
-"""Shortest and longest prompt, tokens."""
+"""Lengths of the shortest and of the longest prompt in tokens."""
 
 
 def _prompts(vocabulary: int) -> list[np.ndarray]:
@@ -42,7 +42,7 @@ def _prompts(vocabulary: int) -> list[np.ndarray]:
 
 
 class _Plain:
-    """``generate`` with its prompts prefilled."""
+    """``generate`` with prompts that the constructor has prefilled."""
 
     def __init__(self, folder: Path, prompts: list[np.ndarray]):
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -64,10 +64,10 @@ class _Plain:
         self.cache.batch_repeat_interleave(SAMPLES)
 
     def decode(self, new: int) -> float:
-        """Tokens a CPU second of ``new`` steps."""
+        """Return the tokens per CPU second of ``new`` steps."""
         cache = copy.deepcopy(self.cache)
         start = time.process_time()
-        made = self.model.generate(
+        sampled = self.model.generate(
             input_ids=self.ids.repeat_interleave(SAMPLES, 0),
             attention_mask=self.mask.repeat_interleave(SAMPLES, 0),
             past_key_values=cache,
@@ -79,29 +79,29 @@ class _Plain:
             min_new_tokens=new,
             pad_token_id=0,
         )[:, self.ids.shape[1] :]
-        return made.numel() / (time.process_time() - start)
+        return sampled.numel() / (time.process_time() - start)
 
 
 async def _ours(
     folder: Path, prompts: list[np.ndarray], rounds: int, between: Any
 ) -> tuple[list[float], dict[str, Any]]:
-    """Tokens a CPU second of each round; ``between`` runs after each. Before the first, the prompts enter the cache and
-    every row its memory."""
+    """Return the tokens per CPU second of each round, and the limits. ``between`` runs after each round. Before the first
+    round, the prompts enter the cache and every row gets its memory."""
     batch = REQUESTS * SAMPLES
     engine = LocalEngine(
         str(folder), ActorsConfig(dtype="float32", max_batch=batch, kv_cache_gib=2.0, max_context=1024)
     )
     await engine.start()
     engine.end_tokens = frozenset()
-    first = Sampling(NEW, stop=[""])  # ends with the first token
+    first = Sampling(NEW, stop=[""])  # each sample ends with its first token
     await asyncio.gather(*(engine.generate(GenerateRequest(prompt, SAMPLES, first)) for prompt in prompts))
     speeds = []
     for number in range(rounds):
         requests = [GenerateRequest(p, SAMPLES, Sampling(NEW, seed=100 * number + i)) for i, p in enumerate(prompts)]
         start = time.process_time()
         results = await asyncio.gather(*(engine.generate(request) for request in requests))
-        made = sum(len(sample.tokens) for result in results for sample in result.samples)
-        speeds.append(made / (time.process_time() - start))
+        sampled = sum(len(sample.tokens) for result in results for sample in result.samples)
+        speeds.append(sampled / (time.process_time() - start))
         between()
     limit = _limit(engine, prompts)
     await engine.close()
@@ -109,7 +109,7 @@ async def _ours(
 
 
 def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
-    """Of the middle step: bytes and operations it cannot do without, and the tokens a second of a machine that does just these."""
+    """Return the bytes and operations that the middle step needs at least, and the tokens per second if it did nothing else."""
     batch, middle = REQUESTS * SAMPLES, NEW // 2
     embedded = engine.model.get_input_embeddings().weight
     head = engine.model.get_output_embeddings().weight
@@ -135,7 +135,7 @@ def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
 
 
 def run(model: str = DEFAULT) -> dict[str, Any]:
-    """Tokens a CPU second of both sides, their ratio, and ours over the limit."""
+    """Return the tokens per CPU second of both sides, their ratio, and our share of the limit."""
     folder = shape.model_folder(model)
     torch.set_num_threads(1)
     with torch.no_grad():

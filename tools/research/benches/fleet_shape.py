@@ -1,7 +1,7 @@
-"""SLATE trees grown by the real scheduler on several real actors, in one process: dispatcher, sockets, strategy, engines.
+"""SLATE trees that the real scheduler grows on several real actors in one process: dispatcher, sockets, strategy and engines.
 
-The policy is tiny and of random weights, so the environment reads any text as an action and answers with made-up text; tokens are
-characters, so all lengths are known.
+The policy is tiny and has random weights, so the environment reads any text as an action and answers with made-up text. Each character
+is one token, so all lengths are known.
 """
 
 import asyncio
@@ -37,28 +37,28 @@ from wire.messages import Judgement, JudgeRequest, JudgeResult
 from wire.service import Call, Handler, Service
 
 HEAD, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 16
-"""Tokens: what all prompts begin with, what a question adds, an observation, the most of an action."""
+"""Lengths in tokens: the text that begins all prompts, the text that a question adds, an observation, the longest action."""
 STEPS, CANDIDATES = 4, 5
 HIDDEN, LAYERS, HEADS = 32, 2, 4
 TOKEN_BYTES = 2 * 4 * HIDDEN * LAYERS + 4
-"""Keys and values of one token in float32, and its id."""
+"""Bytes of the keys and values of one token in float32, and of its id."""
 AT_ONCE = 4
-"""Requests of which an engine decodes all samples together."""
+"""The number of requests whose samples an engine decodes together."""
 RUNNING = AT_ONCE * (512 + CANDIDATES * ACTION)
-"""Tokens an engine holds for them beside its prefix cache: a row of 512 for the longest prompt and one for each sample."""
+"""Tokens that an engine holds for these requests beside its prefix cache: a row of 512 per prompt and one row per sample."""
 JUDGE = "bench"
 BEAT_S = 0.05
-"""Between heartbeats, so that the engines' gauges are fresh."""
+"""Seconds between heartbeats, which are frequent so that the engines' gauges are fresh."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def _environment() -> AnyText:
-    """The prompt is a character shorter: the template adds a newline."""
+    """Return the environment. Its questions are one character shorter, because the template adds a newline."""
     return AnyText(Shape(STEPS, HEAD, QUESTION - 1, OBSERVATION), _LETTERS)
 
 
 def _judging(median_s: float) -> Handler:
-    """Rewards by checksum, after a log-normal wait (sigma 1) of ``median_s``."""
+    """Return a handler that rewards by checksum after a log-normal wait (sigma 1) with the median ``median_s``."""
     rng = random.Random(0)
 
     async def judge(request: JudgeRequest, call: Call) -> JudgeResult:
@@ -75,8 +75,8 @@ def _judge(request: JudgeRequest) -> JudgeResult:
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What is measured: trees, actors, tokens that their prefix caches hold in all, beside running samples (None: more than enough),
-    and the median latency of the judge in seconds."""
+    """One measurement. questions: the number of trees. tokens: how many tokens all prefix caches hold together, beside running samples
+    (None: more than enough). judge_s: the median latency of the judge in seconds."""
 
     questions: int
     actors: int = 2
@@ -85,8 +85,8 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One run. Tokens over all actors: prompt (of all requests), prefilled, ideal (each distinct prompt token computed once), held
-    (distinct tokens of all trees that a cache could hold). forecast: what the scheduler predicted. requests: by actor. seconds: of
+    """The result of one run. Tokens over all actors: prompt (of all requests), prefilled, ideal (each distinct prompt token computed once),
+    held (distinct tokens of all trees that a cache could hold). forecast: the scheduler's prediction. requests: counts by actor. seconds:
     wall time."""
 
     prompt: int
@@ -103,30 +103,30 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def distinct(prompts: Sequence[np.ndarray]) -> int:
-    """Tokens of the prompts when each common prefix counts once."""
+    """Count the tokens of the prompts, each common prefix once."""
     return len({tokens[:end].tobytes() for tokens in prompts for end in range(1, len(tokens) + 1)})
 
 
 def ideal(trees: Sequence[Tree]) -> int:
-    """Prompt tokens that one cache without bounds computes: the first prompts, then observations, each with the last token of the
-    action before it, which was sampled but never computed."""
+    """Count the prompt tokens that one unbounded cache computes: the first prompts, then the observations, each with the last token of
+    the action before it, which was sampled but never computed."""
     later = [node for tree in trees for node in tree.nodes.values() if node.kind == "observation"]
     return distinct([tree.nodes[0].tokens for tree in trees]) + sum(1 + len(node.tokens) for node in later)
 
 
 def held(trees: Sequence[Tree]) -> int:
-    """Distinct tokens that requests or samples of the trees bring into a cache: all but each action's last, where nothing follows."""
+    """Count the distinct tokens that the trees bring into a cache: all but the last token of each action that nothing follows."""
     paths = [tree.prefix(node) for tree in trees for node in tree.nodes.values()]
     return distinct([path[:-1] for path in paths])
 
 
 def policy(folder: Path) -> Path:
-    """The model folder."""
+    """Make the tiny policy and return its folder."""
     return make_tiny_policy(folder / "policy", hidden=HIDDEN, layers=LAYERS, heads=HEADS, intermediate=2 * HIDDEN)
 
 
 def engines(model: Path, setting: Setting) -> list[LocalEngine]:
-    """Actors with room for every request; to be started."""
+    """Return engines with room for every request. They must be started before use."""
     tokens = 2**19 if setting.tokens is None else setting.tokens / setting.actors
     gib = (tokens + RUNNING) * TOKEN_BYTES / 2**30
     config = ActorsConfig(
@@ -136,30 +136,30 @@ def engines(model: Path, setting: Setting) -> list[LocalEngine]:
 
 
 class _Actor(Service):
-    """An engine's service, that says what running samples leave to the prefix cache."""
+    """The service of an engine, which also reports how many tokens running samples leave to the prefix cache."""
 
     def __init__(self, engine: LocalEngine, name: str):
-        made = service(engine, name, engine.config.capacity)
-        super().__init__(name, made.handlers, made.capacity, self._stats)
+        base = service(engine, name, engine.config.capacity)
+        super().__init__(name, base.handlers, base.capacity, self._stats)
         self.engine = engine
 
     def _stats(self) -> dict[str, float]:
-        found = self.engine.stats()
-        running = found.get("kv_running_bytes", 0.0)
-        return {**found, CAPACITY: (self.engine.config.kv_cache_gib * 2**30 - running) // TOKEN_BYTES}
+        stats = self.engine.stats()
+        running = stats.get("kv_running_bytes", 0.0)
+        return {**stats, CAPACITY: (self.engine.config.kv_cache_gib * 2**30 - running) // TOKEN_BYTES}
 
 
 @asynccontextmanager
-async def opened(folder: Path, made: Sequence[_Actor], judge_s: float) -> AsyncIterator[Dispatcher]:
-    """A dispatcher with its actors, known with their capacities, and a judge."""
+async def opened(folder: Path, actors: Sequence[_Actor], judge_s: float) -> AsyncIterator[Dispatcher]:
+    """Start a dispatcher, the actors and a judge; yield the dispatcher once it knows the actors' capacities; close everything."""
     dispatcher = Dispatcher(f"ipc://{folder}/scheduler", None, DispatchConfig(heartbeat_s=BEAT_S))
-    services = [*made, Service("judge", {f"judge.{JUDGE}": _judging(judge_s)}, 64)]
+    services = [*actors, Service("judge", {f"judge.{JUDGE}": _judging(judge_s)}, 64)]
     await dispatcher.start()
-    for actor in made:
+    for actor in actors:
         await actor.engine.start()
     tasks = [asyncio.create_task(one.run(dispatcher.endpoint, None, signals=False)) for one in services]
     try:
-        await dispatcher.wait_for("generate", len(made), 60)
+        await dispatcher.wait_for("generate", len(actors), 60)
         async with asyncio.timeout(60):
             while not all(CAPACITY in worker.stats for worker in dispatcher.workers("generate")):
                 await asyncio.sleep(0.01)
@@ -169,12 +169,12 @@ async def opened(folder: Path, made: Sequence[_Actor], judge_s: float) -> AsyncI
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await dispatcher.close()
-        for actor in made:
+        for actor in actors:
             await actor.engine.close()
 
 
 async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, questions: int) -> list[Tree]:
-    """Grow ``questions`` trees at once."""
+    """Grow ``questions`` trees concurrently."""
     settings = SchedulerConfig(budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
     journal = Journal(folder / "journal.sqlite")
     emit: Callable[..., None] = lambda tree, turns: None  # noqa: E731
@@ -196,8 +196,8 @@ async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, 
 
 
 async def _measure(model: Path, fleet: Fleet, setting: Setting) -> Outcome:
-    made = engines(model, setting)
-    actors = [_Actor(engine, f"actor-{i}") for i, engine in enumerate(made)]
+    started = engines(model, setting)
+    actors = [_Actor(engine, f"actor-{i}") for i, engine in enumerate(started)]
     served: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         async with opened(Path(scratch), actors, setting.judge_s) as dispatcher:
@@ -206,12 +206,12 @@ async def _measure(model: Path, fleet: Fleet, setting: Setting) -> Outcome:
             trees = await grow(dispatcher, model, Path(scratch), fleet, setting.questions)
             spent = time.monotonic() - start
     prompt, prefilled = (
-        sum(int(engine.stats().get(name, 0)) for engine in made) for name in ("prompt_tokens", "prefilled_tokens")
+        sum(int(engine.stats().get(name, 0)) for engine in started) for name in ("prompt_tokens", "prefilled_tokens")
     )
     forecast, requests = fleet.residency.take(), dict(sorted(served.items()))
     return Outcome(prompt, prefilled, ideal(trees), held(trees), forecast, requests, spent)
 
 
 def measure(model: Path, fleet: Fleet, setting: Setting) -> Outcome:
-    """Grow the trees of ``setting``, placed by ``fleet``."""
+    """Grow the trees of ``setting`` with the placement of ``fleet``."""
     return asyncio.run(_measure(model, fleet, setting))

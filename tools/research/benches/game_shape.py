@@ -1,6 +1,6 @@
-"""Whole games on a real embedded engine, shared by the benchmarks of games: services in this process, a tiny policy of random weights.
+"""Whole games on a real embedded engine, for the benchmarks of games: services in this process and a tiny policy with random weights.
 
-Such a policy writes nothing legal, so the game here reads any text as a legal move; everything else is what a run does.
+Such a policy writes no legal move, so the game here reads any text as a legal move. Everything else works as in a run.
 """
 
 import random
@@ -31,29 +31,29 @@ from tools.evaluating.in_process import InProcess
 from wire.messages import GenerateRequest, GenerateResult
 
 ACTION_TOKENS = 3
-"""Of a move: two tags and a digit."""
+"""Tokens of a move: two tags and a digit."""
 WHOLE, COMPACT = "tictactoe", "tictactoe_compact"
-"""Prompts: with all the rules, about 1,000 tokens of the tiny policy; and the bare position, about 25."""
+"""Names of prompts: one with all rules (about 1,000 tokens of the tiny policy), one with the bare position (about 25 tokens)."""
 LONGEST = 1024
-"""Tokens of a prompt and its move."""
+"""The most tokens of a prompt and its move."""
 
 
 class AnyText(TicTacToe):
-    """Tic-Tac-Toe against random play in which every text is a legal move: the one that its checksum picks."""
+    """Tic-Tac-Toe against random play in which every text is a legal move, chosen by the checksum of the text."""
 
     def __init__(self, prompt: str):
         super().__init__(prompt=prompt, opponents={"random": 1.0})
 
     def read(self, state: Any, text: str) -> Action:
-        """Always valid."""
+        """Return a valid action for any text."""
         moves = self.moves(state)
         return Action("move", text, move=moves[zlib.crc32(text.encode()) % len(moves)])
 
 
 class Services(InProcess):
-    """The engine and judges, with a record of what was asked of the engine and when it last answered.
+    """The engine and judges, with a record of the engine's requests and of the time of its last answer.
 
-    split: every sample is asked for in a request of its own. prompts: how often each was asked for.
+    split: every sample gets a request of its own. prompts: the number of requests of each prompt.
     """
 
     def __init__(self, engine: LocalEngine, judges: Sequence[Judge], split: bool = False):
@@ -72,9 +72,9 @@ class Services(InProcess):
             GenerateRequest(request.tokens, 1, msgspec.structs.replace(request.sampling, seed=seed))
             for seed in random.Random(request.sampling.seed).sample(range(2**62), request.n)
         ]
-        found = await together(self._ask(one) for one in ones)
-        samples = [sample for result in found for sample in result.samples]
-        return GenerateResult(samples, len(request.tokens), found[0].cached_tokens)
+        results = await together(self._ask(one) for one in ones)
+        samples = [sample for result in results for sample in result.samples]
+        return GenerateResult(samples, len(request.tokens), results[0].cached_tokens)
 
     async def _ask(self, request: GenerateRequest) -> GenerateResult:
         self.prompts[request.tokens.tobytes()] += 1
@@ -85,7 +85,7 @@ class Services(InProcess):
 
 @asynccontextmanager
 async def opened(services: Services) -> AsyncIterator[Services]:
-    """Started services, closed at the end."""
+    """Start the services, yield them, and close them at the end."""
     await services.start()
     try:
         yield services
@@ -94,13 +94,13 @@ async def opened(services: Services) -> AsyncIterator[Services]:
 
 
 def engine(folder: Path, max_batch: int) -> LocalEngine:
-    """A float32 engine on one thread for the policy of ``policy``, with room for every prefix; to be started."""
+    """Return a float32 engine on one thread for the policy of ``policy``, with room for every prefix. It must be started before use."""
     config = ActorsConfig(dtype="float32", max_batch=max_batch, kv_cache_gib=2.0, max_context=LONGEST)
     return LocalEngine(str(folder), config)
 
 
 def policy(folder: Path) -> Path:
-    """A tiny policy in a new folder below ``folder``."""
+    """Make a tiny policy in a new folder below ``folder`` and return that folder."""
     return make_tiny_policy(folder / "policy", hidden=64, layers=2, heads=4, intermediate=128)
 
 
@@ -113,7 +113,7 @@ async def play(
     kind: type[Context] = Context,
     prompt: str = COMPACT,
 ) -> Counter[str]:
-    """Grow ``games`` trees at once by ``settings.strategy``, journaled in ``folder``; the counts of the contexts."""
+    """Grow ``games`` trees concurrently by ``settings.strategy``, with a journal in ``folder``. Return the counts of the contexts."""
     environment, counts = AnyText(prompt), Counter[str]()
     journal = Journal(folder / f"{time.monotonic_ns()}.sqlite")
     shop = Shop(
@@ -129,9 +129,9 @@ async def play(
 
     async def grow(number: int) -> None:
         tree = Tree(number, "")
-        made = kind(shop, settings, environment.task(number), tree, random.Random(number))
-        await made.plant()
-        await strategies.load(settings.strategy, settings.strategy_options)(tree, made)
+        context = kind(shop, settings, environment.task(number), tree, random.Random(number))
+        await context.plant()
+        await strategies.load(settings.strategy, settings.strategy_options)(tree, context)
 
     services.start_s = time.monotonic()
     try:

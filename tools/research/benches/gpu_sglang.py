@@ -1,11 +1,10 @@
-"""SGLang under our dispatcher: its tokens a second against ``sglang.bench_serving`` on the same requests, and what its radix cache served of
-SLATE's and MC-PR's prompts against the ideal.
+"""SGLang under our dispatcher: its tokens per second against ``sglang.bench_serving`` on the same requests, and the share of SLATE's and
+MC-PR's prompts that its radix cache served, against the ideal.
 
-ratio: ours over bench_serving's, which gives all requests at once; ours has a tree's steps wait for one another. ratio_at_once: ours over
-the recorded requests given to our engine at once, without dispatcher and sockets. Both baselines begin with an empty cache.
-
-Run by tools/gpu_check on random numbers in the shape of a 7B model; needs an interpreter with sglang (COPPICE_SGLANG_PYTHON, by default this
-one). Not part of tools/bench, which runs anywhere. The seconds of weight updates are in ``gpu_updates``.
+ratio: our tokens per second over those of bench_serving, which sends all requests at once, while our steps of a tree wait for one another.
+ratio_at_once: ours over sending the recorded requests to our engine at once, without dispatcher and sockets. Both baselines begin with an
+empty cache. tools/gpu_check runs this on random weights in the shape of a 7B model. It needs an interpreter with sglang
+(COPPICE_SGLANG_PYTHON, or else this one) and a GPU, so tools/bench leaves it out. ``gpu_updates`` measures the seconds of weight updates.
 """
 
 import argparse
@@ -53,19 +52,20 @@ SHAPES = {
     "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
            "intermediate_size": 18944, "tie_word_embeddings": False},
 }  # fmt: skip
-"""Qwen2.5's, with 151,936 words."""
+"""The shapes of Qwen2.5 models. All have a vocabulary of 151,936 words."""
 _IDEAL_BYTES = 2**30
-"""Of the prompts that the ideal remembers, four bytes a token: more than any run here asks for."""
+"""Bytes for the prompts that the ideal cache remembers, at four bytes per token. No run here needs as much."""
 DEADLINE_S = 600.0
-"""Of one request to the dispatcher."""
+"""Seconds for one request to the dispatcher."""
 GOAL = 0.97
-"""Of ``ratio``."""
+"""The goal of ``ratio``."""
 
 Answered = list[tuple[GenerateRequest, GenerateResult]]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """SLATE trees: tokens of each part. Then games of MC-PR: continuations of each state, tokens of a move, the prompt's name."""
+    """The work of one measurement. SLATE trees: their number, steps and candidates, and the tokens of each part. MC-PR games: their number,
+    continuations per state, tokens of a move, and the name of the prompt."""
 
     questions: int = 64
     steps: int = 4
@@ -81,14 +81,14 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Recording:
-    """Called as the dispatcher is; ``answered`` holds every request for samples with its result, in the order of the results."""
+    """Stands for the dispatcher; ``answered`` holds every request with its result, in the order of the results."""
 
     def __init__(self, dispatcher: Dispatcher):
         self.dispatcher = dispatcher
         self.answered: Answered = []
 
     async def call(self, name: str, request: Any, **settings: Any) -> Any:
-        """The same, noted."""
+        """Make the dispatcher's call and record it."""
         result = await self.dispatcher.call(name, request, **settings)
         self.answered.append((request, result))
         return result
@@ -98,7 +98,7 @@ Grow = Callable[[Recording], Awaitable[None]]
 
 
 def random_model(folder: Path, shape: dict[str, Any], tokenizer: Path, device: str) -> Path:
-    """A model folder of random bfloat16 weights, drawn on ``device``, in one file, with another model's tokenizer files."""
+    """Make a model folder of random bfloat16 weights, drawn on ``device``, in one file, with the tokenizer files of another model."""
     config = Qwen2Config(vocab_size=151936, max_position_embeddings=32768, **shape)
     torch.manual_seed(0)
     with torch.device(device):
@@ -109,15 +109,15 @@ def random_model(folder: Path, shape: dict[str, Any], tokenizer: Path, device: s
     del model
     gc.collect()
     if device != "cpu":
-        torch.cuda.empty_cache()  # the server measures what is free
+        torch.cuda.empty_cache()  # the server takes its share of the free memory
     return folder
 
 
 async def under_dispatcher(engine: SGLangEngine, grow: Grow) -> tuple[Answered, dict[str, Any]]:
-    """What ``grow`` asked of dispatcher and actor service, from an empty cache, and what it cost.
+    """Run ``grow`` through dispatcher and actor service from an empty cache. Return its requests with their results, and the costs.
 
-    The ideal computes each distinct prompt token once; SGLang computes a prompt's last token for each sample, and once more to compute a
-    prefix for several, which ideal_with_last_tokens adds. hit shares are of the prompt tokens of all samples.
+    The ideal computes each distinct prompt token once. SGLang computes a prompt's last token once per sample, and once more if several
+    samples share the prefix; ideal_with_last_tokens adds these. Hit shares refer to the prompt tokens of all samples.
     """
     await _flush(engine)
     with tempfile.TemporaryDirectory() as scratch:
@@ -155,9 +155,9 @@ async def under_dispatcher(engine: SGLangEngine, grow: Grow) -> tuple[Answered, 
 
 
 def _ideal(answered: Answered) -> tuple[int, int]:
-    """Prompt tokens that one cache without bounds computes, and the same of one that computes last tokens again.
+    """Count the prompt tokens that one unbounded cache computes, and those of a cache that computes last tokens again.
 
-    It keeps all but the last token of each sample too, which was sampled but never computed.
+    Both keep the samples too, except the last token of each, which was sampled but never computed.
     """
     seen, ideal, reachable = RadixCache(_IDEAL_BYTES), 0, 0
     for request, result in answered:
@@ -178,11 +178,11 @@ async def _flush(engine: SGLangEngine) -> None:
         await server.send("/flush_cache")
 
 
-# ---------------------------------------------------------------------------------------------- what is grown
+# ---------------------------------------------------------------------------------------------- the trees that are grown
 
 
 def slate(vocabulary: int, work: Work) -> Grow:
-    """Trees of SLATE's shape out of random words, all at once; a step begins when the one before is there."""
+    """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins when the step before is done."""
     rng = np.random.default_rng(0)
 
     def words(count: int) -> np.ndarray:
@@ -204,9 +204,9 @@ def slate(vocabulary: int, work: Work) -> Grow:
 
 
 def mc_pr(model: Path, work: Work, most: int) -> Grow:
-    """Whole games by ``scheduler.strategies.mc_value``: from each state of a chain, continuations to the end of the game.
+    """Play whole games by ``scheduler.strategies.mc_value``: from each state of a chain, continuations go to the end of the game.
 
-    A game of Tic-Tac-Toe in which every text is a legal move, against random play. most: samples of one request.
+    The game is Tic-Tac-Toe against random play, in which every text is a legal move. most: the most samples of one request.
     """
 
     async def grow(recording: Recording) -> None:
@@ -238,11 +238,11 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
     return grow
 
 
-# ---------------------------------------------------------------------------------------------- what it is compared with
+# ---------------------------------------------------------------------------------------------- the baselines
 
 
 async def at_once(engine: SGLangEngine, answered: Answered) -> float:
-    """Tokens a second of the same requests given to the engine together."""
+    """Return the tokens per second of the same requests when the engine gets all of them together."""
     await _flush(engine)
     start = time.perf_counter()
     results = await together(engine.generate(request) for request, _ in answered)
@@ -251,15 +251,15 @@ async def at_once(engine: SGLangEngine, answered: Answered) -> float:
 
 
 def samples(answered: Answered) -> Sequence[Wanted]:
-    """Each sample by itself."""
+    """Return each sample as a request of its own."""
     return [Wanted(request.tokens, len(s.tokens)) for request, result in answered for s in result.samples]
 
 
 async def measure(engine: SGLangEngine, server: Server, work: Work) -> dict[str, Any]:
-    """Everything of one started engine; printed as it comes, since a later part may fail. server: the engine's."""
+    """Measure everything on one started engine and print each part at once, since a later part may fail. server: the engine's server."""
     vocabulary = json.loads((server.model / "config.json").read_text())["vocab_size"]
     small = msgspec.structs.replace(work, questions=2, steps=1)
-    await under_dispatcher(engine, slate(vocabulary, small))  # kernels are compiled here
+    await under_dispatcher(engine, slate(vocabulary, small))  # compiles the kernels
     answered, trees = await under_dispatcher(engine, slate(vocabulary, work))
     _print("slate", trees)
     _, games = await under_dispatcher(engine, mc_pr(server.model, work, engine.config.max_batch))
@@ -272,12 +272,12 @@ async def measure(engine: SGLangEngine, server: Server, work: Work) -> dict[str,
     return {"slate": trees, "mc_pr": games}
 
 
-def _print(name: str, found: Any) -> None:
-    print(json.dumps({name: found}), flush=True)
+def _print(name: str, value: Any) -> None:
+    print(json.dumps({name: value}), flush=True)
 
 
 def started(folder: Path, arguments: dict[str, Any]) -> SGLangEngine:
-    """An engine with a server of its own on this machine's GPU, to be started."""
+    """Return an engine with its own server on this machine's GPU. It must be started before use."""
     python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
     sglang = SGLangConfig(python=python, arguments={"dtype": "bfloat16", "skip_server_warmup": True} | arguments)
     config = ActorsConfig(
@@ -300,11 +300,11 @@ async def _one(name: str, tokenizer: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print JSON lines: parts as they come, then all."""
+    """Print JSON lines: each part when it is measured, then everything."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
     name = parser.parse_args().size
-    tokenizer = model_folder()  # of the default model: only its files are used
+    tokenizer = model_folder()  # the default model, of which only the tokenizer files are used
     print(json.dumps({"size": name} | asyncio.run(_one(name, tokenizer))), flush=True)
 
 

@@ -1,6 +1,6 @@
-"""On a GPU: a SLATE batch as one forest with FlexAttention against the same paths unshared, bf16, and the share of the peak reached.
+"""On a GPU in bf16: a SLATE batch as one forest with FlexAttention against the same paths unshared, and the share of the peak reached.
 
-Run by tools/gpu_check; not part of tools/bench, which runs anywhere.
+tools/gpu_check runs this. tools/bench leaves it out, because it must run on any machine.
 """
 
 import json
@@ -23,13 +23,13 @@ from tools.research.benches.tree_shapes import slate
 from tools.research.benches.tree_training import forest, varlen
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""Dense bf16, from the vendor's data sheets."""
+"""Peak of dense bf16 products, from the vendor's data sheets."""
 REPEATS = 5
 
 
 def _seconds(work: Callable[..., None], model: TreeModel, paths: list[Path]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    work(model, paths)  # compiles
+    work(model, paths)  # compiles the kernels
     begin.record()
     for _ in range(REPEATS):
         model.tower.zero_grad(set_to_none=True)
@@ -40,7 +40,7 @@ def _seconds(work: Callable[..., None], model: TreeModel, paths: list[Path]) -> 
 
 
 def measure() -> dict[str, Any]:
-    """Seconds of both, the speed-up against the token ratio, and the forest's share of the bf16 peak (matrix products only)."""
+    """Return the seconds of both, the speed-up against the token ratio, and the forest's share of the peak (matrix products only)."""
     config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

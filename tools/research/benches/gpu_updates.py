@@ -1,9 +1,9 @@
 """Seconds of one policy update into SGLang by each transport: whole weights from the learner's memory and from a file, and a rank-16 adapter
 on all linear layers, alone or merged by the actor.
 
-On servers of their own, started for adapters and without CUDA graphs: adapters may cost the throughput that ``gpu_sglang`` measures, and
-graphs cost a start that no update needs. Idle servers: no requests run beside an update. Seconds are from the actor's call to the proof;
-what the learner does before (writing files, digests) is not in them.
+The servers are separate from those of ``gpu_sglang``: they accept adapters, which may lower the throughput measured there, and have no CUDA
+graphs, which would only slow the start. No requests run during an update. The seconds count from the actor's call to the proof of the new
+weights, without the learner's work before the call (writing files, digests).
 """
 
 import argparse
@@ -30,14 +30,14 @@ from wire.messages import LoadRequest
 from wire.published import FILES, Manifest
 
 RANK = 16
-"""LoraConfig's of the learner, and SLATE's."""
+"""The rank in the learner's LoraConfig and in SLATE."""
 OUT_OF_MEMORY = ("tensor", "distributed")
 TRANSPORTS = (*OUT_OF_MEMORY, "disk", "adapter", "merged")
-"""In this order each brings other weights than the server held."""
+"""The order matters: each transport must bring weights that differ from those that the server holds."""
 
 
 class Adapter:
-    """What ``learner.publish`` asks of a policy that trains an adapter; its model has shapes and no weights."""
+    """A policy that trains an adapter, as far as ``learner.publish`` needs one. Its model has shapes and no weights."""
 
     lora = True
 
@@ -48,7 +48,7 @@ class Adapter:
             self.model: Any = get_peft_model(bare, settings)
 
     def gathered(self) -> dict[str, torch.Tensor]:
-        """Small random numbers in the learner's float32."""
+        """Return small random weights in the learner's float32."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         return {name: 0.01 * torch.randn(p.shape, device="cpu") for name, p in trained.items()}
 
@@ -56,37 +56,37 @@ class Adapter:
 async def updates(
     engine: SGLangEngine, folder: Path, device: str, transports: tuple[str, ...] = TRANSPORTS, rank: int = RANK
 ) -> dict[str, float]:
-    """Seconds by transport of a started engine of the model in ``folder``; a line is printed for each as it comes."""
+    """Return the seconds by transport for a started engine of the model in ``folder``, and print each as soon as it is measured."""
     seconds: dict[str, float] = {}
     giver = Giver()
     try:
-        for version, wanted in enumerate(transports, engine.version + 1):
+        for version, transport in enumerate(transports, engine.version + 1):
             with tempfile.TemporaryDirectory() as scratch:
-                made = _published(version, wanted, folder, Path(scratch), giver, device, rank)
-                way = "lora" if wanted in ("adapter", "merged") else "weights"
-                engine.weights.config = msgspec.structs.replace(engine.config.sglang, **{way: wanted})
-                seconds[wanted] = (await engine.load(LoadRequest(version, made.path, made.digest))).seconds
-            print(json.dumps({"transport": wanted, "update_s": seconds[wanted]}), flush=True)
+                published = _published(version, transport, folder, Path(scratch), giver, device, rank)
+                way = "lora" if transport in ("adapter", "merged") else "weights"
+                engine.weights.config = msgspec.structs.replace(engine.config.sglang, **{way: transport})
+                seconds[transport] = (await engine.load(LoadRequest(version, published.path, published.digest))).seconds
+            print(json.dumps({"transport": transport, "update_s": seconds[transport]}), flush=True)
     finally:
         giver.close()
     return seconds
 
 
 def _published(
-    version: int, wanted: str, model: Path, scratch: Path, giver: Giver, device: str, rank: int
+    version: int, transport: str, model: Path, scratch: Path, giver: Giver, device: str, rank: int
 ) -> Published:
-    """The version as the learner publishes it."""
-    if wanted in ("adapter", "merged"):
+    """Publish the version as the learner does."""
+    if transport in ("adapter", "merged"):
         return publish(Adapter(model, rank), version, scratch, keep=1)  # pyright: ignore[reportArgumentType]
     stored = model / FILES["full"]
-    if wanted == "disk":
+    if transport == "disk":
         os.symlink(stored, scratch / FILES["full"])
-        made = Manifest(version, "full", digest.safetensors_file(stored))
+        manifest = Manifest(version, "full", digest.safetensors_file(stored))
     else:
         own = {name: tensor * (1 + version / 100) for name, tensor in load_file(stored, device=device).items()}
-        made = Manifest(version, "full", fingerprint(own), False, giver.offer(Snapshot(version, own)))
-    made.write(scratch)
-    return Published(version, str(scratch), made.digest)
+        manifest = Manifest(version, "full", fingerprint(own), False, giver.offer(Snapshot(version, own)))
+    manifest.write(scratch)
+    return Published(version, str(scratch), manifest.digest)
 
 
 async def _one(name: str, tokenizer: Path, transports: tuple[str, ...]) -> dict[str, float]:
@@ -103,19 +103,19 @@ async def _one(name: str, tokenizer: Path, transports: tuple[str, ...]) -> dict[
 
 
 def possible() -> tuple[str, ...]:
-    """The transports that this machine can do: a broadcast needs a GPU a rank, or none at all."""
+    """Return the transports that this machine supports. A broadcast needs one GPU per rank, or none at all."""
     return tuple(name for name in TRANSPORTS if name != "distributed" or torch.cuda.device_count() != 1)
 
 
 def main() -> None:
-    """Print JSON lines: each transport's seconds as they come, then all."""
+    """Print JSON lines: the seconds of each transport when they are measured, then all of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
     parser.add_argument("--without", nargs="+", default=[], choices=TRANSPORTS, help="transports to leave out")
-    given = parser.parse_args()
-    wanted = tuple(name for name in possible() if name not in given.without)
-    found = asyncio.run(_one(given.size, model_folder(), wanted))
-    print(json.dumps({"size": given.size, "update_s": found}), flush=True)
+    options = parser.parse_args()
+    transports = tuple(name for name in possible() if name not in options.without)
+    seconds = asyncio.run(_one(options.size, model_folder(), transports))
+    print(json.dumps({"size": options.size, "update_s": seconds}), flush=True)
 
 
 if __name__ == "__main__":

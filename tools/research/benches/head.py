@@ -1,10 +1,9 @@
 """The blockwise head against all logits at once: time and peak memory of forward and backward on the CPU, in float32.
 
-Rounds alternate the two sides, with a frozen head (LoRA) and with a trained one; a ratio is the median over rounds of
-the ratio in one round, so that other load meets both. Memory is the peak of the resident set above what it was before,
-so it counts the gradients and what the products' library takes; the kernel's mark is reset before each measurement
-(Linux). The goals are at most the time and at most half of the memory; the row's ratio is the worst of all four over
-its goal.
+Rounds alternate the two sides, with a frozen head (LoRA) and with a trained head. A ratio is the median over rounds of
+the ratio in one round, so that other load meets both sides. Memory is the growth of the resident set to its peak, so it
+includes the gradients and the buffers of the products' library. Linux resets the peak before each measurement. The
+goals are at most the same time and at most half of the memory. The row's ratio is the worst of all four over its goal.
 """
 
 import argparse
@@ -35,16 +34,16 @@ def _blockwise(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 
 
 def _resident(mark: str) -> int:
-    """Bytes: "VmRSS" now, "VmHWM" at the peak since the mark was reset."""
+    """Return the resident bytes. mark: "VmRSS" for now, "VmHWM" for the peak since the peak was reset."""
     line = next(li for li in Path("/proc/self/status").read_text().splitlines() if li.startswith(mark))
     return int(line.split()[1]) * 1024
 
 
 def _measure(head: Head, inputs: list[torch.Tensor], trained: bool) -> tuple[float, int]:
-    """Seconds and peak extra bytes of one forward and backward."""
+    """Return the seconds and the extra bytes at the peak of one forward and backward."""
     hidden, weight, targets, upstream = inputs
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_(trained)
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator still holds would hide what is taken
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator still holds would hide new memory
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     start = time.perf_counter()
@@ -59,11 +58,11 @@ def _inputs(rows: int, width: int, vocabulary: int) -> list[torch.Tensor]:
 
 
 def _compare(rows: int, width: int, vocabulary: int) -> dict[str, Any]:
-    """Every measured value: medians over rounds, named "frozen_..." and "trained_..."."""
+    """Return the median over rounds of every measured value, named "frozen_..." or "trained_..."."""
     kinds = {"frozen": False, "trained": True}
     small, inputs = _inputs(8, width, 1024), _inputs(rows, width, vocabulary)
     for side in (_full, _blockwise):
-        _measure(side, small, True)  # threads and libraries start
+        _measure(side, small, True)  # starts threads and libraries
     rounds: list[dict[str, float]] = []
     start = time.perf_counter()
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() - start < SPENT_S):
@@ -79,14 +78,14 @@ def _compare(rows: int, width: int, vocabulary: int) -> dict[str, Any]:
 
 
 def run(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> dict[str, Any]:
-    """About 45 s on two free cores."""
-    found = _compare(rows, width, vocabulary)
-    time_ratio = max(found["frozen_time_ratio"], found["trained_time_ratio"])
-    memory_ratio = max(found["frozen_memory_ratio"], found["trained_memory_ratio"])
+    """Run the benchmark, in about 45 s on two free cores."""
+    medians = _compare(rows, width, vocabulary)
+    time_ratio = max(medians["frozen_time_ratio"], medians["trained_time_ratio"])
+    memory_ratio = max(medians["frozen_memory_ratio"], medians["trained_memory_ratio"])
     ratio = max(time_ratio / TIME_GOAL, memory_ratio / MEMORY_GOAL)
     row = {"name": "blockwise head / full logits (time; memory / 0.5)", "ratio": ratio, "goal": 1.0, "better": "lower"}
     row |= {"time_ratio": time_ratio, "memory_ratio": memory_ratio}
-    return row | found | {"rows": rows, "width": width, "vocabulary": vocabulary}
+    return row | medians | {"rows": rows, "width": width, "vocabulary": vocabulary}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Prompt tokens a SLATE judge's server computes with the built-in order of the prompts, over those of one prompt for each component.
+"""Prompt tokens that a SLATE judge's server computes with the built-in order of the prompts, over those of one prompt per component.
 
-The same words in three orders: "apart" (a component's rules around the context, as in the paper's listing), "tail" (one head, the rules
-with the graded text) and "head" (the rules of all components first: the built-in order). Counts are of a server that computes every
-distinct prefix once; ``served`` also reads them off a real server of the embedded engine with a tiny random model.
+The prompts hold the same words in three orders: "apart" (a component's rules around the context, as in the paper's listing), "tail" (one
+head, then the context, then the rules with the graded text) and "head" (the rules of all components first, the built-in order). Counts
+are those of a server that computes every distinct prefix once. ``served`` reads them from a real server with a tiny random model.
 
-``python -m tools.research.benches.judge_prefix`` prints the table of docs/judges.md; ``tools/bench judge_prefix`` its ratio.
+``python -m tools.research.benches.judge_prefix`` prints the table of docs/judges.md, ``tools/bench judge_prefix`` only the ratio.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _WORDS = ("river", "capital", "which", "founded", "of", "the", "in", "city", "au
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Of one question's tree: SLATE's k candidates a step, of which the last answer. Lengths in words of about one token."""
+    """Lengths of SLATE trees with k candidates per step, whose last step answers. Lengths count words of about one token each."""
 
     questions: int = 4
     candidates: int = 5
@@ -53,23 +53,23 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def templates(order: str) -> dict[str, str]:
-    """The three templates in ``order``, of the built-in words."""
+    """Return the three templates in ``order``, made of the built-in words."""
     whole = {column: (PROMPTS / f"slate_{column}.txt").read_text() for column in Slate.columns}
     if order == "head":
         return whole
     intro, think, query, answer, form = whole["think"].partition(_PLACE)[0].strip().split("\n\n")
-    made = {}
+    texts = {}
     for column, rules in zip(Slate.columns, (think, query, answer), strict=True):
         graded = whole[column].partition(_PLACE)[2].strip()
-        said, _, wanted = graded.rpartition("\n\n")
-        named = f"{intro} {wanted}" if order == "apart" else intro
-        made[column] = "\n\n".join([named, _PLACE.strip(), said, rules, form, *([wanted] if order == "tail" else [])])
-    return made
+        body, _, task = graded.rpartition("\n\n")
+        named = f"{intro} {task}" if order == "apart" else intro
+        texts[column] = "\n\n".join([named, _PLACE.strip(), body, rules, form, *([task] if order == "tail" else [])])
+    return texts
 
 
 def turns(shape: Shape, seed: int = 0) -> list[list[JudgedTurn]]:
-    """The candidates of every step, in the order in which SLATE's trees ask for them."""
-    made, rng = [], random.Random(seed)
+    """Return the candidates of every step, in the order in which SLATE's trees ask for their scores."""
+    groups, rng = [], random.Random(seed)
 
     def words(count: int) -> str:
         return " ".join(rng.choice(_WORDS) for _ in range(count))
@@ -79,7 +79,7 @@ def turns(shape: Shape, seed: int = 0) -> list[list[JudgedTurn]]:
         for index, context in enumerate(contexts):
             last = step == shape.steps
             shown = {"query": None, "answer": ""} if last else {}
-            made.append(
+            groups.append(
                 [
                     JudgedTurn("Q", [words(3)], context, "", step, shape.steps, think=words(shape.think_words),
                                query=None if last else words(shape.query_words), answer=words(3) if shown else None)
@@ -87,12 +87,12 @@ def turns(shape: Shape, seed: int = 0) -> list[list[JudgedTurn]]:
                 ]
             )  # fmt: skip
             contexts[index] += f"\nThinking: {words(shape.think_words)}\nRetrieved: {words(shape.step_words)}"
-    return made
+    return groups
 
 
 @contextlib.contextmanager
 def written(order: str) -> Any:
-    """Paths of the templates in ``order``, by column."""
+    """Write the templates in ``order`` to files and yield their paths by column."""
     with tempfile.TemporaryDirectory() as folder:
         for column, text in templates(order).items():
             (Path(folder) / column).write_text(text)
@@ -103,7 +103,7 @@ def written(order: str) -> Any:
 
 
 def counted(order: str, shape: Shape, tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
-    """prompt: all tokens of all prompts. prefilled: those that no earlier prompt began with."""
+    """Count "prompt", all tokens of all prompts, and "prefilled", the tokens after the longest prefix shared with an earlier prompt."""
     seen: set[int] = set()
     total = 0
     with written(order) as paths:
@@ -120,21 +120,21 @@ def counted(order: str, shape: Shape, tokenizer: tokenizers.Tokenizer) -> dict[s
 
 @contextlib.asynccontextmanager
 async def server(folder: Path, config: ActorsConfig) -> AsyncIterator[tuple[LocalEngine, str]]:
-    """A server of the embedded engine and its URL."""
+    """Start a server of the embedded engine; yield the engine and the server's URL; close both."""
     engine = LocalEngine(str(folder), config)
     await engine.start()
-    made = runner(Server(engine, folder))
-    await made.setup()
-    await web.TCPSite(made, "127.0.0.1", 0).start()
+    web_runner = runner(Server(engine, folder))
+    await web_runner.setup()
+    await web.TCPSite(web_runner, "127.0.0.1", 0).start()
     try:
-        yield engine, f"http://127.0.0.1:{made.addresses[0][1]}/v1"
+        yield engine, f"http://127.0.0.1:{web_runner.addresses[0][1]}/v1"
     finally:
-        await made.cleanup()
+        await web_runner.cleanup()
         await engine.close()
 
 
 async def served(order: str, steps: Sequence[list[JudgedTurn]], folder: Path, config: ActorsConfig) -> dict[str, int]:
-    """The engine's own counts after a judge has scored every step over HTTP."""
+    """Return the engine's own counts after a judge has scored every step over HTTP."""
     async with server(folder, config) as (engine, url):
         with written(order) as paths:
             judge = Slate(ChatEndpoint(url, folder.name, max_tokens=2), paths)
@@ -150,7 +150,7 @@ async def served(order: str, steps: Sequence[list[JudgedTurn]], folder: Path, co
 
 
 def tiny(folder: Path, source: Path) -> Path:
-    """A random Llama of two small layers that reads with the tokenizer and the chat template of ``source``."""
+    """Save a random Llama of two small layers with the tokenizer and the chat template of ``source``."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -167,21 +167,21 @@ def tiny(folder: Path, source: Path) -> Path:
 
 
 def run() -> dict[str, Any]:
-    """The ratio of the built-in order to "apart"."""
+    """Return the ratio of the built-in order to "apart", and all counts."""
     folder = ensure_model(DEFAULT, cache_folder())
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    found = {order: counted(order, Shape(), tokenizer) for order in ORDERS}
+    counts = {order: counted(order, Shape(), tokenizer) for order in ORDERS}
     return {
         "name": "judge prompt tokens computed, rules and context first",
-        "ratio": found["head"]["prefilled"] / found["apart"]["prefilled"],
+        "ratio": counts["head"]["prefilled"] / counts["apart"]["prefilled"],
         "goal": GOAL,
         "better": "lower",
-        "counts": found,
+        "counts": counts,
     }
 
 
 def main() -> None:
-    """The table of docs/judges.md."""
+    """Print the table of docs/judges.md."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.research.benches.judge_prefix", description="Prompt orders, counted."
     )

@@ -1,7 +1,7 @@
-"""What this machine can do at most, measured in the run that is compared with it: bytes read and operations done in a CPU second.
+"""The limits of this machine, measured in the run that is compared with them: bytes read and operations done per CPU second.
 
-CPU seconds of this process are counted, not those of the clock: one thread computes, and what else runs on the machine then costs
-neither side of a comparison its share.
+CPU seconds of this process are counted, not wall time. One thread computes, and other programs on the machine then slow neither side
+of a comparison.
 """
 
 import time
@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 
 _BUFFER = 2**26
-"""float32 numbers of the streamed buffer: 256 MiB, beyond every cache."""
+"""float32 numbers in the streamed buffer: 256 MiB, more than any cache holds."""
 _SIDE = 1536
-"""Rows and columns of the matrices whose product shows the peak: large enough for it, quick enough to repeat."""
+"""Rows and columns of the multiplied matrices: enough to reach the peak, few enough to repeat the product quickly."""
 
 
 def cpu_s(work: Callable[[], object], times: int = 5) -> float:
-    """The least CPU seconds of ``work`` among ``times``."""
+    """Run ``work`` ``times`` times and return the least CPU seconds."""
     spent = []
     for _ in range(times):
         start = time.process_time()
@@ -26,12 +26,12 @@ def cpu_s(work: Callable[[], object], times: int = 5) -> float:
 
 
 def bandwidth() -> float:
-    """Bytes a second read from memory by this process's compute threads."""
+    """Return the bytes per second that this process's compute threads read from memory."""
     buffer = torch.ones(_BUFFER)
     return buffer.nbytes / cpu_s(buffer.sum)
 
 
 def matrix_peak() -> float:
-    """float32 operations a second (a multiplication and an addition are two) of a large matrix product."""
+    """Return the float32 operations per second of a large matrix product (a multiplication and an addition are two)."""
     a, b = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
     return 2 * _SIDE**3 / cpu_s(lambda: a @ b)

@@ -1,11 +1,11 @@
 """Prefill of MC-PR (methods.md 3.6): 100 continuations from every state, prompt tokens computed over the ideal.
 
-Whole games of the real strategy on the real engine, with the prompt that has all the rules and with a compact one of two dozen tokens. The ideal
-computes each distinct prefix once; a prompt that was computed before (``repeated_prompts``) costs nothing, since the cache keeps the
-hidden state at its end.
+These are whole games of the real strategy on the real engine, with a prompt that has all the rules and with a compact prompt of two dozen
+tokens. The ideal computes each distinct prefix once. A prompt that was computed before (``repeated_prompts``) costs nothing, because the
+cache keeps the hidden state at its end.
 
-On the compact prompt the same without sharing: a request for every sample, and no prefix cache. asked_over_prefilled counts the prompt
-of a request once; unshared_over_prefilled once for each of its samples.
+The compact prompt is also measured without sharing: one request per sample, and no prefix cache. asked_over_prefilled counts the prompt of
+a request once; unshared_over_prefilled counts it once per sample.
 """
 
 import argparse
@@ -33,14 +33,14 @@ GOAL = 1.02
 
 
 class NoCache(RadixCache):
-    """Stands where the engine's prefix cache stands and keeps nothing."""
+    """Takes the place of the engine's prefix cache and keeps nothing."""
 
     def match(self, tokens: np.ndarray) -> Match:
-        """Nothing."""
+        """Find nothing."""
         return Match(0, [], None)
 
     def insert(self, tokens: np.ndarray, read: Read | None = None, ending: torch.Tensor | None = None) -> int:
-        """Forgets it."""
+        """Keep nothing and report every token as new."""
         return len(tokens)
 
 
@@ -50,7 +50,7 @@ def _nothing_common(a: np.ndarray, b: np.ndarray) -> int:
 
 @contextmanager
 def _unshared() -> Iterator[None]:
-    """Engines that start now share no prefill: they do not wait for another request's prefix either."""
+    """Engines that start inside share no prefill, and do not wait for the prefix of another request either."""
     with (
         mock.patch.object(memory, "RadixCache", NoCache),
         mock.patch.object(admission, "common_length", _nothing_common),
@@ -73,12 +73,12 @@ async def _measure(
         counts = await game_shape.play(services, model, folder, games, settings, prompt=prompt)
         spent = time.monotonic() - services.start_s
         counters = ("prompt_tokens", "prefilled_tokens", "ideal_prefill_tokens", "decoded_tokens")
-        found: dict[str, Any] = {name: engine.counts[name] for name in counters}
-        return found | {
-            "ratio": found["prefilled_tokens"] / found["ideal_prefill_tokens"],
-            "excess_tokens": found["prefilled_tokens"] - found["ideal_prefill_tokens"],
-            "asked_over_prefilled": found["prompt_tokens"] / found["prefilled_tokens"],
-            "unshared_over_prefilled": services.unshared_tokens / found["prefilled_tokens"],
+        counted: dict[str, Any] = {name: engine.counts[name] for name in counters}
+        return counted | {
+            "ratio": counted["prefilled_tokens"] / counted["ideal_prefill_tokens"],
+            "excess_tokens": counted["prefilled_tokens"] - counted["ideal_prefill_tokens"],
+            "asked_over_prefilled": counted["prompt_tokens"] / counted["prefilled_tokens"],
+            "unshared_over_prefilled": services.unshared_tokens / counted["prefilled_tokens"],
             "requests": services.prompts.total(),
             "repeated_prompts": services.prompts.total() - len(services.prompts),
             "evicted_tokens": engine.cache.evicted_tokens,
@@ -89,7 +89,7 @@ async def _measure(
 
 
 def run(whole_games: int = WHOLE_GAMES, games: int = GAMES, continuations: int = CONTINUATIONS) -> dict[str, Any]:
-    """Counts; the time of sharing and of not sharing per sampled token, as a request of its own draws other games."""
+    """Return the counts, and the times with and without sharing per sampled token, since single requests draw other games."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = game_shape.policy(folder)
@@ -111,8 +111,8 @@ def run(whole_games: int = WHOLE_GAMES, games: int = GAMES, continuations: int =
     }
 
 
-def _pace(found: dict[str, Any]) -> float:
-    return found["wall_s"] / found["decoded_tokens"]
+def _pace(counted: dict[str, Any]) -> float:
+    return counted["wall_s"] / counted["decoded_tokens"]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Peak memory of a whole run: the proportional set size (PSS) of every process of ``tools/launch``, sampled from outside.
 
-PSS counts a page that several processes map once in all, so that the sum over the processes is what the run takes from the machine.
+PSS divides a page among the processes that map it, so the sum over all processes is the memory that the run takes from the machine.
 ``python -m tools.research.benches.memory --actors 1 --learner 1 --set learner.dtype=float32 ..`` measures other sizes and number types.
 """
 
@@ -24,17 +24,16 @@ from tools.bootstrap import ROOT
 LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
 """The largest model that a laptop is meant to train: SmolLM2-135M."""
 SHORT = ("--set", "scheduler.updates=1", "--set", "scheduler.evaluation.questions=8")
-"""One update holds as much as sixteen do: a peak is the largest forest's and the fullest cache's."""
+"""One update needs as much memory as sixteen, because the largest forest and the fullest cache make the peak."""
 INTERVAL_S = 0.3
 GOAL_GIB = {8: 12.0, 2: 4.0}
-"""By the number of actors and ranks together: what a laptop of 16 GB has free, and one of 8 GB."""
+"""The goal by the total number of actors and ranks: the free memory of a laptop with 16 GB, and with 8 GB."""
 _PROCESS_FILE = re.compile(r"processes/([a-z-]+?)(-\d+)?\.json$")
 
 
 class Peaks(msgspec.Struct):
-    """Peaks in GiB: of the sum over all processes, of one process of each kind, of each kind's sum; ``at`` is the parts of the largest sum.
-
-    counts: most processes of a kind that were seen at once.
+    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. kinds: the sum of a kind. at: the parts of the largest
+    total. counts: the most processes of a kind that were seen at once. Starts empty; ``take`` adds samples, ``table`` shows the peaks.
     """
 
     total: float = 0.0
@@ -45,11 +44,11 @@ class Peaks(msgspec.Struct):
     samples: int = 0
 
     def take(self, sizes: Sequence[tuple[str, float]]) -> None:
-        """One sample: kind and GiB of every process."""
+        """Add one sample: the kind and the GiB of every process."""
         self.samples += 1
         sums, seen = Counter[str](), Counter[str]()
         for kind, size in sizes:
-            sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter adds what numbers there are)
+            sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter can add floats)
             seen[kind] += 1
             self.each[kind] = max(size, self.each.get(kind, 0.0))
         for kind, size in sums.items():
@@ -59,7 +58,7 @@ class Peaks(msgspec.Struct):
             self.total, self.at = sum(sums.values()), dict(sums)
 
     def table(self) -> str:
-        """The peaks as lines of text."""
+        """Return the peaks as lines of text."""
         lines = [
             f"{'process':<14}{'count':>6}{'peak of one':>13}{'peak of all':>13}{'at the peak of the sum':>24}   GiB"
         ]
@@ -71,7 +70,7 @@ class Peaks(msgspec.Struct):
 
 
 def pss_gib(pid: int) -> float:
-    """The proportional set size of a process. Raises OSError when it is gone."""
+    """Return the proportional set size of a process in GiB. Raises OSError if the process has ended."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 2**20
@@ -79,30 +78,30 @@ def pss_gib(pid: int) -> float:
 
 
 def kind(command: Sequence[str]) -> str:
-    """ "actor" for actor-3 and so on by the process file of a run; "launcher" without one, "set-up" for what it computes apart."""
-    found = _PROCESS_FILE.search(command[-1]) if command else None
-    if found:
-        return found[1]
+    """Return the kind of a process: "actor" for actor-3 and so on by its process file, "set-up" for the set-up, else "launcher"."""
+    match = _PROCESS_FILE.search(command[-1]) if command else None
+    if match:
+        return match[1]
     return "set-up" if any("multiprocessing" in part for part in command) else "launcher"
 
 
 def sample(root: psutil.Process) -> list[tuple[str, float]]:
-    """Kind and GiB of a process and of all that descend from it; those that end meanwhile are left out."""
-    made = []
+    """Return the kind and GiB of a process and of all its descendants. Processes that end meanwhile are left out."""
+    sizes = []
     try:
         family = [root, *root.children(recursive=True)]
     except psutil.Error:
         return []
     for process in family:
         try:
-            made.append((kind(process.cmdline()), pss_gib(process.pid)))
+            sizes.append((kind(process.cmdline()), pss_gib(process.pid)))
         except (psutil.Error, OSError):
             continue
-    return made
+    return sizes
 
 
 def watch(command: Sequence[str], **settings: Any) -> tuple[Peaks, int]:
-    """Run ``command`` to its end: the peaks of its processes, and its exit status. settings: of subprocess.Popen."""
+    """Run ``command`` to its end. Return the peaks of its processes and its exit status. settings: arguments of subprocess.Popen."""
     peaks = Peaks()
     with subprocess.Popen(command, **settings) as process:
         root = psutil.Process(process.pid)
@@ -113,7 +112,7 @@ def watch(command: Sequence[str], **settings: Any) -> tuple[Peaks, int]:
 
 
 def measure(arguments: Sequence[str]) -> Peaks:
-    """The peaks of ``tools/launch ARGUMENTS`` in a folder of its own. Raises RuntimeError with the end of its output when it fails."""
+    """Return the peaks of ``tools/launch ARGUMENTS`` in a folder of its own. Raises RuntimeError, with the end of its output, if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
         command = [sys.executable, str(ROOT / "tools" / "launch"), "--run-folder", f"{scratch}/run", *arguments]
@@ -126,7 +125,7 @@ def measure(arguments: Sequence[str]) -> Peaks:
 
 
 def run(actors: int = 4, learner: int = 4, more: Sequence[str] = ()) -> dict[str, Any]:
-    """The peak in GiB of a run on SmolLM2-135M, one update of it."""
+    """Return the peak in GiB of a run of one update on SmolLM2-135M."""
     peaks = measure(["--actors", str(actors), "--learner", str(learner), *LARGE, *SHORT, *more])
     name = f"memory: GiB of all processes, --actors {actors} --learner {learner}"
     goal = GOAL_GIB.get(actors + learner, GOAL_GIB[8])
@@ -134,13 +133,13 @@ def run(actors: int = 4, learner: int = 4, more: Sequence[str] = ()) -> dict[str
 
 
 def main() -> None:
-    """The bench by itself, with other sizes and settings."""
+    """Run this benchmark alone, with other sizes and settings."""
     parser = argparse.ArgumentParser(prog="python -m tools.research.benches.memory")
     parser.add_argument("--actors", type=int, default=4)
     parser.add_argument("--learner", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as tools/launch takes it")
-    given = parser.parse_args()
-    print(json.dumps(run(given.actors, given.learner, [word for s in given.set for word in ("--set", s)])))
+    options = parser.parse_args()
+    print(json.dumps(run(options.actors, options.learner, [word for s in options.set for word in ("--set", s)])))
 
 
 if __name__ == "__main__":

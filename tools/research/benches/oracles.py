@@ -1,8 +1,8 @@
-"""Oracle calls a second against the peer: the Tic-Tac-Toe judge as a worker batches it, over bare OpenSpiel searches of the same positions.
+"""Oracle calls per second against the peer: the Tic-Tac-Toe judge as a worker batches it, over bare OpenSpiel searches of the same positions.
 
-Equal simulations and rollouts; the peer's states and bot are made beforehand, so it only searches. CPU seconds, because the machine is
-shared; rounds alternate and the ratio is their median. Beside it the calls a second of exact minimax, of the
-Sudoku judge (9x9) and of the Minesweeper judge (5x5, 5 mines).
+Simulations and rollouts are equal. The peer's states and bot are made beforehand, so the peer only searches. CPU seconds are measured,
+because the machine is shared. Rounds alternate, and the ratio is their median. The row also has the calls per second of exact minimax, of
+the Sudoku judge (9x9) and of the Minesweeper judge (5x5, 5 mines).
 """
 
 import argparse
@@ -30,13 +30,13 @@ from wire.messages import JudgedTurn, JudgeRequest
 
 POSITIONS, ROUNDS, SIMULATIONS, ROLLOUTS = 96, 5, 1000, 10
 LABELS = 2000
-"""Calls of the oracles that do not search."""
+"""The number of calls of each oracle that does not search."""
 UCT_C, MEMORY_MB = 2.0, 64
 GOAL = 0.85
 
 
 def turns_of(game: Game, count: int) -> list[JudgedTurn]:
-    """Positions of random play, each with the move made there."""
+    """Return positions of random play, each with the move made there."""
     return [
         game.judged(turn.task, turn.state, Action("move", "", move=turn.move), 1, 100)
         for turn in random_play(game, count, seed=0)
@@ -44,21 +44,21 @@ def turns_of(game: Game, count: int) -> list[JudgedTurn]:
 
 
 async def _served(judge: Judge, turns: Sequence[JudgedTurn]) -> None:
-    """Every turn a request of its own, all at once, as they come from chains."""
+    """Send every turn in a request of its own, all at once, as chains do."""
     batcher = Batcher(judge)
     requests = (batcher.handle(JudgeRequest([turn]), None) for turn in turns)  # pyright: ignore[reportArgumentType]
     await asyncio.gather(*requests)
 
 
 def rate(judge: Judge, turns: Sequence[JudgedTurn]) -> float:
-    """Calls a CPU second."""
+    """Return the calls per CPU second."""
     start = time.process_time()
     asyncio.run(_served(judge, turns))
     return len(turns) / (time.process_time() - start)
 
 
 class Bare:
-    """OpenSpiel's searches alone, on states that are ready."""
+    """OpenSpiel's searches alone, on states that the constructor makes."""
 
     def __init__(self, turns: Sequence[JudgedTurn], simulations: int, rollouts: int):
         game = pyspiel.load_game("tic_tac_toe")
@@ -74,7 +74,7 @@ class Bare:
         return state
 
     def rate(self) -> float:
-        """Searches a CPU second."""
+        """Return the searches per CPU second."""
         start = time.process_time()
         for state in self.states:
             self.bot.mcts_search(state)
@@ -82,7 +82,7 @@ class Bare:
 
 
 def run(positions: int = POSITIONS, rounds: int = ROUNDS, labels: int = LABELS) -> dict[str, Any]:
-    """Rates are medians over rounds."""
+    """Return the ratio and the rates, which are medians over rounds."""
     turns = turns_of(TicTacToe(opponents={"random": 1.0}), max(positions, labels))
     searched = turns[:positions]
     bare = Bare(searched, SIMULATIONS, ROLLOUTS)
@@ -94,8 +94,8 @@ def run(positions: int = POSITIONS, rounds: int = ROUNDS, labels: int = LABELS) 
     }
     rates: dict[str, list[float]] = {"bare": [], **{name: [] for name in judges}}
     for number in range(rounds + 1):
-        found = {"bare": bare.rate()} | {name: rate(judge, its) for name, (judge, its) in judges.items()}
-        for name, value in found.items() if number else ():  # the first round fills minimax's cache
+        rate_of = {"bare": bare.rate()} | {name: rate(judge, its) for name, (judge, its) in judges.items()}
+        for name, value in rate_of.items() if number else ():  # the first round fills minimax's cache
             rates[name].append(value)
     ratio = statistics.median(a / b for a, b in zip(rates["mcts"], rates["bare"], strict=True))
     row = {"name": "oracle calls/s, tic-tac-toe judge / bare OpenSpiel MCTS", "ratio": ratio, "goal": GOAL}

@@ -1,8 +1,8 @@
-"""What the corridor costs: no-op judge calls through wire and dispatch against a bare pyzmq echo of the same payload.
+"""The cost of messaging: no-op judge calls through wire and dispatch against a bare pyzmq echo of the same payload.
 
 Both sides run two processes under uvloop over loopback TCP without CURVE and keep the same number of calls in flight. The echo
-is the floor: it neither decodes, nor routes, nor keeps deadlines. Rounds alternate so that other load on the machine
-meets both; the ratio is the median over rounds.
+does the least possible work: it neither decodes, nor routes, nor keeps deadlines. Rounds alternate, so that other load on the
+machine meets both sides. The ratio is the median over rounds.
 """
 
 import argparse
@@ -73,14 +73,14 @@ async def _child(role: str, endpoint: str, concurrency: int) -> AsyncIterator[No
 
 
 class _Echo:
-    """The bare side: one coroutine that keeps the same number of messages on the way."""
+    """The bare side: one coroutine that keeps the same number of messages in flight."""
 
     def __init__(self, socket: zmq.asyncio.Socket, peer: bytes):
         self.socket, self.peer = socket, peer
         self.payload = msgspec.msgpack.encode(REQUEST)
 
     async def rate(self, calls: int, concurrency: int) -> float:
-        """Echoes a second."""
+        """Return the echoes per second."""
         start = time.perf_counter()
         for number in range(concurrency):
             await self.socket.send_multipart([self.peer, str(number).encode(), self.payload])
@@ -106,7 +106,7 @@ async def _call_rate(dispatcher: Dispatcher, calls: int, concurrency: int) -> fl
 
 
 async def measure(calls: int, concurrency: int, rounds: int) -> dict[str, float]:
-    """Median rates (calls a second) of both and the median of their ratios by round."""
+    """Return the median rates of both sides (calls per second) and the median over rounds of their ratio."""
     dispatcher = Dispatcher("tcp://127.0.0.1:0", None)
     await dispatcher.start()
     socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -134,14 +134,14 @@ async def measure(calls: int, concurrency: int, rounds: int) -> dict[str, float]
 
 
 def run(calls: int = 10_000, concurrency: int = 64, rounds: int = 5) -> dict[str, Any]:
-    """Rates of both; the goal of the ratio is at least 0.5."""
-    found = loop.run(measure(calls, concurrency, rounds))
-    row = {"name": "no-op judge calls/s, dispatch / bare ZeroMQ echo", "ratio": found["overhead_ratio"]}
-    return row | {"goal": 0.5, "better": "higher"} | found
+    """Return the rates of both sides and their ratio, whose goal is at least 0.5."""
+    rates = loop.run(measure(calls, concurrency, rounds))
+    row = {"name": "no-op judge calls/s, dispatch / bare ZeroMQ echo", "ratio": rates["overhead_ratio"]}
+    return row | {"goal": 0.5, "better": "higher"} | rates
 
 
 def main() -> None:
-    """Measure, or be the other process of a measurement."""
+    """Measure, or run as the other process of a measurement."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.research.benches.overhead", description=(__doc__ or "").split("\n")[0]
     )
@@ -150,13 +150,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--role", choices=["measure", "serve", "echo"], default="measure", help=argparse.SUPPRESS)
     parser.add_argument("--endpoint", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role == "serve":
-        loop.run(_serve(given.endpoint, given.concurrency))
-    elif given.role == "echo":
-        loop.run(_echo(given.endpoint))
+    options = parser.parse_args()
+    if options.role == "serve":
+        loop.run(_serve(options.endpoint, options.concurrency))
+    elif options.role == "echo":
+        loop.run(_echo(options.endpoint))
     else:
-        print(run(given.calls, given.concurrency, given.rounds))
+        print(run(options.calls, options.concurrency, options.rounds))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The peer's side of ``tools.research.benches.peer``: TRL's GRPOTrainer on the prompts of a file, run in the environment that has trl.
 
-``python -m tools.research.benches.peer_trl WORK.json``. It is given what should make it fast on a CPU: no gradient checkpointing, no reference
-model, no dropout, no logging, evaluation or checkpoints, one batch of ``generate`` for all prompts of one length (so nothing is
-padded) with its cache of keys and values, log-probabilities of the completions alone, none computed twice, and one group of
-sequences in a forward (other numbers were not tried). Generation and training take turns in one process on all the threads.
+``python -m tools.research.benches.peer_trl WORK.json``. The settings should make TRL fast on a CPU: no gradient checkpointing, no reference
+model, no dropout, no logging, evaluation or checkpoints, one batch of ``generate`` for all prompts of one length (so nothing is padded)
+with its cache of keys and values, log-probabilities of the completions alone, none of them computed twice, and one group of sequences
+per forward pass (other numbers were not tried). Generation and training take turns in one process on all threads.
 
-trl is imported where it runs only: the environment of this project does not have it.
+trl is imported only inside the functions that use it, because the environment of this project does not have it.
 """
 
 import json
@@ -18,7 +18,7 @@ from tools.research.benches.any_text import reward
 
 
 def settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of GRPOConfig. work: see ``tools.research.benches.peer``."""
+    """Return the fields of GRPOConfig. work: see ``tools.research.benches.peer``."""
     per_step = work["sequences"] // work["steps"]
     return {
         "output_dir": str(folder / "trl"),
@@ -48,7 +48,7 @@ def settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def train(work: dict[str, Any], folder: Path) -> None:
-    """Train; each update appends {"seconds", "tokens"} to ``updates.jsonl``: the clock at its end and the tokens it trained."""
+    """Train. At its end, each update appends to ``updates.jsonl`` the clock ("seconds") and the number of its trained "tokens"."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports] (of the other environment, as trl)
     from peft import LoraConfig
@@ -82,7 +82,7 @@ def train(work: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    """One run of the peer, in the folder of its work file."""
+    """Run the peer once, in the folder of its work file."""
     path = Path(sys.argv[1])
     train(json.loads(path.read_text()), path.parent)
 

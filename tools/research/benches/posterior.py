@@ -1,7 +1,7 @@
-"""Minesweeper's exact posterior against going through every layout of the hidden cells, on the same positions; and its cost by board size.
+"""Minesweeper's exact posterior against the enumeration of every layout of the hidden cells on the same positions, and its cost by board size.
 
-Positions are those of the posterior's own play: always a hidden cell of least risk, ties drawn, one cell a turn. CPU seconds. The ratio is
-that of 6x6 with 5 mines: on smaller boards there is little to go through, on larger ones far too much.
+The positions come from the posterior's own play, which reveals one hidden cell of least risk per turn and breaks ties at random. CPU
+seconds are measured. The ratio is that of 6x6 with 5 mines: smaller boards have few layouts, larger boards far too many.
 """
 
 import argparse
@@ -17,37 +17,37 @@ from actors.environments.minesweeper import HIDDEN, HIT, REVEAL, ZERO, Minesweep
 from judges.oracles.posterior import Posterior, posterior
 
 ENUMERATED = {(4, 4, 3): 300, (5, 5, 5): 300, (6, 6, 5): 300, (6, 6, 8): 40}
-"""Positions by rows, columns and mines: what the enumeration does in seconds."""
+"""The number of positions by rows, columns and mines, few enough that the enumeration takes seconds."""
 SIZES = {(5, 5, 5): 400, (8, 8, 10): 400, (16, 16, 40): 400, (16, 30, 99): 400}
 GOAL = 2.0
 
 
 def numbers_of(state: State) -> dict[int, int]:
-    """The revealed cells with their numbers."""
+    """Return the revealed cells with their numbers."""
     return {cell: 0 if mark == ZERO else int(mark) for cell, mark in enumerate(state.board) if mark != HIDDEN}
 
 
 def played_positions(size: tuple[int, int, int], count: int) -> list[tuple[State, Posterior, float]]:
-    """At least ``count`` positions of whole games, each with its posterior and the CPU seconds that took."""
+    """Return at least ``count`` positions of whole games, each with its posterior and the posterior's CPU seconds."""
     rows, columns, mines = size
     game, rng = Minesweeper(rows=rows, columns=columns, mines=mines), random.Random(0)
-    made: list[tuple[State, Posterior, float]] = []
+    positions: list[tuple[State, Posterior, float]] = []
     seed = 0
-    while len(made) < count:
+    while len(positions) < count:
         state = game.initial(game.task(seed))
         seed += 1
         while not solved(state) and HIT not in state.board:
             start = time.process_time()
-            found = posterior(rows, columns, mines, numbers_of(state))
-            made.append((state, found, time.process_time() - start))
-            least = min(found.mined.values())
-            cell = rng.choice([cell for cell, mined in found.mined.items() if mined == least])
+            exact = posterior(rows, columns, mines, numbers_of(state))
+            positions.append((state, exact, time.process_time() - start))
+            least = min(exact.mined.values())
+            cell = rng.choice([cell for cell, mined in exact.mined.items() if mined == least])
             state = played(state, (REVEAL, *divmod(cell, columns)))
-    return made
+    return positions
 
 
 def enumerated(rows: int, columns: int, mines: int, numbers: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Layouts with a mine in each hidden cell, and all layouts that fit, by trying every layout of the hidden cells."""
+    """Try every layout of the hidden cells. Return for each cell the fitting layouts with a mine in it, and all fitting layouts."""
     hidden = [cell for cell in range(rows * columns) if cell not in numbers]
     near = neighbours(rows, columns)
     checks = [(number, {cell for cell in near[at] if cell not in numbers}) for at, number in numbers.items()]
@@ -61,21 +61,21 @@ def enumerated(rows: int, columns: int, mines: int, numbers: Mapping[int, int]) 
 
 
 def against_enumeration(size: tuple[int, int, int], count: int) -> dict[str, Any]:
-    """CPU ms of both, the ratio of their sums, and positions in which they disagree on a probability."""
+    """Return the CPU ms of both, the ratio of their sums, and the number of positions in which they disagree on a probability."""
     ours, theirs, disagreements = list[float](), list[float](), 0
-    for state, found, spent in random.Random(1).sample(played_positions(size, count), count):
+    for state, exact, spent in random.Random(1).sample(played_positions(size, count), count):
         start = time.process_time()
         mined, layouts = enumerated(*size, numbers_of(state))
         theirs.append(1000 * (time.process_time() - start))
         ours.append(1000 * spent)
-        disagreements += any(part * layouts != mined[cell] * found.layouts for cell, part in found.mined.items())
-    made = {"positions": count, "ratio": sum(theirs) / sum(ours), "disagreements": disagreements}
-    made |= {"mean_ms": mean(ours), "max_ms": max(ours)}
-    return made | {"enumeration_mean_ms": mean(theirs), "enumeration_max_ms": max(theirs)}
+        disagreements += any(part * layouts != mined[cell] * exact.layouts for cell, part in exact.mined.items())
+    result = {"positions": count, "ratio": sum(theirs) / sum(ours), "disagreements": disagreements}
+    result |= {"mean_ms": mean(ours), "max_ms": max(ours)}
+    return result | {"enumeration_mean_ms": mean(theirs), "enumeration_max_ms": max(theirs)}
 
 
 def cost(size: tuple[int, int, int], count: int) -> dict[str, Any]:
-    """CPU ms a position, and the share of positions that were not solved exactly."""
+    """Return the CPU ms per position, and the share of positions that were not solved exactly."""
     positions = played_positions(size, count)
     spent = sorted(1000 * seconds for _, _, seconds in positions)
     return {
@@ -83,13 +83,13 @@ def cost(size: tuple[int, int, int], count: int) -> dict[str, Any]:
         "mean_ms": mean(spent),
         "p99_ms": spent[int(0.99 * (len(spent) - 1))],
         "max_ms": spent[-1],
-        "most_nodes": max(found.nodes for _, found, _ in positions),
-        "inexact": mean(not found.exact for _, found, _ in positions),
+        "most_nodes": max(exact.nodes for _, exact, _ in positions),
+        "inexact": mean(not exact.exact for _, exact, _ in positions),
     }
 
 
 def run(share: float = 1.0) -> dict[str, Any]:
-    """share: of the positions, at least two of each board."""
+    """Run the benchmark. share: the share of the positions to use, with at least two positions per board."""
     compared = {_name(s): against_enumeration(s, max(2, int(share * n))) for s, n in ENUMERATED.items()}
     grown = {_name(s): cost(s, max(2, int(share * n))) for s, n in SIZES.items()}
     row = {"name": "Minesweeper posterior: enumeration / ours, CPU s, 6x6/5", "ratio": compared["6x6/5"]["ratio"]}

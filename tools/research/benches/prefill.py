@@ -1,4 +1,4 @@
-"""Prefill tokens computed over the ideal, in which each distinct prefix is prefilled once per policy version."""
+"""Prefill tokens that the engine computes over the ideal, in which each distinct prefix is prefilled once per policy version."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ async def _measure(model: str) -> dict[str, Any]:
 
 
 def run(model: str = DEFAULT) -> dict[str, Any]:
-    """Counts, not times."""
+    """Return counts of tokens and their ratio. Nothing depends on time."""
     return asyncio.run(_measure(model))
 
 

@@ -1,6 +1,6 @@
-"""Prefill tokens over the ideal when the actors' caches hold all, half or a quarter of what the trees need, by way of placement.
+"""Prefill tokens over the ideal, for each way of placement, when the actors' caches hold all, half or a quarter of what the trees need.
 
-The ideal computes each distinct prompt token once, on one engine; two actors compute the common head twice.
+The ideal computes each distinct prompt token once on one engine. Two actors compute the common head twice.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tools.research.benches.fleet_shape import Outcome, Setting
 from tools.research.benches.routers import Arrival, Home, RoundRobin, Router
 
 QUESTIONS, ACTORS = 32, 2
-"""SLATE's batch of questions."""
+"""QUESTIONS is the number of questions in SLATE's batch."""
 SCALES = (1.0, 0.5, 0.25)
 WAYS: dict[str, Callable[[], Fleet]] = {
     "ours": lambda: Fleet(fleet_shape.STEPS),
@@ -32,19 +32,19 @@ GOAL = 1.02
 
 
 def whole(model: Path, questions: int) -> Setting:
-    """Actors whose caches hold together every token that the trees bring into one that keeps all."""
+    """Return the setting in which the actors' caches together hold every token that the trees bring into one unbounded cache."""
     return Setting(questions, ACTORS, fleet_shape.measure(model, Fleet(), Setting(questions, actors=1)).held)
 
 
 def part(setting: Setting, scale: float, judge_s: float = 0.0) -> Setting:
-    """The same with ``scale`` of the prefix cache."""
+    """Return the same setting with the share ``scale`` of its prefix cache."""
     assert setting.tokens is not None
     return msgspec.structs.replace(setting, tokens=scale * setting.tokens, judge_s=judge_s)
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
-    """One way at one size. hit_rate, predicted: shares of the prompt tokens (predicted only where we place)."""
-    found: dict[str, Any] = {
+    """Return the values of one way at one size. hit_rate and predicted are shares of the prompt tokens (predicted: our placement only)."""
+    cells: dict[str, Any] = {
         "ratio": outcome.ratio,
         "prefilled": outcome.prefilled,
         "ideal": outcome.ideal,
@@ -53,8 +53,8 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
     }
     if outcome.forecast.prompt:
-        found["predicted"] = outcome.forecast.predicted / outcome.forecast.prompt
-    return found
+        cells["predicted"] = outcome.forecast.predicted / outcome.forecast.prompt
+    return cells
 
 
 def run(
@@ -63,14 +63,14 @@ def run(
     scales: Sequence[float] = SCALES,
     judge_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Counts; seconds only for comparison within one run."""
+    """Return the counts. The seconds can be compared only within one run."""
     with tempfile.TemporaryDirectory() as scratch:
         model = fleet_shape.policy(Path(scratch))
         setting = whole(model, questions)
         table: dict[str, dict[str, Any]] = {}
         for scale in scales:
-            given = part(setting, scale, judge_s)
-            table[f"{scale:g}x"] = {name: row(fleet_shape.measure(model, WAYS[name](), given)) for name in ways}
+            options = part(setting, scale, judge_s)
+            table[f"{scale:g}x"] = {name: row(fleet_shape.measure(model, WAYS[name](), options)) for name in ways}
     return {
         "name": f"prefill tokens / ideal, {ACTORS} actors, cache of all trees",
         "ratio": table["1x"]["ours"]["ratio"],
@@ -86,6 +86,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS))
-    parser.add_argument("--scales", nargs="+", type=float, default=list(SCALES), help="1 among them")
+    parser.add_argument("--scales", nargs="+", type=float, default=list(SCALES), help="must include 1")
     parser.add_argument("--judge-s", type=float, default=0.0, help="median latency of the judge (default %(default)s)")
     print(json.dumps(run(**vars(parser.parse_args())), indent=1))

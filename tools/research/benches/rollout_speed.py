@@ -1,8 +1,8 @@
 """SLATE rollout tokens/s of the embedded engine against plain batched ``transformers.generate`` on the same trees.
 
-Both sample CANDIDATES continuations of ACTION tokens at each of STEPS steps of QUESTIONS trees, in float32 on one thread; the plain
-side batches all questions of a step, expands each prompt to its candidates and keeps no cache between steps. Rounds alternate; the
-ratio is the median.
+Both sides sample CANDIDATES continuations of ACTION tokens at each of STEPS steps of QUESTIONS trees, in float32 on one thread. The
+plain side batches all questions of a step, expands each prompt to its candidates and keeps no cache between steps. Rounds alternate,
+and the ratio is the median.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ ROUNDS = 2
 
 
 def _plain(model: Any, seed: int) -> int:
-    """The same trees by ``generate``: equal lengths, so a step is one batch; returns the tokens sampled."""
+    """Grow the same trees with ``generate``, each step as one batch of equal lengths, and return the number of sampled tokens."""
     rng = np.random.default_rng(seed)
     prefixes = shape.prompts(rng, model.config.vocab_size)
     sampled = 0
     for _ in range(shape.STEPS):
         ids = torch.tensor(np.stack(prefixes), dtype=torch.long)
-        made = model.generate(
+        sampled_ids = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
@@ -39,8 +39,8 @@ def _plain(model: Any, seed: int) -> int:
             min_new_tokens=shape.ACTION,
             pad_token_id=0,
         )[:, ids.shape[1] :]
-        sampled += made.numel()
-        chosen = made[:: shape.CANDIDATES].numpy()
+        sampled += sampled_ids.numel()
+        chosen = sampled_ids[:: shape.CANDIDATES].numpy()
         observations = [shape.words(rng, model.config.vocab_size, shape.OBSERVATION) for _ in prefixes]
         prefixes = [np.concatenate(parts) for parts in zip(prefixes, chosen, observations, strict=True)]
     return sampled
@@ -56,7 +56,7 @@ async def _ours(folder: Any, seed: int) -> float:
 
 
 def run(model: str = DEFAULT) -> dict[str, Any]:
-    """Tokens per second of both sides and their ratio."""
+    """Return the tokens per second of both sides and their ratio."""
     folder = shape.model_folder(model)
     torch.set_num_threads(1)
     plain_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,6 +1,6 @@
 """Other ways to place the calls of trees, for comparison with ``scheduler.fleet``.
 
-``Router`` is our re-implementation of the cache-aware policy that SGLang's router (sgl-model-gateway) publishes.
+``Router`` is our own implementation of the cache-aware policy that SGLang's router (sgl-model-gateway) publishes.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from wire.messages import GenerateRequest
 
 
 class Arrival(Fleet):
-    """First come, first served, by the least loaded actor; nothing is known of prefixes."""
+    """Serves calls in order of arrival on the least loaded actor, without knowledge of prefixes."""
 
     def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
         """See ``Fleet.call``."""
@@ -22,7 +22,7 @@ class Arrival(Fleet):
 
 
 class RoundRobin(Fleet):
-    """First come, first served, by the actors in turn."""
+    """Serves calls in order of arrival on the actors in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Turn(Place):
 
 
 class Home(Fleet):
-    """First come, first served, by the actor that served the tree last unless it is overloaded: what the scheduler did before."""
+    """Serves calls in order of arrival on the actor that last served the tree, unless it is overloaded. The scheduler once did this."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ class _AtHome(Place):
 
 
 class Router(Fleet):
-    """The cache-aware policy as published: prompts that were sent, in one tree a worker; outputs are not seen.
+    """The cache-aware policy as published. It keeps one tree per worker of the prompts sent there, and does not see outputs.
 
-    Imbalanced (the fullest worker has more than ``absolute`` requests and ``relative`` times the requests of the emptiest): the
-    shortest queue. Else the worker that was sent most of this prompt before, if that is more than ``threshold`` of it; else the one that
-    was sent the least text. Defaults are those of sglang-router 0.3.2, whose trees hold 64 Mi characters, more than is sent here.
+    If the load is imbalanced (the fullest worker has over ``absolute`` requests more than the emptiest, and over ``relative`` times as
+    many), the shortest queue is chosen. Otherwise it is the worker that got the longest prefix of this prompt, if that exceeds the share
+    ``threshold``, or else the worker that got the least text. Defaults are those of sglang-router 0.3.2, whose trees would hold all texts here.
     """
 
     def __init__(self, threshold: float = 0.3, absolute: int = 64, relative: float = 1.5):
@@ -89,7 +89,7 @@ class Router(Fleet):
         return _Routed(self, request)
 
     def pick(self, tokens: bytes, length: int, loads: Sequence[Load]) -> str:
-        """The worker of one request."""
+        """Choose the worker of one request."""
         for load in loads:
             self.sent.setdefault(load.worker, Prefixes())
         most = max(load.in_flight for load in loads)

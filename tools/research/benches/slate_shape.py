@@ -1,4 +1,4 @@
-"""SLATE-shaped engine work shared by the engine benchmarks: questions under one instruction, steps of k candidates."""
+"""SLATE-shaped work that the engine benchmarks share: questions under one instruction, and steps of k candidates."""
 
 import argparse
 import asyncio
@@ -14,49 +14,51 @@ from wire.messages import GenerateRequest, Sampling
 
 QUESTIONS, STEPS, CANDIDATES = 6, 3, 5
 INSTRUCTION, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 32
-"""Tokens."""
+"""Lengths in tokens."""
 
 
 def model_folder(name: str = DEFAULT) -> Path:
-    """The folder of a model by the names ``tools.defaults.models`` knows."""
+    """Return the folder of a model by a name that ``tools.defaults.models`` knows."""
     return ensure_model(name, cache_folder())
 
 
 def model_argument() -> str:
-    """``--model`` of a benchmark run by itself."""
+    """Return ``--model`` from the command line of a benchmark that runs alone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=DEFAULT, help="name, folder or hub id (default %(default)s)")
     return parser.parse_args().model
 
 
 async def engine(folder: Path) -> LocalEngine:
-    """A started float32 engine with room for every candidate of two waves."""
-    made = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_batch=QUESTIONS * CANDIDATES, max_context=1024))
-    await made.start()
-    return made
+    """Return a started float32 engine with room for every candidate of two waves."""
+    started = LocalEngine(
+        str(folder), ActorsConfig(dtype="float32", max_batch=QUESTIONS * CANDIDATES, max_context=1024)
+    )
+    await started.start()
+    return started
 
 
 def words(rng: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:
-    """Token ids int32 [count] as a text has them: beyond the single bytes and special tokens of most vocabularies."""
+    """Return token ids, int32 [count], as in a text: above the single bytes and special tokens of most vocabularies."""
     return rng.integers(min(1000, vocabulary // 4), min(40000, vocabulary), count).astype(np.int32)
 
 
 def prompts(rng: np.random.Generator, vocabulary: int) -> list[np.ndarray]:
-    """First prefixes: a common instruction, then a question each."""
+    """Return the first prefixes, each a common instruction and then a question."""
     common = words(rng, vocabulary, INSTRUCTION)
     return [np.concatenate([common, words(rng, vocabulary, QUESTION)]) for _ in range(QUESTIONS)]
 
 
-async def trees(made: LocalEngine, seed: int = 0) -> int:
-    """Grow QUESTIONS trees of STEPS steps concurrently; returns the tokens sampled."""
+async def trees(engine: LocalEngine, seed: int = 0) -> int:
+    """Grow QUESTIONS trees of STEPS steps concurrently and return the number of sampled tokens."""
     rng = np.random.default_rng(seed)
-    vocabulary = made.model.config.vocab_size
+    vocabulary = engine.model.config.vocab_size
 
     async def grow(prefix: np.ndarray, number: int) -> int:
         sampled = 0
         for step in range(STEPS):
             sampling = Sampling(ACTION, 1.0, seed=1000 * number + step)
-            result = await made.generate(GenerateRequest(prefix, CANDIDATES, sampling))
+            result = await engine.generate(GenerateRequest(prefix, CANDIDATES, sampling))
             sampled += sum(len(sample.tokens) for sample in result.samples)
             observation = words(rng, vocabulary, OBSERVATION)
             prefix = np.concatenate([prefix, result.samples[0].tokens, observation])

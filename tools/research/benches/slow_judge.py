@@ -1,4 +1,4 @@
-"""The exact-match judge behind a simulated heavy-tailed latency: log-normal, drawn for each request."""
+"""The exact-match judge with a simulated heavy-tailed latency, which is log-normal and drawn for each request."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class SlowExactMatch(ExactMatch):
-    """median_s exp(sigma z) seconds a request, z standard normal. Every tree asks it once, before it closes."""
+    """Takes median_s exp(sigma z) seconds per request, with z standard normal. Every tree asks this judge once, before the tree closes."""
 
     batch = 1
 

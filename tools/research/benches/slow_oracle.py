@@ -1,10 +1,10 @@
-"""The engine does not wait for an oracle: chains of Tic-Tac-Toe with one that answers late, against one that answers at once.
+"""The engine does not wait for an oracle: chains of Tic-Tac-Toe with an oracle that answers late, against one that answers at once.
 
-The late one takes a log-normal time for each turn. Beside it the same with one await more: a turn waits for the judgement of the turn
-before, as if chains scored before they played on. Same tasks and seeds in all three, all games at once, one batch.
+The late oracle takes a log-normal time for each turn. A third case adds one await: a turn waits for the judgement of the turn before, as
+if chains scored before they played on. All three cases have the same tasks and seeds, and play all games at once in one batch.
 
-play_s: until the engine's last answer. wall_s: until the last judgement, which the last turns wait for in any case. busy: the share of
-play_s in which the engine computed; the ratio is between these shares, which other load on the machine changes least.
+play_s: seconds until the engine's last answer. wall_s: seconds until the last judgement, for which the last turns wait in any case. busy:
+the share of play_s in which the engine computed. The ratio compares these shares, because other load on the machine changes them least.
 """
 
 import argparse
@@ -32,7 +32,7 @@ GOAL = 0.9
 
 
 class LateOracle(TicTacToeOracle):
-    """Exact values after median_s exp(sigma z) seconds, z standard normal, drawn for each turn; 0 answers at once."""
+    """Answers exactly after median_s exp(sigma z) seconds, with z standard normal drawn per turn. median_s = 0 answers at once."""
 
     concurrency = 4096
     batch = 1
@@ -51,18 +51,18 @@ class LateOracle(TicTacToeOracle):
 class Awaiting(Context):
     """A context whose turns wait for the judgement of the turn before."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, *options: Any):
+        super().__init__(*options)
         self.judgements: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def judge(self, nodes: Sequence[Node]) -> None:
-        """As ever, and says that it is done."""
+        """Judge the nodes, then mark each of them as judged."""
         await super().judge(nodes)
         for node in nodes:
             self.judgements[node.id].set()
 
     async def step(self, node: Node) -> Node | None:
-        """As ever, but later."""
+        """Step after the judgement of the node."""
         await self.judgements[node.id].wait()
         return await super().step(node)
 
@@ -85,29 +85,32 @@ async def _measure(model: Path, folder: Path, games: int, median_s: float, kind:
 
 
 def run(games: int = GAMES, rounds: int = ROUNDS, median_s: float = MEDIAN_S) -> dict[str, Any]:
-    """Rounds alternate; every value is the median over rounds."""
+    """Run all three cases in alternating rounds. Every value is the median over rounds."""
     kinds = {"at_once": (0.0, Context), "late": (median_s, Context), "awaited": (median_s, Awaiting)}
-    made: list[dict[str, dict[str, float]]] = []
+    by_round: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = game_shape.policy(folder)
-        asyncio.run(_measure(model, folder, 8, 0.0, Context))  # threads and libraries start
+        asyncio.run(_measure(model, folder, 8, 0.0, Context))  # starts threads and libraries
         for _ in range(rounds):
-            found = {name: asyncio.run(_measure(model, folder, games, *given)) for name, given in kinds.items()}
-            made.append(found)
+            measured = {name: asyncio.run(_measure(model, folder, games, *options)) for name, options in kinds.items()}
+            by_round.append(measured)
     row = {"name": "engine busy in play: late oracle / oracle that answers at once", "goal": GOAL, "better": "higher"}
-    row |= {"ratio": _ratio(made, "late", "busy"), "awaited_ratio": _ratio(made, "awaited", "busy")}
-    row |= {"play_ratio": _ratio(made, "late", "play_s"), "awaited_play_ratio": _ratio(made, "awaited", "play_s")}
+    row |= {"ratio": _ratio(by_round, "late", "busy"), "awaited_ratio": _ratio(by_round, "awaited", "busy")}
+    row |= {
+        "play_ratio": _ratio(by_round, "late", "play_s"),
+        "awaited_play_ratio": _ratio(by_round, "awaited", "play_s"),
+    }
     row |= {"games": games, "median_s": median_s, "sigma": SIGMA}
     return row | {
-        f"{name}_{key}": statistics.median(found[name][key] for found in made)
+        f"{name}_{key}": statistics.median(measured[name][key] for measured in by_round)
         for name in kinds
-        for key in made[0][name]
+        for key in by_round[0][name]
     }
 
 
-def _ratio(made: list[dict[str, dict[str, float]]], name: str, key: str) -> float:
-    return statistics.median(found[name][key] / found["at_once"][key] for found in made)
+def _ratio(by_round: list[dict[str, dict[str, float]]], name: str, key: str) -> float:
+    return statistics.median(measured[name][key] / measured["at_once"][key] for measured in by_round)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Cost of a trained token as one tree grows from 1.5k to 60k packed tokens, cut to a budget of 4,096 as the learner cuts it.
+"""The cost of a trained token as one tree grows from 1.5k to 60k packed tokens, cut to a budget of 4,096 tokens as the learner cuts it.
 
-CPU seconds of forward and backward over the trained tokens, the largest tree against the smallest; two layers of the default model's
-shape with a small vocabulary, so that the trunk and not the head is measured.
+The cost is the CPU seconds of forward and backward per trained token, of the largest tree against the smallest. The model has two layers
+of the default model's shape and a small vocabulary, so that the layers and not the head are measured.
 """
 
 import json
@@ -28,7 +28,7 @@ CONTINUED = (1, 2, 3, 5)
 
 
 def make(folder: FilePath, ranks: Ranks) -> TreeModel:
-    """The model, random weights."""
+    """Return the model with random weights."""
     config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
     config.num_hidden_layers, config.vocab_size, config.layer_types = LAYERS, VOCABULARY, None
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def make(folder: FilePath, ranks: Ranks) -> TreeModel:
 
 
 def measure(model: TreeModel, ranks: Ranks, continued: int) -> dict[str, float]:
-    """One tree."""
+    """Measure one tree. continued: how many actions of each step are continued."""
     shape = branching(np.random.default_rng(0), continued)
     paths = [Path([t % VOCABULARY for t in p.tokens], p.start) for p in shape]
     trained = sum(len(p.tokens) - p.start for p in paths)
@@ -57,7 +57,7 @@ def measure(model: TreeModel, ranks: Ranks, continued: int) -> dict[str, float]:
 
 
 def run() -> dict[str, Any]:
-    """All sizes, the smallest twice (the first warms up)."""
+    """Measure all sizes, after an uncounted run of the smallest as a warm-up."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
 """Forward and backward of a batch of paths: packed as one forest, against padded rows and against unshared packing (varlen).
 
-The speed-up is compared with the token ratio (path tokens over packed tokens), which is what sharing could save at most; the targets
-of the head are the same in all three. Ten layers of the default model's shape, random weights, all trained, one thread.
+The speed-up is compared with the token ratio (path tokens over packed tokens), the most that sharing can save. The targets of the head
+are the same in all three cases. The model has ten layers of the default model's shape with random weights, all trained, on one thread.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from tools.research.benches.tree_shapes import SHAPES
 
 LAYERS, PADDED_ROWS, REPEATS = 10, 4, 1
 GOALS = {"slate": 0.7, "mc_pr": 0.6}
-"""Least share of the token ratio; other shapes need only not be slower than path by path."""
+"""The least share of the token ratio that the speed-up must reach. Other shapes need only be no slower than padded rows."""
 
 
 def make(folder: FilePath, lora: int = 0) -> TreeModel:
-    """A model of the default's shape with fewer layers."""
+    """Return a model of the default model's shape with fewer layers."""
     config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
     config.num_hidden_layers = LAYERS
     config.layer_types = None
@@ -43,12 +43,12 @@ def make(folder: FilePath, lora: int = 0) -> TreeModel:
 
 
 def forest(model: TreeModel, paths: Sequence[Path]) -> None:
-    """As the learner does it: shared where that pays."""
+    """Compute as the learner does, which shares prefixes where sharing pays."""
     model.read(model.row(pack(paths, share=None)))[0].sum().backward()
 
 
 def varlen(model: TreeModel, paths: Sequence[Path]) -> None:
-    """Packed, nothing shared."""
+    """Compute packed rows without sharing."""
     share, learner_model.SHARE_FROM = learner_model.SHARE_FROM, float("inf")
     try:
         forest(model, paths)
@@ -57,7 +57,7 @@ def varlen(model: TreeModel, paths: Sequence[Path]) -> None:
 
 
 def padded(model: TreeModel, paths: Sequence[Path]) -> None:
-    """Rows padded to the longest of their batch, by the model's own attention."""
+    """Compute rows padded to the longest of their batch, with the model's own attention."""
     causal = model.causal
     for first in range(0, len(paths), PADDED_ROWS):
         some = paths[first : first + PADDED_ROWS]
@@ -71,7 +71,7 @@ def padded(model: TreeModel, paths: Sequence[Path]) -> None:
 
 
 def seconds(work: Callable[[TreeModel, Sequence[Path]], None], model: TreeModel, paths: Sequence[Path]) -> float:
-    """Process time of one forward and backward: CPU seconds, because the machine is shared."""
+    """Return the CPU seconds of one forward and backward (not wall time, because the machine is shared)."""
     model.tower.zero_grad(set_to_none=True)
     start = time.process_time()
     work(model, paths)
@@ -79,7 +79,7 @@ def seconds(work: Callable[[TreeModel, Sequence[Path]], None], model: TreeModel,
 
 
 def measure(model: TreeModel, name: str, repeats: int = REPEATS) -> dict[str, Any]:
-    """One shape: interleaved repeats, medians."""
+    """Measure one shape in interleaved repeats and return the medians."""
     paths = SHAPES[name](np.random.default_rng(0))
     packed = pack(paths)
     times: dict[str, list[float]] = {"forest": [], "varlen": [], "padded": []}
@@ -98,13 +98,15 @@ def measure(model: TreeModel, name: str, repeats: int = REPEATS) -> dict[str, An
 
 
 def run(shapes: Sequence[str] = tuple(SHAPES), repeats: int = REPEATS) -> dict[str, Any]:
-    """All shapes. The ratio is the worst of (speed-up over its goal), so 1 means that every goal is met."""
+    """Measure all shapes. The ratio is the worst speed-up over its goal, so a ratio of 1 or more means that every goal is met."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
             model = make(FilePath(folder))
-            seconds(forest, model, SHAPES["grpo"](np.random.default_rng(1), prompt=50, action=20))  # warm the allocator
+            seconds(
+                forest, model, SHAPES["grpo"](np.random.default_rng(1), prompt=50, action=20)
+            )  # warms the allocator
             rows = [measure(model, name, repeats) for name in shapes]
     finally:
         torch.set_num_threads(threads)
@@ -117,5 +119,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    given = parser.parse_args()
-    print(json.dumps(run(given.shapes, given.repeats), indent=1))
+    options = parser.parse_args()
+    print(json.dumps(run(options.shapes, options.repeats), indent=1))

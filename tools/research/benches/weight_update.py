@@ -1,7 +1,7 @@
-"""How long generation pauses for a weight update, over how long the whole load takes: the file is verified while sampling goes on.
+"""The pause of generation during a weight update over the seconds of the whole load. Sampling goes on while the file is verified.
 
-The embedded engine samples from the default model while an adapter, then all weights, are loaded. The pause is the longest gap between
-two tokens of one sample beyond the median gap; tokens lost are those that would have been sampled in it. No token is discarded.
+The embedded engine samples from the default model while an adapter and then all weights are loaded. The pause is the longest gap between
+two tokens of one sample minus the median gap. Lost tokens are those that would have been sampled during the pause; none is discarded.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ RANK = 16
 
 
 def adapter(base: Path, folder: Path) -> Manifest:
-    """An adapter of random weights on all linear layers, as the learner publishes it."""
+    """Save an adapter of random weights on all linear layers, as the learner publishes it."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tensors = {}
     for name, module in model.named_modules():
@@ -42,35 +42,35 @@ def adapter(base: Path, folder: Path) -> Manifest:
 
 
 def whole(base: Path, folder: Path) -> Manifest:
-    """All weights, a little changed."""
+    """Save all weights with a small change."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return _save({n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}, folder, 2, "full")
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, version: int, kind: Any) -> Manifest:
     save_file(tensors, folder / FILES[kind], metadata={"format": "pt"})
-    made = Manifest(version, kind, digest.safetensors_file(folder / FILES[kind]))
-    made.write(folder)
-    return made
+    manifest = Manifest(version, kind, digest.safetensors_file(folder / FILES[kind]))
+    manifest.write(folder)
+    return manifest
 
 
 async def measure(engine: LocalEngine, make: Callable[[Path, Path], Manifest], base: Path) -> dict[str, float]:
-    """One load in the middle of a generation."""
+    """Measure one load in the middle of a generation."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        made = make(base, folder)
+        manifest = make(base, folder)
         arrivals: list[float] = []
 
         def arrived(index: int, tokens: list[int], logprobs: list[float]) -> None:
             if index == 0:
                 arrivals.append(time.perf_counter())
 
-        prompt = shape.words(np.random.default_rng(made.version), engine.model.config.vocab_size, PROMPT)
+        prompt = shape.words(np.random.default_rng(manifest.version), engine.model.config.vocab_size, PROMPT)
         sampling = Sampling(400, 1.0, seed=1)
         running = asyncio.create_task(engine.generate(GenerateRequest(prompt, SAMPLES, sampling), arrived))
         while len(arrivals) < 10:
             await asyncio.sleep(0.05)
-        loaded = await engine.load(LoadRequest(made.version, scratch, made.digest))
+        loaded = await engine.load(LoadRequest(manifest.version, scratch, manifest.digest))
         seen = len(arrivals)
         while len(arrivals) < seen + 10:
             await asyncio.sleep(0.05)
@@ -79,7 +79,7 @@ async def measure(engine: LocalEngine, make: Callable[[Path, Path], Manifest], b
         gaps = np.diff(arrivals)
         step = statistics.median(gaps)
         pause = float(gaps.max() - step)
-        size = (folder / FILES[made.kind]).stat().st_size
+        size = (folder / FILES[manifest.kind]).stat().st_size
         return {"load_s": loaded.seconds, "pause_s": pause, "tokens_lost": pause * SAMPLES / step, "mb": size / 1e6}
 
 
@@ -94,7 +94,7 @@ async def _measure(model: str) -> dict[str, Any]:
 
 
 def run(model: str = DEFAULT) -> dict[str, Any]:
-    """Seconds of both loads and the pauses in them."""
+    """Return the seconds of both loads and their pauses."""
     return asyncio.run(_measure(model))
 
 

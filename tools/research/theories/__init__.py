@@ -1,7 +1,7 @@
-"""The command tools/theory: what four papers on process rewards claim, and the bias of corrections, measured from the definitions.
+"""The command tools/theory: it measures, from the definitions, the claims of four papers on process rewards and the bias of corrections.
 
-A paper is a module here with ``rows(seed) -> list[Row]`` and ``figures(folder)``. A row says what was found to be
-true, also where the paper prints something else; docs/theory.md has both.
+Each paper is a module here with ``rows(seed) -> list[Row]`` and ``figures(folder)``. A row states what was measured to be
+true, even where the paper prints something else; docs/theory.md has both.
 """
 
 import argparse
@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 PAPERS = ("slate", "ppr", "vpr", "oprl", "staleness")
-BATCHES = 40  # enough for the spread of the batch means to be known to a ninth of itself
-STANDARD_ERRORS = 4.5  # a right value is farther off than this less than once in ten thousand times, with 40 batches
-STEP = 1e-5  # of the central differences: truncation and rounding error are then both near 1e-11
+BATCHES = 40  # enough to know the spread of the batch means to one ninth of its value
+STANDARD_ERRORS = 4.5  # with 40 batches, a correct value deviates by more than this less than once in 10,000 times
+STEP = 1e-5  # step of the central differences, with truncation and rounding errors both near 1e-11
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One claim: what was measured, what was expected, and whether they agree within the sampling or rounding error."""
+    """One claim with the measured value, the expected value, and whether both agree within the sampling or rounding error."""
 
     claim: str
     measured: str
@@ -37,11 +37,11 @@ class Estimate(msgspec.Struct, frozen=True):
     error: NDArray[np.float64]
 
     def near(self, expected: ArrayLike) -> bool:
-        """Whether every entry is within STANDARD_ERRORS of ``expected``."""
+        """True if every entry is within STANDARD_ERRORS standard errors of ``expected``."""
         return bool(np.all(np.abs(self.value - np.asarray(expected)) <= STANDARD_ERRORS * self.error + 1e-12))
 
     def at(self, index: int) -> "Estimate":
-        """One entry of the first axis."""
+        """Return one entry of the first axis."""
         return Estimate(self.value[index], self.error[index])
 
     def __str__(self) -> str:
@@ -49,19 +49,19 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate(statistic: Callable[[np.random.Generator], ArrayLike], rng: np.random.Generator) -> Estimate:
-    """The mean and standard error of ``statistic`` over BATCHES independent batches that it draws from ``rng``."""
+    """Return the mean and standard error of ``statistic`` over BATCHES independent batches, which it draws from ``rng``."""
     values = np.array([statistic(rng) for _ in range(BATCHES)], dtype=np.float64)
     return Estimate(values.mean(axis=0), values.std(axis=0, ddof=1) / BATCHES**0.5)
 
 
 def together(estimates: Iterable[Estimate]) -> Estimate:
-    """Estimates as one, stacked along a new first axis."""
-    found = list(estimates)
-    return Estimate(np.stack([one.value for one in found]), np.stack([one.error for one in found]))
+    """Stack several estimates into one along a new first axis."""
+    collected = list(estimates)
+    return Estimate(np.stack([one.value for one in collected]), np.stack([one.error for one in collected]))
 
 
 def differences(objective: Callable[[NDArray[np.float64]], float], place: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Gradient of ``objective`` at ``place`` by central differences, in the shape of ``place``."""
+    """Return the gradient of ``objective`` at ``place`` by central differences, in the shape of ``place``."""
     gradient = np.empty_like(place)
     for index in np.ndindex(*place.shape):
         shift = np.zeros_like(place)
@@ -71,40 +71,40 @@ def differences(objective: Callable[[NDArray[np.float64]], float], place: NDArra
 
 
 def show(values: ArrayLike, digits: int = 4) -> str:
-    """Numbers as text, "0.5000 / 0.2500"; ``digits`` after the point."""
+    """Return numbers as text with ``digits`` after the point, for example "0.5000 / 0.2500"."""
     return " / ".join(f"{value:.{digits}f}" for value in np.atleast_1d(np.asarray(values, dtype=np.float64)))
 
 
 def magnitude(error: float) -> str:
-    """A rounding error as text, one digit."""
+    """Return a rounding error as text with one digit."""
     return "0" if error == 0 else f"{error:.0e}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the named papers' claims (all by default); returns 1 when a row disagrees, 2 for an unknown name."""
+    """Measure the claims of the named papers (default: all). Return 1 if a row disagrees, 2 for an unknown name."""
     parser = argparse.ArgumentParser(
         prog="tools/theory", description="Claims of four papers and the bias of corrections, measured."
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAPERS)}; default all")
-    parser.add_argument("--seed", type=int, default=0, help="of every random draw; default 0")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(PAPERS)}; default all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every random draw; default 0")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="also write the plots (SVG) to this folder")
-    given = parser.parse_args(arguments)
-    unknown = set(given.names) - set(PAPERS)
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - set(PAPERS)
     if unknown:
-        print(f"tools/theory: unknown {sorted(unknown)}; expected of {list(PAPERS)}", file=sys.stderr)
+        print(f"tools/theory: unknown {sorted(unknown)}; expected names from {list(PAPERS)}", file=sys.stderr)
         return 2
-    papers = [_module(name) for name in given.names or PAPERS]
-    rows = [row for paper in papers for row in paper.rows(given.seed)]
+    papers = [_module(name) for name in options.names or PAPERS]
+    rows = [row for paper in papers for row in paper.rows(options.seed)]
     print(table(rows))
-    if given.figures is not None:
-        given.figures.mkdir(parents=True, exist_ok=True)
+    if options.figures is not None:
+        options.figures.mkdir(parents=True, exist_ok=True)
         for paper in papers:
-            paper.figures(given.figures)
+            paper.figures(options.figures)
     return int(not all(row.agrees for row in rows))
 
 
 def table(rows: Iterable[Row]) -> str:
-    """``rows`` as aligned text with a heading, one line a row."""
+    """Return ``rows`` as aligned text with a heading, one line per row."""
     cells = [("claim", "measured", "expected", "agrees")]
     cells += [(row.claim, row.measured, row.expected, "yes" if row.agrees else "NO") for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(4)]

@@ -1,7 +1,7 @@
 """OPRL (arXiv 2509.19199): the implicit step reward beta log(pi_phi / pi_old) at the optimum of its DPO loss.
 
-Trajectories are the paths of a tree with two decisions of three actions each; policies have one row of logits a state.
-The loss is over the whole population of pairs, so its optimum has no sampling error. Source: OPRL eq. 1-2, Theorem
+Trajectories are the paths of a tree with two decisions of three actions each. Policies have one row of logits per state.
+The loss covers the whole population of pairs, so its optimum has no sampling error. Source: OPRL eq. 1-2, Theorem
 3.3, Proposition 3.4; methods.md 5.
 """
 
@@ -19,7 +19,7 @@ from tools.research.theories import Row, differences, magnitude, show
 Array = NDArray[np.float64]
 ACTIONS = 3
 BETA = 0.5
-FITTED = 1e-5  # L-BFGS leaves errors near 1e-8 where preferences are almost certain
+FITTED = 1e-5  # tolerance of a fit; L-BFGS leaves errors near 1e-8 where preferences are almost certain
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -30,36 +30,36 @@ class Tree(msgspec.Struct, frozen=True):
     chance: Array
 
     def step_log_probs(self, logits: Array) -> Array:
-        """log pi(a_t | s_t) on every path, [paths, 2], of the policy with ``logits``, [states, 3]."""
+        """Return log pi(a_t | s_t) on every path, [paths, 2], for the policy with ``logits``, [states, 3]."""
         return log_softmax(logits)[self.states, self.actions]
 
     def probabilities(self, logits: Array) -> Array:
-        """Of the paths, [paths]."""
+        """Return the probabilities of the paths, [paths]."""
         return self.chance * np.exp(self.step_log_probs(logits).sum(axis=1))
 
 
 def tree(outcomes: int = 1) -> Tree:
-    """An action, one of ``outcomes`` equally likely states, another action; with one outcome it is deterministic."""
+    """Return the tree of an action, one of ``outcomes`` equally likely states, and an action. With one outcome it is deterministic."""
     first, met, second = (axis.ravel() for axis in np.indices((ACTIONS, outcomes, ACTIONS)))
     states = np.stack([np.zeros_like(first), 1 + outcomes * first + met], axis=1)
     return Tree(states, np.stack([first, second], axis=1), np.full(len(first), 1 / outcomes))
 
 
 def random_logits(paths: Tree, rng: np.random.Generator) -> Array:
-    """Of a random policy, [states, 3]."""
+    """Return the logits of a random policy, [states, 3]."""
     return rng.normal(size=(int(paths.states.max()) + 1, ACTIONS))
 
 
 def log_softmax(logits: Array) -> Array:
-    """Log-probabilities over the last axis."""
+    """Return log-probabilities over the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def fit(paths: Tree, reference: Array, utility_differences: Array, beta: float) -> Array:
-    """Logits of the global optimum of the DPO loss (eq. 2) over all pairs of paths of ``reference``, [states, 3].
+    """Return the logits, [states, 3], of the global optimum of the DPO loss (eq. 2) over all pairs of paths of ``reference``.
 
-    ``utility_differences`` [paths, paths]: path i is preferred to path j with probability sigmoid of entry (i, j).
+    ``utility_differences`` [paths, paths]: path i is preferred to path j with probability sigmoid(entry (i, j)).
     """
     weights = torch.from_numpy(np.outer(paths.probabilities(reference), paths.probabilities(reference)))
     preferred = weights * torch.sigmoid(torch.from_numpy(utility_differences))
@@ -89,12 +89,12 @@ def fit(paths: Tree, reference: Array, utility_differences: Array, beta: float) 
 
 
 def step_rewards(paths: Tree, phi: Array, old: Array, beta: float) -> Array:
-    """Implicit step rewards beta log(pi_phi / pi_old), [paths, 2] (eq. 1)."""
+    """Return the implicit step rewards beta log(pi_phi / pi_old), [paths, 2] (eq. 1)."""
     return beta * (paths.step_log_probs(phi) - paths.step_log_probs(old))
 
 
 def soft_shaping(paths: Tree, old: Array, utilities: Array, beta: float) -> Array:
-    """Soft Q less soft V under ``old`` on the paths of a deterministic tree, [paths, 2]; utility is paid at the end."""
+    """Return soft Q minus soft V under ``old`` on the paths of a deterministic tree, [paths, 2]. Utility is paid at the end."""
     last = utilities.reshape(ACTIONS, ACTIONS)
     policy = np.exp(log_softmax(old))
     values = beta * np.log((policy[1:] * np.exp(last / beta)).sum(axis=1))
@@ -103,12 +103,12 @@ def soft_shaping(paths: Tree, old: Array, utilities: Array, beta: float) -> Arra
 
 
 def spread(values: Array) -> float:
-    """Standard deviation over the paths: zero when the values are one constant."""
+    """Return the standard deviation over the paths, which is zero when all values are equal."""
     return float(values.std())
 
 
 class Telescoped(msgspec.Struct, frozen=True):
-    """Sums of the fitted step rewards; utilities, [paths] each; largest |reward - (soft Q - soft V)|."""
+    """Sums of the fitted step rewards and utilities, [paths] each, and the largest |reward - (soft Q - soft V)|."""
 
     totals: Array
     utilities: Array
@@ -118,7 +118,7 @@ class Telescoped(msgspec.Struct, frozen=True):
 def telescoped(rng: np.random.Generator, preference_scale: float, beta: float = BETA) -> Telescoped:
     """Fit with Pr = sigmoid(preference_scale * (R+ - R-)) and sum the step rewards (Theorem 3.3: they are R + const).
 
-    Shaping is compared with that of the utility ``preference_scale`` times R.
+    The step rewards are compared with the shaping of the utility ``preference_scale`` times R.
     """
     paths = tree()
     old, utilities = random_logits(paths, rng), rng.normal(size=len(paths.states))
@@ -129,7 +129,7 @@ def telescoped(rng: np.random.Generator, preference_scale: float, beta: float = 
 
 
 def stale_reference(rng: np.random.Generator, beta: float = BETA) -> tuple[float, float]:
-    """Spread of sum r_phi - R, without and with beta (log pi_ref - log pi_old), when pi_ref is not pi_old."""
+    """Return the spread of sum r_phi - R, without and with beta (log pi_ref - log pi_old), when pi_ref is not pi_old."""
     paths = tree()
     reference, old = random_logits(paths, rng), random_logits(paths, rng)
     utilities = rng.normal(size=len(paths.states))
@@ -140,7 +140,7 @@ def stale_reference(rng: np.random.Generator, beta: float = BETA) -> tuple[float
 
 
 def chance_residual(rng: np.random.Generator, beta: float = BETA) -> float:
-    """Spread of sum r_phi - R when the state after the first action is drawn by chance (not in methods.md)."""
+    """Return the spread of sum r_phi - R when chance draws the state after the first action (not in methods.md)."""
     paths = tree(outcomes=2)
     old, utilities = random_logits(paths, rng), rng.normal(size=len(paths.states))
     phi = fit(paths, old, utilities[:, None] - utilities, beta)
@@ -148,7 +148,7 @@ def chance_residual(rng: np.random.Generator, beta: float = BETA) -> float:
 
 
 def one_step_gap(rng: np.random.Generator, beta: float = BETA) -> float:
-    """Largest difference of grad J and -beta grad KL(pi || pi_phi) at pi = pi_old, one decision of five actions."""
+    """Return the largest difference of grad J and -beta grad KL(pi || pi_phi) at pi = pi_old, for one decision of five actions."""
     old, phi = rng.normal(size=5), rng.normal(size=5)
     rewards = beta * (log_softmax(phi) - log_softmax(old))
     objective = differences(lambda logits: float(np.exp(log_softmax(logits)) @ rewards), old)
@@ -159,9 +159,9 @@ def one_step_gap(rng: np.random.Generator, beta: float = BETA) -> float:
 
 
 def multi_step_gaps(rng: np.random.Generator, beta: float = BETA) -> Array:
-    """Largest differences from grad J on the tree at pi = pi_old, [3].
+    """Return the largest differences from grad J on the tree at pi = pi_old, [3].
 
-    Of the reward-to-go form; of -beta grad KL over whole paths; of the printed form, with the immediate reward only.
+    They are those of the reward-to-go form, of -beta grad KL over whole paths, and of the printed form (immediate reward only).
     """
     paths = tree()
     old, phi = random_logits(paths, rng), random_logits(paths, rng)
@@ -173,16 +173,12 @@ def multi_step_gaps(rng: np.random.Generator, beta: float = BETA) -> Array:
 
     gradient = differences(lambda logits: float(paths.probabilities(logits) @ rewards.sum(axis=1)), old)
     to_go = np.stack([rewards.sum(axis=1), rewards[:, 1]], axis=1)
-    forms = (
-        score_form(paths, old, to_go),
-        -beta * differences(divergence, old),
-        score_form(paths, old, rewards),
-    )
+    forms = (score_form(paths, old, to_go), -beta * differences(divergence, old), score_form(paths, old, rewards))
     return np.array([np.abs(form - gradient).max() for form in forms])
 
 
 def score_form(paths: Tree, logits: Array, weights: Array) -> Array:
-    """E over paths of sum_t weights_t grad log pi(a_t | s_t), [states, 3]; ``weights`` [paths, 2]."""
+    """Return E over paths of sum_t weights_t grad log pi(a_t | s_t), [states, 3]; ``weights`` [paths, 2]."""
     policy = np.exp(log_softmax(logits))
     scores = np.eye(ACTIONS)[paths.actions] - policy[paths.states]
     gradient = np.zeros_like(logits)
@@ -191,7 +187,7 @@ def score_form(paths: Tree, logits: Array, weights: Array) -> Array:
 
 
 def bound_ratios(old: Array, phi: Array) -> Array:
-    """Largest r and |r| over beta log(1/eps), and largest |r| with eps over both policies, [3].
+    """Return the largest r and |r| over beta log(1/eps), and the largest |r| with eps over both policies, [3].
 
     ``old`` and ``phi`` hold log-probabilities, [policies, actions]; eps is the smallest probability under ``old``.
     """
@@ -202,7 +198,7 @@ def bound_ratios(old: Array, phi: Array) -> Array:
 
 
 def rows(seed: int = 0) -> list[Row]:
-    """OPRL's rows of methods.md 5, and one on random transitions."""
+    """Return OPRL's rows of methods.md 5, and one row on random transitions."""
     rng = np.random.default_rng(seed)
     return [*_theorem_3_3(rng), *_proposition_3_4(rng), *_bound(rng)]
 
@@ -241,9 +237,9 @@ def _proposition_3_4(rng: np.random.Generator) -> list[Row]:
         ("grad J less the reward-to-go form, two steps", to_go),
         ("grad J + beta grad KL over whole paths, two steps", divergence),
     )
-    found = [Row(f"OPRL Prop 3.4: {claim}", magnitude(gap), "0", gap < 1e-9) for claim, gap in gaps]
+    results = [Row(f"OPRL Prop 3.4: {claim}", magnitude(gap), "0", gap < 1e-9) for claim, gap in gaps]
     claim = "OPRL Prop 3.4: grad J less the printed immediate-reward form, two steps: off"
-    return [*found, Row(claim, f"{immediate:.4f}", "> 0", immediate > 1e-4)]
+    return [*results, Row(claim, f"{immediate:.4f}", "> 0", immediate > 1e-4)]
 
 
 def _bound(rng: np.random.Generator) -> list[Row]:
@@ -265,14 +261,14 @@ def _bound(rng: np.random.Generator) -> list[Row]:
 
 
 def figures(folder: Path) -> None:
-    """Write theory-oprl.svg: sum of the fitted step rewards against the utility under both preference models."""
+    """Write theory-oprl.svg: the sum of the fitted step rewards against the utility, for both preference models."""
     figure = Figure(figsize=(5.2, 3.2))
     axes = figure.subplots()
     for name, scale, mark in (("Pr = sigmoid(dR)", 1.0, "o"), ("Pr = sigmoid(dR/beta), as assumed", 1 / BETA, "^")):
-        found = telescoped(np.random.default_rng(0), scale)
-        offset = float((found.totals - scale * found.utilities).mean())
-        (drawn,) = axes.plot(found.utilities, found.totals - offset, mark, markersize=5, label=name)
-        line = np.array([found.utilities.min(), found.utilities.max()])
+        sums = telescoped(np.random.default_rng(0), scale)
+        offset = float((sums.totals - scale * sums.utilities).mean())
+        (drawn,) = axes.plot(sums.utilities, sums.totals - offset, mark, markersize=5, label=name)
+        line = np.array([sums.utilities.min(), sums.utilities.max()])
         axes.plot(line, scale * line, color=drawn.get_color(), linewidth=1, label=f"slope {scale:g}")
     axes.set(
         xlabel="utility R of a path", ylabel="sum of r_phi, less its constant", title="OPRL Theorem 3.3, beta = 0.5"

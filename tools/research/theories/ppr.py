@@ -1,6 +1,6 @@
-"""PPR (arXiv 2509.25598) appendix A.8: ReNorm, r = X + Y - 1, of a turn's score X in [0, 1] and the outcome Y, 0 or 1.
+"""PPR (arXiv 2509.25598) appendix A.8: ReNorm, r = X + Y - 1, for a turn's score X in [0, 1] and the outcome Y, 0 or 1.
 
-The outcome is right with probability 0.35; the score is Beta(5, 2) after a right and Beta(3, 3) after a wrong outcome.
+The outcome is right with probability 0.35. The score is Beta(5, 2) after a right outcome and Beta(3, 3) after a wrong one.
 Source: PPR A.8; methods.md 5.
 """
 
@@ -16,11 +16,11 @@ from tools.research.theories import BATCHES, Estimate, Row, estimate, magnitude,
 
 Array = NDArray[np.float64]
 SUCCESS = 0.35
-SHAPES = ((3.0, 3.0), (5.0, 2.0))  # of the Beta score after a wrong and a right outcome
+SHAPES = ((3.0, 3.0), (5.0, 2.0))  # parameters of the Beta score after a wrong and after a right outcome
 
 
 class Moments(msgspec.Struct, frozen=True):
-    """Of the score and the outcome, all of one sample or all exact."""
+    """Moments of the score and the outcome. Either all are exact or all come from one sample."""
 
     score_mean: float
     outcome_mean: float
@@ -29,17 +29,17 @@ class Moments(msgspec.Struct, frozen=True):
     class_gap: float
 
     def renorm_variance(self) -> float:
-        """Variance of X + Y - 1 by the identity of A.8."""
+        """Return the variance of X + Y - 1 by the identity of A.8."""
         return self.score_variance + self.outcome_mean * (1 - self.outcome_mean) + 2 * self.covariance
 
     def variance_bound(self) -> float:
-        """The bound of A.8 on it: sigma^2 + 1/4 + 2 |rho| sigma / 2."""
+        """Return the bound of A.8 on the variance of X + Y - 1: sigma^2 + 1/4 + 2 |rho| sigma / 2."""
         spread = (self.outcome_mean * (1 - self.outcome_mean)) ** 0.5
         return self.score_variance + 0.25 + abs(self.covariance) / spread
 
 
 def exact_moments() -> Moments:
-    """Moments of the distribution above from those of the Beta distribution."""
+    """Return the exact moments of the distribution above, from the moments of the Beta distribution."""
     means = [a / (a + b) for a, b in SHAPES]
     within = [a * b / ((a + b) ** 2 * (a + b + 1)) for a, b in SHAPES]
     odds = SUCCESS * (1 - SUCCESS)
@@ -49,32 +49,32 @@ def exact_moments() -> Moments:
 
 
 def sample(turns: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Scores X and outcomes Y, [turns] each."""
+    """Draw scores X and outcomes Y, [turns] each."""
     outcomes = (rng.random(turns) < SUCCESS).astype(np.float64)
     (a0, b0), (a1, b1) = SHAPES
     return np.where(outcomes == 1, rng.beta(a1, b1, turns), rng.beta(a0, b0, turns)), outcomes
 
 
 def sample_moments(scores: Array, outcomes: Array) -> Moments:
-    """Moments of one sample (population form, divided by the number of turns)."""
+    """Return the moments of one sample (population form, divided by the number of turns)."""
     covariance = float(((scores - scores.mean()) * (outcomes - outcomes.mean())).mean())
     gap = float(scores[outcomes == 1].mean() - scores[outcomes == 0].mean())
     return Moments(float(scores.mean()), float(outcomes.mean()), float(scores.var()), covariance, gap)
 
 
 def renorm(scores: Array, outcomes: Array) -> Array:
-    """X + Y - 1, [turns] (methods.md 2.3)."""
+    """Return X + Y - 1, [turns] (methods.md 2.3)."""
     return scores + outcomes - 1
 
 
 def sign_violations(rewards: Array, outcomes: Array) -> int:
-    """Turns outside [-1, 1], rewarded after a wrong outcome, or punished after a right one."""
+    """Count the turns outside [-1, 1], rewarded after a wrong outcome, or punished after a right outcome."""
     wrong_sign = ((outcomes == 0) & (rewards > 0)) | ((outcomes == 1) & (rewards < 0))
     return int((wrong_sign | (np.abs(rewards) > 1)).sum())
 
 
 def estimates(rng: np.random.Generator, turns: int = 1_000_000) -> Estimate:
-    """Sampled class gap of ReNorm rewards, their variance, and E[(X-mu)(Y-pi)] with the true mu and pi, [3]."""
+    """Estimate the class gap of ReNorm rewards, their variance, and E[(X-mu)(Y-pi)] with the true mu and pi, [3]."""
     exact = exact_moments()
 
     def statistics(rng: np.random.Generator) -> list[float]:
@@ -88,12 +88,12 @@ def estimates(rng: np.random.Generator, turns: int = 1_000_000) -> Estimate:
 
 
 def episode_return(outcome: float, score: float, judged_turns: int) -> float:
-    """Return at the first token (gamma = 1): ReNorm at each judged turn, the outcome at the end (methods.md 2.3)."""
+    """Compute the return at the first token (gamma = 1): ReNorm at each judged turn, the outcome at the end (methods.md 2.3)."""
     return judged_turns * (score + outcome - 1) + outcome
 
 
 def rows(seed: int = 0) -> list[Row]:
-    """PPR's rows of methods.md 5."""
+    """Return PPR's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
     scores, outcomes = sample(200_000, rng)
     return [
@@ -108,7 +108,7 @@ def _range_and_gap(scores: Array, outcomes: Array, rng: np.random.Generator) -> 
     exact = exact_moments()
     broken = sign_violations(renorm(scores, outcomes), outcomes)
     centred = sign_violations(scores - scores.mean() + outcomes - outcomes.mean(), outcomes) / len(scores)
-    found = [
+    results = [
         Row("PPR A.8: turns outside [-1, 1] or of the wrong sign, of 200,000", str(broken), "0", broken == 0),
         Row("PPR: the same as a share, with sample centring: sign rule broken", show(centred), "> 0", centred > 0),
     ]
@@ -120,8 +120,8 @@ def _range_and_gap(scores: Array, outcomes: Array, rng: np.random.Generator) -> 
             ("PPR A.8: E[(X-mu)(Y-pi)] = Cov(X, Y)", exact.covariance),
         )
     ):
-        found.append(Row(claim, str(measured.at(index)), show(expected), measured.at(index).near(expected)))
-    return found
+        results.append(Row(claim, str(measured.at(index)), show(expected), measured.at(index).near(expected)))
+    return results
 
 
 def _identities(scores: Array, outcomes: Array) -> list[Row]:
@@ -136,8 +136,11 @@ def _identities(scores: Array, outcomes: Array) -> list[Row]:
         ("PPR A.8: |variance - identity|", abs(variance - moments.renorm_variance())),
         ("PPR A.8: change of the variance by centring", abs(float((rewards - rewards.mean()).var()) - variance)),
     )
-    found = [Row(claim, magnitude(error), "0", error < 1e-12) for claim, error in errors]
-    return [*found, Row("PPR A.8: variance / its bound", show([variance, bound]), "first <= second", variance <= bound)]
+    results = [Row(claim, magnitude(error), "0", error < 1e-12) for claim, error in errors]
+    return [
+        *results,
+        Row("PPR A.8: variance / its bound", show([variance, bound]), "first <= second", variance <= bound),
+    ]
 
 
 def _alignment(scores: Array, outcomes: Array) -> list[Row]:
@@ -151,12 +154,12 @@ def _alignment(scores: Array, outcomes: Array) -> list[Row]:
 
 
 def _length() -> list[Row]:
-    found = []
+    results = []
     for outcome, score, expected in ((1.0, 1.0, (3.0, 5.0)), (0.0, 0.8, (-0.4, -0.8))):
         returns = [episode_return(outcome, score, turns) for turns in (2, 4)]
         claim = f"PPR length: return of 2 / 4 judged turns, r_o={outcome:.0f}, r_hat={score}"
-        found.append(Row(claim, show(returns, 1), show(expected, 1), bool(np.allclose(returns, expected))))
-    return found
+        results.append(Row(claim, show(returns, 1), show(expected, 1), bool(np.allclose(returns, expected))))
+    return results
 
 
 def figures(folder: Path) -> None:

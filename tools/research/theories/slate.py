@@ -1,7 +1,7 @@
-"""SLATE (arXiv 2602.23440): variance of advantages from k actions after one prefix against G whole trajectories.
+"""SLATE (arXiv 2602.23440): the variance of advantages from k actions after one prefix, against G whole trajectories.
 
-Every step reward is made of independent noise in {-1, 0, 1} with probabilities 1/4, 1/4, 1/2; a process says how it
-depends on the steps before it. Source: SLATE section 4 and appendix A.4-A.7; methods.md 5.
+Every step reward comes from independent noise in {-1, 0, 1} with probabilities 1/4, 1/4, 1/2. A process says how the
+reward depends on earlier steps. Source: SLATE section 4 and appendix A.4-A.7; methods.md 5.
 """
 
 from collections.abc import Callable
@@ -20,36 +20,36 @@ Process = Callable[[list[Array], list[Array], Array], Array]  # (earlier noise, 
 NOISE = np.array([-1.0, 0.0, 1.0, 1.0])
 HORIZONS = (2, 4, 8)
 GROUP = 5
-DEPENDENCE = 0.5  # how much of each earlier step's noise moves the mean of a later reward
+DEPENDENCE = 0.5  # the share of each earlier step's noise that is added to the mean of a later reward
 
 
 def independent(_noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
-    """r_t = u_t."""
+    """Return r_t = u_t."""
     return noise
 
 
 def prefix_dependent(noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
-    """r_t = u_t + (u_1 + .. + u_{t-1}) / 2: a good step makes later steps better (covariance with the future > 0)."""
+    """Return r_t = u_t + (u_1 + .. + u_{t-1}) / 2. A good step improves later steps (its covariance with the future is > 0)."""
     return noise + DEPENDENCE * sum(noises)
 
 
 def cancelling(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
-    """r_t = u_t - (r_1 + .. + r_{t-1}): each step takes back what was won before (covariance with the future < 0)."""
+    """Return r_t = u_t - (r_1 + .. + r_{t-1}). Each step takes back earlier gains (its covariance with the future is < 0)."""
     return noise - sum(rewards)
 
 
 def negating(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
-    """r_1 = u_1, r_2 = -r_1: the return is always zero."""
+    """Return r_1 = u_1, then r_2 = -r_1, so that the return of two steps is always zero."""
     return noise if not rewards else np.broadcast_to(-rewards[-1], noise.shape)
 
 
 def draw(rng: np.random.Generator, *shape: int) -> Array:
-    """Noise, [shape]."""
+    """Draw noise, [shape]."""
     return NOISE[rng.integers(0, len(NOISE), size=shape, dtype=np.int8)]
 
 
 def trajectories(process: Process, horizon: int, group: int, groups: int, rng: np.random.Generator) -> Array:
-    """Step rewards of whole trajectories, [steps, groups, group]."""
+    """Draw the step rewards of whole trajectories, [steps, groups, group]."""
     noises: list[Array] = []
     rewards: list[Array] = []
     for _ in range(horizon):
@@ -60,7 +60,7 @@ def trajectories(process: Process, horizon: int, group: int, groups: int, rng: n
 
 
 def candidates(process: Process, horizon: int, k: int, groups: int, rng: np.random.Generator) -> Array:
-    """Rewards of k actions after one shared prefix, [steps, groups, k]; the first action extends the prefix."""
+    """Draw the rewards of k actions after one shared prefix, [steps, groups, k]. The first action extends the prefix."""
     noises: list[Array] = []
     rewards: list[Array] = []
     tried: list[Array] = []
@@ -73,21 +73,21 @@ def candidates(process: Process, horizon: int, k: int, groups: int, rng: np.rand
 
 
 def centred(values: Array) -> Array:
-    """Values less the mean of their group, [..., group]: both advantages of Theorem 1."""
+    """Return the values minus the mean of their group, [..., group]. Both advantages of Theorem 1 have this form."""
     return values - values.mean(axis=-1, keepdims=True)
 
 
 def variances(
     process: Process, horizon: int, k: int, group: int, groups: int, rng: np.random.Generator
 ) -> tuple[Array, float]:
-    """Expected variance of the truncated advantage, [steps], and that of the full-trajectory one (eq. 8)."""
+    """Estimate the variance of the truncated advantage, [steps], and the variance of the full-trajectory advantage (eq. 8)."""
     truncated = centred(candidates(process, horizon, k, groups, rng))
     full = centred(trajectories(process, horizon, group, groups, rng).sum(axis=0))
     return (truncated**2).mean(axis=(1, 2)), float((full**2).mean())
 
 
 def variance_ratio(process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Truncated over full-trajectory variance, k = G = 5, mean over the steps (eq. 9 claims at most 1/T)."""
+    """Estimate truncated over full-trajectory variance for k = G = 5, averaged over the steps (eq. 9 claims at most 1/T)."""
 
     def ratio(rng: np.random.Generator) -> float:
         truncated, full = variances(process, horizon, GROUP, GROUP, groups // BATCHES, rng)
@@ -97,7 +97,7 @@ def variance_ratio(process: Process, horizon: int, rng: np.random.Generator, gro
 
 
 def future_covariance(process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Covariance of r_1, whose prefix is empty, with the rewards after it (assumption 1 wants it non-negative)."""
+    """Estimate the covariance of r_1, whose prefix is empty, with later rewards (assumption 1 requires it non-negative)."""
 
     def covariance(rng: np.random.Generator) -> float:
         rewards = trajectories(process, horizon, 1, groups // BATCHES, rng)[..., 0]
@@ -107,7 +107,7 @@ def future_covariance(process: Process, horizon: int, rng: np.random.Generator, 
 
 
 def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Truncated variance at step 1 and full-trajectory variance when the second step takes back the first, [2]."""
+    """Estimate the truncated variance at step 1 and the full variance when the second step takes back the first, [2]."""
 
     def both(rng: np.random.Generator) -> list[float]:
         truncated, full = variances(negating, 2, GROUP, GROUP, groups // BATCHES, rng)
@@ -117,7 +117,7 @@ def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estima
 
 
 def mean_advantage_ratio(horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000) -> Estimate:
-    """(1/k) truncated variance over (1/G) full variance at k = G/T, independent steps (Proposition 2 claims 1)."""
+    """Estimate (1/k) truncated over (1/G) full variance at k = G/T for independent steps (Proposition 2 claims 1)."""
     k = group // horizon
 
     def ratio(rng: np.random.Generator) -> float:
@@ -128,15 +128,15 @@ def mean_advantage_ratio(horizon: int, group: int, rng: np.random.Generator, gro
 
 
 def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """How well each advantage tells r_1 less its group mean, independent steps, groups of 5, [6].
+    """Estimate how well each advantage predicts r_1 minus its group mean, for independent steps in groups of 5, [6].
 
-    Correlation of the full-trajectory advantage before and after it is divided by the group's standard deviation, the
-    same for the truncated one, and the variances of both after the division. Groups of equal rewards have no such
-    quotient and are left out.
+    The entries are the correlations of the full-trajectory advantage before and after division by the group's standard
+    deviation, the same two of the truncated advantage, and the variances of both after the division. Groups of equal
+    rewards cannot be divided and are left out.
     """
 
     def statistics(rng: np.random.Generator) -> list[float]:
-        found: list[float] = []
+        coefficients: list[float] = []
         scales: list[float] = []
         rewards = trajectories(independent, horizon, GROUP, groups // BATCHES, rng)
         step_one = centred(rewards[0])
@@ -144,15 +144,15 @@ def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) 
             spread = advantage.std(axis=-1)
             kept = spread > 0
             divided = advantage[kept] / spread[kept, None]
-            found += [_correlation(advantage, step_one), _correlation(divided, step_one[kept])]
+            coefficients += [_correlation(advantage, step_one), _correlation(divided, step_one[kept])]
             scales.append(float((divided**2).mean()))
-        return found + scales
+        return coefficients + scales
 
     return estimate(statistics, rng)
 
 
 def rows(seed: int = 0) -> list[Row]:
-    """SLATE's rows of methods.md 5."""
+    """Return SLATE's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
     return [*_theorem_1(rng), *_scope(rng), *_proposition_2(rng)]
 
@@ -160,24 +160,24 @@ def rows(seed: int = 0) -> list[Row]:
 def _theorem_1(rng: np.random.Generator) -> list[Row]:
     inverse = [1 / horizon for horizon in HORIZONS]
     dependent = [1 / sum((1 + DEPENDENCE * later) ** 2 for later in range(horizon)) for horizon in HORIZONS]
-    found = []
+    results = []
     for claim, process, expected in (
         ("SLATE Thm 1: variance ratio at T=2/4/8, independent steps: 1/T", independent, inverse),
         ("SLATE Thm 1: the same, prefix-dependent means: below 1/T", prefix_dependent, dependent),
         ("SLATE Thm 1: the same, steps cancel the past: bound 1/T fails", cancelling, [1.0] * 3),
     ):
         ratios = together(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
-        found.append(Row(claim, str(ratios), show(expected), ratios.near(expected)))
+        results.append(Row(claim, str(ratios), show(expected), ratios.near(expected)))
     for claim, process, expected in (
         ("SLATE Thm 1: Cov(r_1, later), prefix-dependent means, T=4", prefix_dependent, 3 * DEPENDENCE * NOISE.var()),
         ("SLATE Thm 1: Cov(r_1, later), steps cancel the past: assumption 1 fails", cancelling, -NOISE.var()),
     ):
         covariance = future_covariance(process, 4, rng)
-        found.append(Row(claim, str(covariance), show(expected), covariance.near(expected)))
+        results.append(Row(claim, str(covariance), show(expected), covariance.near(expected)))
     both = negated_variances(rng)
     expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
     claim = "SLATE Thm 1: r_2 = -r_1, truncated (step 1) and full variance: eq. 8 fails"
-    return [*found, Row(claim, str(both), show(expected), both.near(expected))]
+    return [*results, Row(claim, str(both), show(expected), both.near(expected))]
 
 
 def _scope(rng: np.random.Generator) -> list[Row]:

@@ -1,4 +1,4 @@
-"""VPR (arXiv 2605.10325): the gradient of step labels, its bias under wrong labels, its size against outcome reward.
+"""VPR (arXiv 2605.10325): the gradient of step labels, its bias under wrong labels, and its size against an outcome reward.
 
 Propositions 1 and 2 on a softmax policy of 7 states and 5 actions with random logits, a random state distribution that
 does not depend on the policy, and random valid actions; Proposition 3 on H independent steps with one shared logit.
@@ -23,43 +23,43 @@ DRAWS = 300
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """States to decide in: logits and labels [states, actions], how often each is met [states]."""
+    """A decision problem: logits and labels, [states, actions], and the probability of each state, [states]."""
 
     logits: Array
     labels: Array
     visits: Array
 
     def policy(self) -> Array:
-        """Action probabilities, [states, actions]."""
+        """Return the action probabilities, [states, actions]."""
         return softmax(self.logits)
 
     def scores(self) -> Array:
-        """Gradient of log pi(a|s) by the logits of s, [states, actions, actions]; by other logits it is zero."""
+        """Return the gradient of log pi(a|s) by the logits of s, [states, actions, actions]. By other logits it is zero."""
         return np.eye(self.logits.shape[1]) - self.policy()[:, None, :]
 
 
 def softmax(logits: Array) -> Array:
-    """Probabilities over the last axis."""
+    """Return probabilities over the last axis."""
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def problem(rng: np.random.Generator) -> Problem:
-    """A random one; each action is valid with probability one half."""
+    """Draw a random problem. Each action is valid with probability one half."""
     labels = (rng.random((STATES, ACTIONS)) < 0.5).astype(np.float64)
     return Problem(rng.normal(size=(STATES, ACTIONS)), labels, rng.dirichlet(np.ones(STATES)))
 
 
 def score_gradient(task: Problem, weights: Array) -> Array:
-    """E over states and actions of weights(s, a) times the score, [states, actions]."""
+    """Return E over states and actions of weights(s, a) times the score, [states, actions]."""
     return np.einsum("s,sa,sa,sab->sb", task.visits, task.policy(), weights, task.scores())
 
 
 def gradient_gaps(task: Problem, rng: np.random.Generator) -> Array:
-    """Largest differences between the four forms of Proposition 1, [4].
+    """Return the largest differences between the four forms of Proposition 1, [4].
 
-    From the gradient of J by central differences: the score form, the score form with a random baseline b(s), the
-    gradient of E_old[label log pi]. Last, the form with the baseline from that without.
+    The first three are differences from the gradient of J by central differences: of the score form, of the score form
+    with a random baseline b(s), of the gradient of E_old[label log pi]. The last is between the two score forms.
     """
 
     def verified(logits: Array) -> float:
@@ -77,7 +77,7 @@ def gradient_gaps(task: Problem, rng: np.random.Generator) -> Array:
 
 
 def bias(task: Problem, flipped: Array) -> tuple[float, float, float]:
-    """Norm of the gradient's bias, eps and Gmax of Proposition 2 when the labels ``flipped`` are inverted.
+    """Return the norm of the gradient's bias, eps and Gmax of Proposition 2 when the labels ``flipped`` are inverted.
 
     ``flipped`` is 0 or 1, [states, actions]; eps is its mass under visits and policy, Gmax the largest score norm.
     """
@@ -88,32 +88,32 @@ def bias(task: Problem, flipped: Array) -> tuple[float, float, float]:
 
 
 def random_flips(task: Problem, probability: float, rng: np.random.Generator, draws: int = DRAWS) -> Array:
-    """Norm of the bias, eps and Gmax of ``draws`` random sets of inverted labels, [draws, 3]."""
+    """Return the norm of the bias, eps and Gmax for ``draws`` random sets of inverted labels, [draws, 3]."""
     return np.array(
         [bias(task, (rng.random(task.labels.shape) < probability).astype(np.float64)) for _ in range(draws)]
     )
 
 
 def coherent_flips(states: int = 10, probability: float = 0.3) -> Array:
-    """The same when all states share one logit and one action's label is inverted in ever more states, [states, 3].
+    """Do the same when all states share one logit and one action's label is inverted in ever more states, [states, 3].
 
-    The score of that action is 1 - p in every state, so the wrong labels all pull one way; for p < 1/2 it is also the
-    largest.
+    The score of that action is 1 - p in every state, so all wrong labels pull in one direction. For p < 1/2 this score
+    is also the largest.
     """
     scores = np.array([1 - probability, -probability])
     weights = np.array([probability, 1 - probability])
-    found = []
+    results = []
     for wrong in range(1, states + 1):
         flipped = np.zeros((states, 2))
         flipped[:wrong, 0] = 1
         shift = float((flipped * weights * scores).sum()) / states
         mass = float((flipped * weights).sum()) / states
-        found.append((abs(shift), mass, float(np.abs(scores).max())))
-    return np.array(found)
+        results.append((abs(shift), mass, float(np.abs(scores).max())))
+    return np.array(results)
 
 
 def signals(probability: float, horizon: int) -> tuple[float, float]:
-    """Expected gradient from step labels and from success of all steps, summed over K right steps of ``horizon``.
+    """Return the expected gradients from step labels and from success of all steps, summed over K right steps of ``horizon``.
 
     Scores are a_t - p, so their sum is K - H p; labels are a_t; success is K = H (VPR appendix E, step 2).
     """
@@ -126,13 +126,13 @@ def signals(probability: float, horizon: int) -> tuple[float, float]:
 
 
 def outcome_peak(probability: float) -> float:
-    """Where on a grid of real H the outcome signal H p^H (1 - p) is largest."""
+    """Return the H, on a grid of real numbers, at which the outcome signal H p^H (1 - p) is largest."""
     horizons = np.arange(1, 100, 0.01)
     return float(horizons[np.argmax(horizons * probability**horizons * (1 - probability))])
 
 
 def rows(seed: int = 0) -> list[Row]:
-    """VPR's rows of methods.md 5."""
+    """Return VPR's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
     task = problem(rng)
     return [*_proposition_1(task, rng), *_proposition_2(task, rng), *_proposition_3()]
@@ -173,16 +173,18 @@ def _proposition_2(task: Problem, rng: np.random.Generator) -> list[Row]:
 
 
 def _proposition_3() -> list[Row]:
-    found = []
+    results = []
     probability = 0.9
     for horizon in (10, 50, 100):
         measured = signals(probability, horizon)
         expected = (horizon * probability * (1 - probability), horizon * probability**horizon * (1 - probability))
         claim = f"VPR Prop 3: signal of step labels / of the outcome, p=.9, H={horizon}"
-        found.append(Row(claim, show(measured, 6), show(expected, 6), bool(np.allclose(measured, expected, rtol=1e-9))))
+        results.append(
+            Row(claim, show(measured, 6), show(expected, 6), bool(np.allclose(measured, expected, rtol=1e-9)))
+        )
     peak, expected = outcome_peak(probability), -1 / math.log(probability)
     return [
-        *found,
+        *results,
         Row(
             "VPR Prop 3: H of the largest outcome signal, p=.9: -1/ln p",
             show(peak, 2),
@@ -193,7 +195,7 @@ def _proposition_3() -> list[Row]:
 
 
 def figures(folder: Path) -> None:
-    """Write theory-vpr.svg: bias against eps, and both signals against the horizon."""
+    """Write theory-vpr.svg: the bias against eps, and both signals against the horizon."""
     figure = Figure(figsize=(8.4, 3.2))
     left, right = figure.subplots(1, 2)
     rng = np.random.default_rng(0)
