@@ -13,7 +13,7 @@ def batch(
 ) -> tuple[TurnTable, list[TurnTokens]]:
     n = len(tokens)
     t = TurnTable(np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {})
-    turns = [TurnTokens([1], [2] * k, np.zeros(k), np.zeros(k), np.ones(k, bool)) for k in tokens]
+    turns = [TurnTokens(np.array([1]), np.array([2] * k), np.zeros(k), np.zeros(k), np.ones(k, bool)) for k in tokens]
     return t, turns
 
 
