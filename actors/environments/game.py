@@ -20,7 +20,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Game(Environment):
-    """Base of the games. A subclass sets ``name`` and ``headline``, and writes ``initial``, ``view``, ``move``, ``legal``, ``apply``.
+    """Base of the games. A subclass sets ``name`` and ``headline``, and writes ``initial``, ``view``, ``move``, ``legal``, ``moves``, ``notation``, ``apply``
+    and ``lost``.
 
     prompt: the name of a file in prompts/ without its ending, or a path with a slash. history: how many earlier moves of the policy {past}
     lists. boxed: also accept ``\\boxed{..}`` as an action. stop_at_action: end the generation at "</action>"; must be off if the policy
