@@ -5,7 +5,6 @@ Exactly-once training rests on it: a group is trained iff its id is in the front
 number of ranks, sharded or not, it is read by any other.
 """
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from learner import shards
 from learner.ranks import Ranks
 from learner.trainer import Trainer
+from wire import atomic
 
 
 class State(msgspec.Struct, frozen=True):
@@ -38,13 +38,11 @@ class CheckpointError(OSError):
 def save(trainer: Trainer, run: Path, trained: set[int], keep: int) -> Path:
     """Write ``RUN/checkpoints/vNNNNNN``. With sharded ranks every rank calls it. Raises CheckpointError with the cause."""
     folder = run / "checkpoints" / f"v{trainer.version:06d}"
-    draft = folder.with_suffix(".draft")
-    ranks = trainer.ranks
+    draft, ranks = atomic.draft_of(folder, alone=True), trainer.ranks
 
     def begin() -> None:
         if ranks.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
+            atomic.begin(draft)
 
     def write() -> None:
         for part, (_, stepper) in trainer.parts().items():
@@ -82,11 +80,7 @@ def _finish(trainer: Trainer, draft: Path, folder: Path, trained: set[int], keep
     (draft / "state.json").write_bytes(
         msgspec.json.encode(State(trainer.version, sorted(trained), prm, trainer.watch.lengths.first))
     )
-    for path in draft.iterdir():  # a power cut after the rename must not leave a checkpoint with holes
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    atomic.finish(draft, folder, durable=True)
     for old in sorted(folder.parent.glob("v??????"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 

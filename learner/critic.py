@@ -29,7 +29,7 @@ class Critic:
     def values(self, rows: Rows, steps: Plan) -> np.ndarray:
         """float32 [tokens]."""
         with self.model.inference():
-            return sweep(rows, steps, self.ranks, lambda paths: self.model.read(self.model.row(paths))[0])
+            return sweep(rows, steps, self.ranks, lambda forest: self.model.read(self.model.row(forest))[0])
 
     def learn(
         self, rows: Rows, steps: Plan, chosen: np.ndarray, old: np.ndarray, returns: np.ndarray, version: int
@@ -40,7 +40,7 @@ class Critic:
         total = torch.zeros(1, dtype=torch.float64)
         for some, filler in steps.mine:
             index = rows.index(some)
-            values = self.model.read(self.model.row([rows.paths[i] for i in some]))[0]
+            values = self.model.read(self.model.row(rows.forest(some)))[0]
             weight = torch.as_tensor(chosen[index].astype(np.float32) * (0.0 if filler else 1.0 / count), device=device)
             before, target = (torch.as_tensor(a[index], dtype=torch.float32, device=device) for a in (old, returns))
             loss = (weight * value_loss(values, before, target, self.config.value_clip)).sum()

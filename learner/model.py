@@ -1,7 +1,7 @@
 """A Hugging Face causal LM that reads forests: the policy, and the body of the critic and of the implicit reward model."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -18,11 +18,8 @@ from learner.config import LearnerConfig, LoraConfig
 from learner.frozen import hold
 from learner.head import token_logprobs
 from learner.ranks import Ranks, whole
-from learner.trees import Path, pack
+from learner.trees import Forest, Path
 from wire.hardware import compute_dtype
-
-SHARE_FROM = 1.15
-"""Token ratio from which a forest is shared: below, the blocks of shared trunks cost more than their tokens."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -128,11 +125,8 @@ class TreeModel:
         """Every trained parameter whole, on the CPU. A collective when sharded."""
         return {name: whole(p) for name, p in self._trained.items()}
 
-    def row(self, paths: Sequence[Path], attention: Backend | None = None) -> Row:
-        """The packed row of some paths, shared where that pays. attention: another backend than the configured one."""
-        forest = pack(paths)
-        if forest.token_ratio < SHARE_FROM:
-            forest = pack(paths, share=False)
+    def row(self, forest: Forest, attention: Backend | None = None) -> Row:
+        """The row of a forest. attention: another backend than the configured one."""
         layout = Layout(forest, attention or self.config.attention, self.device)
         return Row(layout.forest.tokens, layout.forest.depth, forest.read, forest.target, layout, forest.nodes)
 
@@ -170,16 +164,16 @@ class Policy(TreeModel):
             self._reference = TreeModel(folder, config, LoraConfig(rank=0), temperature, ranks, seed)
             self._reference.tower.requires_grad_(False)
 
-    def logprobs(self, paths: Sequence[Path]) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, forest: Forest) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies [trained tokens], paths in order."""
-        return self.read(self.row(paths))
+        return self.read(self.row(forest))
 
-    def reference_logprobs(self, paths: Sequence[Path]) -> torch.Tensor:
+    def reference_logprobs(self, forest: Forest) -> torch.Tensor:
         """Log-probabilities under the initial policy, no gradient: the adapters switched off, or the frozen copy."""
         model = self if self.lora else self._reference
         assert model is not None, "a policy trained whole was loaded without its reference"
         with torch.no_grad():
-            return model.read(model.row(paths), initial=self.lora)[0]
+            return model.read(model.row(forest), initial=self.lora)[0]
 
 
 def check_head(folder: str, model: Any) -> None:

@@ -48,7 +48,7 @@ class PolicyStep:
             i for i in turns
             if known.weights[known.rows.spans[i]].any() and (always or known.advantages[known.rows.spans[i]].any())
         ]  # fmt: skip
-        return plan(known.rows.paths, live, c.micro_tokens, self.ranks) if live else None
+        return plan(known.rows.trie, live, c.micro_tokens, self.ranks) if live else None
 
     def step(
         self, known: Known, steps: Plan, scale: float, version: int, noted: torch.Tensor | None
@@ -73,7 +73,7 @@ class PolicyStep:
         index = known.rows.index(chosen)
         sampled = known.rows.sampled[index]
         index, live = index[sampled], torch.as_tensor(sampled, device=device)
-        current, entropy = (made[live] for made in self.policy.logprobs([known.rows.paths[i] for i in chosen]))
+        current, entropy = (made[live] for made in self.policy.logprobs(known.rows.forest(chosen)))
 
         def here(column: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(column[index], device=device)

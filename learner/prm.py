@@ -72,7 +72,7 @@ class ImplicitPrm:
     def rewards(self, rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
         """beta (log pi_phi - log pi_reference) per token, 0 on forced tokens: float64 [tokens]."""
         with self.model.inference():
-            current = sweep(rows, steps, self.ranks, lambda paths: self.model.logprobs(paths)[0])
+            current = sweep(rows, steps, self.ranks, lambda forest: self.model.logprobs(forest)[0])
         return np.where(rows.sampled, self.config.beta * (current.astype(np.float64) - reference), 0.0)
 
     def score_and_learn(
@@ -110,7 +110,7 @@ class ImplicitPrm:
         if not made.used:
             return metrics | {"prm/skipped": 1.0}
         for some, filler in steps.mine:
-            current = self.model.logprobs([rows.paths[i] for i in some])[0]
+            current = self.model.logprobs(rows.forest(some))[0]
             pull = torch.as_tensor(slope[rows.index(some)], dtype=torch.float32, device=self.ranks.device)
             ((0.0 if filler else 1.0) * pull * current).sum().backward()
         norm = self.stepper.step(version)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from learner.giver import Giver, Snapshot
 from learner.model import Policy
 from wire import digest
+from wire.atomic import drafted, write_whole
 from wire.published import FILES, Manifest
 
 _PIECE = 2**24
@@ -41,19 +42,15 @@ def publish(
     too; without ``file`` the folder then says only where. Adapters are always a file.
     """
     folder = run / "weights" / f"v{version:06d}"
-    draft = folder.with_suffix(".draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    if policy.lora:
-        made = Manifest(version, "lora", _write_adapter(policy, whole or policy.gathered(), draft))
-    else:
-        tensors = {n: p.to(policy.compute) for n, p in (whole or _parameters(policy, giver is not None)).items()}
-        proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
-        memory = giver.offer(Snapshot(version, _own(tensors, policy.device))) if giver is not None else None
-        made = Manifest(version, "full", proof, file or giver is None, memory)
-    made.write(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    with drafted(folder, replace=True, alone=True) as draft:
+        if policy.lora:
+            made = Manifest(version, "lora", _write_adapter(policy, whole or policy.gathered(), draft))
+        else:
+            tensors = {n: p.to(policy.compute) for n, p in (whole or _parameters(policy, giver is not None)).items()}
+            proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
+            memory = giver.offer(Snapshot(version, _own(tensors, policy.device))) if giver is not None else None
+            made = Manifest(version, "full", proof, file or giver is None, memory)
+        made.write(draft)
     published = Published(version, str(folder), made.digest)
     announce(run, published)
     for old in sorted(folder.parent.glob("v??????"))[:-keep]:
@@ -107,6 +104,4 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 def announce(run: Path, published: Published) -> None:
     """Write ``RUN/learner.json``, which a resumed scheduler reads."""
-    draft = run / "learner.json.draft"
-    draft.write_bytes(msgspec.json.encode(published))
-    draft.rename(run / "learner.json")
+    write_whole(run / "learner.json", published)

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from learner.model import SHARE_FROM, Policy
-from learner.trees import Path, cuts, micro_batches, pack
+from learner.model import Policy
+from learner.trees import SHARE_FROM, Path, cuts, micro_batches, pack
 
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-3, 1e-2
 """float32: largest difference of a log-probability, and of the whole gradient relative to its norm. Rounding is far below."""
@@ -88,7 +88,9 @@ def _packed(
     policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype, attention: Any
 ) -> torch.Tensor:
     """The same, read in the forest of all paths."""
-    made = policy.read(policy.row(paths, attention), compute=compute)[0].split([len(p.tokens) - p.start for p in paths])
+    made = policy.read(policy.row(pack(paths, share=None), attention), compute=compute)[0].split(
+        [len(p.tokens) - p.start for p in paths]
+    )
     chosen = torch.cat([made[i] for i in sample])
     chosen.sum().backward()
     return chosen.detach()

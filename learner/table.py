@@ -103,10 +103,10 @@ class TurnTable(msgspec.Struct, frozen=True):
 
 
 class TurnTokens(msgspec.Struct, frozen=True):
-    """The tokens of one row: prefix (all that the policy saw) and action, with its sampling record, each [action tokens]."""
+    """The tokens of one row: prefix (all that the policy saw) and action, int32, with its sampling record, each [action tokens]."""
 
-    prefix: list[int]
-    action: list[int]
+    prefix: np.ndarray
+    action: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     sampled: np.ndarray
@@ -144,5 +144,4 @@ def _tokens(tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode]) -
         raise ValueError(f"tree {tree}, node {node.id}: a trained turn without a token; the strategy must not emit it")
     assert node.logprobs is not None and node.versions is not None, "a trained turn is an action"
     sampled = node.sampled if node.sampled is not None else np.ones(len(node.tokens), bool)
-    prefix = np.concatenate(pieces[::-1]).tolist()
-    return TurnTokens(prefix, node.tokens.tolist(), node.logprobs, node.versions, sampled)
+    return TurnTokens(np.concatenate(pieces[::-1]), node.tokens, node.logprobs, node.versions, sampled)

@@ -100,7 +100,7 @@ class Trainer:
 
     def _train(self, table: TurnTable, rows: Rows, questions: int) -> dict[str, float]:
         c = self.config
-        everything = plan(rows.paths, range(len(rows.paths)), c.micro_tokens, self.ranks)
+        everything = plan(rows.trie, range(len(rows.paths)), c.micro_tokens, self.ranks)
         if not self.checked:
             self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
         columns, prm_metrics = self._token_columns(table, rows, everything)
@@ -137,7 +137,7 @@ class Trainer:
     def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Log-probabilities of all tokens under the policy as it stands, float32 [tokens]."""
         with self.policy.inference():
-            return sweep(rows, steps, self.ranks, lambda paths: self.policy.logprobs(paths)[0])
+            return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
 
     def _known(
         self, table: TurnTable, rows: Rows, estimate: Estimate, weights: np.ndarray, columns: dict[str, np.ndarray]
@@ -173,7 +173,7 @@ class Trainer:
                 if self.critic is not None:
                     assert estimate.returns is not None, "a scheme that needs a critic has targets for it"
                     chosen = np.isin(table.row(), turns) & rows.sampled
-                    steps = plan(rows.paths, turns, c.micro_tokens, self.ranks)
+                    steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
                     metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
         return metrics | watch.metrics(measured(table, known, untouched, self.ranks.add(noted).numpy(), self.version))

@@ -1,10 +1,15 @@
-"""Tree packing: a batch of token paths becomes one forest in which a shared prefix stands once.
+"""Tree packing: the turns of an update, which arrive as nodes of many trees, become one forest in which a shared prefix stands once.
 
 Layout: depth-first pre-order of the token trie; position = depth; ``end[k]`` is the exclusive end of k's subtree, so k is an
 ancestor-or-self of q iff k <= q < end[k]. A token attends to its ancestors (learner/attention.py). Equal to path-by-path training to rounding, because
 every hidden state depends on its ancestors only. Targets stay per path: a branch's first token reads its parent's last logits.
+
+The trie is found again from the whole token paths instead of being taken over from the nodes and their parents: so equal prefixes of
+different trees are shared too (a common instruction), and nothing but token ids decides what is shared. It is found once per update
+(``Trie``); every pass of every model takes its micro-batches out of it.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -14,7 +19,7 @@ import numpy as np
 class Path(msgspec.Struct, frozen=True):
     """One trained turn: its tokens and where its action starts."""
 
-    tokens: list[int]
+    tokens: Sequence[int] | np.ndarray
     start: int
 
 
@@ -38,40 +43,81 @@ class Forest(msgspec.Struct, frozen=True):
         return self.path_tokens / self.nodes
 
 
-def pack(paths: Sequence[Path], share: bool = True) -> Forest:
-    """The forest of ``paths``. Equal tokens after equal prefixes become one node, across trees too (a common instruction).
+SHARE_FROM = 1.15
+"""Token ratio from which a forest is shared: below, the blocks of shared trunks cost more than their tokens."""
 
-    share = False keeps every path whole (the packed path-by-path reference).
+
+class Trie:
+    """The token trie of all paths of an update. Sorted paths visit it depth first, so a subtree is one slice of its nodes.
+
+    ``forest`` packs some of the paths, ``cuts`` says where they may be cut into micro-batches; neither compares tokens again.
     """
-    tokens: list[int] = []
-    depth: list[int] = []
-    parent: list[int] = []
-    children: dict[tuple[int, int], int] = {}
-    spine: dict[int, list[int]] = {}
-    # Sorted paths visit the trie depth first, so a subtree is one contiguous slice.
-    for index in sorted(range(len(paths)), key=lambda i: paths[i].tokens):
-        node, nodes = -1, []
-        for position, token in enumerate(paths[index].tokens):
-            known = children.get((node, token)) if share else None
-            if known is None:
-                known = len(tokens)
-                children[node, token] = known
-                tokens.append(token)
-                depth.append(position)
-                parent.append(node)
-            node = known
-            nodes.append(node)
-        spine[index] = nodes
-    end = list(range(1, len(tokens) + 1))
-    for node in range(len(tokens) - 1, -1, -1):
-        if parent[node] >= 0:
-            end[parent[node]] = max(end[parent[node]], end[node])
-    read = [node for i, path in enumerate(paths) for node in spine[i][path.start - 1 : -1]]
-    target = [token for path in paths for token in path.tokens[path.start :]]
-    return Forest(
-        np.array(tokens), np.array(depth), np.array(end), np.array(read, np.int64), np.array(target, np.int64),
-        sum(len(path.tokens) for path in paths), len(tokens),
-    )  # fmt: skip
+
+    def __init__(self, paths: Sequence[Path]):
+        rows = [np.asarray(path.tokens, np.int64) for path in paths]
+        self.starts = [path.start for path in paths]
+        self.order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
+        self.rank = np.argsort(self.order)
+        most = sum(map(len, rows))
+        self.tokens, self.depth, self.end = (np.empty(most, np.int64) for _ in range(3))
+        self.spines: list[np.ndarray] = [np.zeros(0, np.int64)] * len(rows)
+        """The trie's nodes of each path, int64 [tokens of the path]."""
+        self.common: list[int] = []
+        """Tokens that each path, in sorted order, shares with the one before."""
+        size, last, spine = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        for index in self.order:
+            row = rows[index]
+            both = min(len(last), len(row))
+            differ = np.flatnonzero(last[:both] != row[:both])
+            shared = int(differ[0]) if len(differ) else both
+            self.end[spine[shared:]] = size
+            fresh = np.arange(size, size + len(row) - shared)
+            self.tokens[fresh], self.depth[fresh] = row[shared:], np.arange(shared, len(row))
+            size, last, spine = size + len(fresh), row, np.concatenate([spine[:shared], fresh])
+            self.spines[index] = spine
+            self.common.append(shared)
+        self.end[spine] = size
+
+    def forest(self, rows: Sequence[int], share: bool | None = None) -> Forest:
+        """The forest of the paths ``rows``. share: False keeps every path whole (the packed path-by-path reference), None where sharing
+        pays, True always."""
+        spines = [self.spines[i] for i in rows]
+        lengths, nodes = [len(spine) for spine in spines], np.concatenate(spines)
+        kept = np.unique(nodes)
+        if share is None:
+            share = len(nodes) >= SHARE_FROM * len(kept)
+        if share:
+            end, own = np.searchsorted(kept, self.end[kept]), np.searchsorted(kept, nodes)
+        else:
+            kept, end, own = nodes, np.repeat(np.cumsum(lengths), lengths), np.arange(len(nodes))
+        read = [one[self.starts[i] - 1 : -1] for i, one in zip(rows, _split(own, lengths), strict=True)]
+        target = [self.tokens[spine[self.starts[i] :]] for i, spine in zip(rows, spines, strict=True)]
+        return Forest(
+            self.tokens[kept],
+            self.depth[kept],
+            end,
+            np.concatenate(read),
+            np.concatenate(target),
+            len(nodes),
+            len(kept),
+        )
+
+    def cuts(self, rows: Sequence[int]) -> "Cuts":
+        """Where the paths ``rows`` may be cut."""
+        places = np.sort(self.rank[list(rows)]).tolist()
+        order = [self.order[place] for place in places]
+        shared = [0] + [min(self.common[a + 1 : b + 1]) for a, b in itertools.pairwise(places)]
+        length = [len(self.spines[i]) for i in order]
+        return Cuts(order, length, [tokens - known for tokens, known in zip(length, shared, strict=True)])
+
+
+def _split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(lengths)[:-1])
+
+
+def pack(paths: Sequence[Path], share: bool | None = True) -> Forest:
+    """The forest of ``paths``. Equal tokens after equal prefixes become one node, across trees too; ``share`` as in ``Trie.forest``."""
+    return Trie(paths).forest(range(len(paths)), share)
 
 
 def filled(forest: Forest, bucket: int) -> Forest:
@@ -90,7 +136,7 @@ def filled(forest: Forest, bucket: int) -> Forest:
 class Cuts(msgspec.Struct, frozen=True):
     """Where a batch may be cut. order: indices of the paths, sorted, so that neighbours share the longest prefixes.
 
-    length: int64 [paths], tokens of each path in that order; added: those that its left neighbour does not have already.
+    length: tokens of each path in that order; added: those that its left neighbour does not have already.
     """
 
     order: list[int]
@@ -105,16 +151,7 @@ class Cuts(msgspec.Struct, frozen=True):
 
 def cuts(paths: Sequence[Path]) -> Cuts:
     """The places to cut ``paths``."""
-    order = sorted(range(len(paths)), key=lambda i: paths[i].tokens)
-    length, added, last = [], [], np.zeros(0, np.int64)
-    for index in order:
-        tokens = np.array(paths[index].tokens)
-        both = min(len(last), len(tokens))
-        differ = np.flatnonzero(last[:both] != tokens[:both])
-        length.append(len(tokens))
-        added.append(len(tokens) - int(differ[0] if len(differ) else both))
-        last = tokens
-    return Cuts(order, length, added)
+    return Trie(paths).cuts(range(len(paths)))
 
 
 def micro_batches(where: Cuts, budget: int) -> tuple[list[list[int]], list[int]]:

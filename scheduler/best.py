@@ -13,6 +13,7 @@ import msgspec
 
 from scheduler.spread import Weights
 from wire import published
+from wire.atomic import drafted
 
 log = logging.getLogger("scheduler.best")
 
@@ -42,18 +43,13 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
     if before is not None and (before[0].value >= value or before[0].version == weights.version):
         return False
     folder = run / "best" / f"v{weights.version:06d}"
-    draft = folder.with_suffix(".draft")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        for path in _files(weights):
-            _link(path, draft / path.name)
-        (draft / "best.json").write_bytes(msgspec.json.encode(Best(weights.version, measure, value)))
-        shutil.rmtree(folder, ignore_errors=True)  # one with a torn record
-        draft.rename(folder)
+        with drafted(folder, replace=True, alone=True) as draft:  # a folder that is there has a torn record
+            for path in _files(weights):
+                _link(path, draft / path.name)
+            (draft / "best.json").write_bytes(msgspec.json.encode(Best(weights.version, measure, value)))
     except OSError as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)
-        shutil.rmtree(draft, ignore_errors=True)
         return False
     if before is not None:
         shutil.rmtree(before[1], ignore_errors=True)

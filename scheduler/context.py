@@ -189,7 +189,7 @@ class Context:
         )
         (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
         made = self._sampled(opening, sample, forced=True, chosen=True)
-        self.changed([opening, made])
+        self.save([opening, made])
         return made
 
     async def finish(self, trajectory: int = 0) -> None:

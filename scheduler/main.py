@@ -18,10 +18,11 @@ import msgspec
 import scheduler
 from actors.environments import registry
 from actors.environments.base import Task
-from scheduler import baselines, best, evaluation, report, strategies, terminal
+from scheduler import report, strategies, terminal
 from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
 from scheduler.context import ATTEMPTS, Context, Shop
 from scheduler.dispatch import Dispatcher, Worker
+from scheduler.examination import WORK, Examination
 from scheduler.fleet import Fleet
 from scheduler.journal import Journal, JournalError, TreeRow
 from scheduler.judged import Judged
@@ -42,9 +43,6 @@ from wire.sockets import RunKeys
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-EVALUATIONS_AT_ONCE = 96
-WORK = ("environment_steps", "continuation_steps", "generated_tokens")
-"""Counts of work that a run's curves are drawn against; they go on after a resume (work that a crash undid counts too)."""
 JUDGED = ("judged_scores", "invalid_judgements")
 """Counts of the summary; they go on as well."""
 CHECK_S = 2.0
@@ -99,17 +97,13 @@ class Run:
         self.attendance = terminal.Attendance(self.folder)
         self.reminders = terminal.Reminders()
         self.environment = registry.load(process.environment, process.options)
-        examined = process.options | self.settings.evaluation.options
-        self.examination = (
-            registry.load(process.environment, examined) if examined != process.options else self.environment
-        )
         count = self.settings.evaluation.questions
         if registry.makes_tasks(self.environment):
             self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
-            self.heldout = self.tasks.held_out(count)
+            heldout = self.tasks.held_out(count)
         else:
             self.tasks = Tasks(process.train, process.seed)
-            self.heldout = held_out(process.heldout, count)
+            heldout = held_out(process.heldout, count)
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing
@@ -134,8 +128,11 @@ class Run:
             judged=Judged(self.settings.judge, self.folder),
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
-        self.examine = strategies.evaluation(self.settings.strategy, self.settings.strategy_options)
         self.grow = strategies.load(self.settings.strategy, self.settings.strategy_options)
+        examined = registry.load(process.environment, process.options | self.settings.evaluation.options)
+        self.examination = Examination(
+            self.shop, examined, heldout, self.spread, self.metrics, self.phases, self._attempts, self._number
+        )
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -155,13 +152,12 @@ class Run:
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
         await self._wait_for_workers()
-        trivial = await self._baselines()
+        trivial = await self.examination.baselines(self.tasks)
         if trivial:
             shown = ", ".join(f"{k} {v:.3f}" for k, v in trivial.items())
             print(f"held-out {self.environment.headline} without a model: {shown}", flush=True)
         await together([self._begin(), self._train()])
-        if self.heldout:
-            await self._evaluate("end")
+        await self.examination.evaluate("end")
         self.phases.enter("stopping")
         await self.dismiss()
         await self._workers_left(30.0)
@@ -173,8 +169,8 @@ class Run:
 
         Only the trees of the first update grow beside it, so the learner is never further than one version ahead of the actors.
         """
-        if self.heldout and not any(name == "start" for _, name, _ in self.journal.evaluations()):
-            await self._evaluate("start")
+        if not any(name == "start" for _, name, _ in self.journal.evaluations()):
+            await self.examination.evaluate("start")
         self.begun.set()
         self.moved.set()
 
@@ -229,7 +225,9 @@ class Run:
         first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), time.monotonic()
         for row in left:
             self._take_up(row)
-        await self._evaluate_if_due()  # a crash may have come between an update and its evaluation
+        await self.examination.evaluate_if_due(
+            self.pacing.version, self.pacing.finished
+        )  # a crash may have come between an update and its evaluation
         moved_at = time.monotonic()
         while not self.pacing.finished:
             while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < s.questions_per_update):
@@ -266,11 +264,16 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ trees
 
+    def _number(self) -> int:
+        """The next tree's number."""
+        number, self.next_tree = self.next_tree, self.next_tree + 1
+        return number
+
     def _plant(self) -> None:
         """Draw the next task and let its tree grow."""
         position = self.journal.next_position()
         task = self.tasks.at(position)
-        tree, self.next_tree = Tree(self.next_tree, task.id), self.next_tree + 1
+        tree = Tree(self._number(), task.id)
         context = self._context(task, tree, self.settings, position)
         self.pacing.start()
         self.journal.start_tree(tree, position, self.pacing.version)
@@ -379,7 +382,7 @@ class Run:
         for warning in self.reminders.due(trained.version, [*trained.warnings, *filter(None, doubts)]):
             terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
-        await self._evaluate_if_due()
+        await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         self.moved.set()
 
     async def _joined(self, worker: Worker) -> None:
@@ -402,78 +405,6 @@ class Run:
         while self.dispatcher.workers() and time.monotonic() < end:
             await asyncio.sleep(0.05)
 
-    # ------------------------------------------------------------------------------------------ evaluation
-
-    async def _baselines(self) -> dict[str, float]:
-        """What can be had on the held-out tasks without a model."""
-        if not self.heldout:
-            return {}
-        if isinstance(self.tasks, Tasks):
-            return evaluation.trivial_baselines(self.heldout, self.tasks.tasks)
-        shop = self._shop_aside()
-
-        def context(task: Task, place: int) -> Context:
-            return Context(shop, self.settings, task, Tree(-1, task.id, "baseline"), random.Random(f"baseline/{place}"))
-
-        return await baselines.play(self.examination, self.heldout, context)
-
-    def _shop_aside(self) -> Shop:
-        """For held-out tasks: nothing is trained, nothing counts as the run's."""
-        return msgspec.structs.replace(
-            self.shop, emit=_keep, counts=Counter(), judged=Judged(), environment=self.examination
-        )
-
-    async def _evaluate_if_due(self) -> None:
-        """Every so many updates, once a version."""
-        version, every = self.pacing.version, self.settings.evaluation.every
-        known = {name for _, name, _ in self.journal.evaluations()}
-        due = bool(self.heldout) and every > 0 and version > 0 and version % every == 0 and not self.pacing.finished
-        if due and f"v{version}" not in known:
-            await self._evaluate(f"v{version}")
-
-    async def _evaluate(self, name: str) -> None:
-        with self.phases.over({"start": "first evaluation", "end": "last evaluation"}.get(name, "evaluations between")):
-            await self._evaluate_now(name)
-
-    async def _evaluate_now(self, name: str) -> None:
-        start = time.monotonic()
-        weights = self.spread.weights
-        version = weights.version
-        e = self.settings.evaluation
-        settings = msgspec.structs.replace(self.settings, temperature=e.temperature)
-        room = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
-        pairs = await together(self._examine(i, task, settings, room) for i, task in enumerate(self.heldout))
-        found = evaluation.summarise(version, self.examination, [pair for pair in pairs if pair is not None])
-        self.journal.save_evaluation(version, name, msgspec.to_builtins(found))
-        if found.headline in found.measures:
-            best.keep(self.folder, weights, found.headline, found.measures[found.headline].mean)
-        values = {f"heldout/{key}": measured.mean for key, measured in found.measures.items()}
-        values |= {f"heldout/{key}_half": measured.half for key, measured in found.measures.items()}
-        values |= {f"count/{key}": float(self.counts[key]) for key in WORK}
-        self.metrics.record(version, values, show=False)
-        print(report.heldout_line(name, found, time.monotonic() - start), flush=True)
-
-    async def _examine(
-        self, position: int, task: Task, settings: SchedulerConfig, room: asyncio.Semaphore
-    ) -> tuple[Task, Tree] | None:
-        async with room:
-            tree, self.next_tree = Tree(self.next_tree, task.id, "heldout"), self.next_tree + 1
-            shop = self._shop_aside()
-            rng = random.Random(f"heldout/{position}")
-            context = Context(shop, settings, task, tree, rng)
-            self.journal.start_tree(tree, position, self.spread.weights.version)
-            try:
-                await self._attempts(tree, context, self.examine)
-            except DataFault as fault:
-                self._quarantine_heldout(tree, fault)
-                return None
-            self.journal.close_tree(tree)
-            return task, tree
-
-    def _quarantine_heldout(self, tree: Tree, fault: Fault) -> None:
-        log.error("held-out task %s is quarantined: %s", tree.task, fault)
-        self.journal.close_tree(tree, "quarantined", str(fault))
-
     # ------------------------------------------------------------------------------------------ end
 
     async def close(self) -> None:
@@ -485,10 +416,6 @@ class Run:
         await self.dispatcher.close()
         self.metrics.close()
         self.journal.close()
-
-
-def _keep(tree: Tree, turns: list[object]) -> None:
-    """An evaluation trains nothing."""
 
 
 async def run(process: SchedulerProcess) -> int:

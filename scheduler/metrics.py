@@ -93,7 +93,7 @@ class Metrics:
     """Writes records; ``counters`` turns worker statistics into differences between updates."""
 
     def __init__(self, run: Path):
-        self._path = run / "metrics.jsonl"
+        self.run, self._path = run, run / "metrics.jsonl"
         self._file = self._path.open("ab")
         if self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
             self._file.write(b"\n")  # a record was cut off by a crash

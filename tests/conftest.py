@@ -10,6 +10,16 @@ import torch
 
 from tests import tiny
 
+SLOW = ("e2e", "faults", "gpu")
+"""Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tools/test --quick leaves out; other slow tests are marked where they stand."""
+    for item in items:
+        if item.path.parent.name in SLOW or "sglang_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:

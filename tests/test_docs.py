@@ -15,7 +15,7 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".toml", ".md", "") and path.is_file()
 )
-DOCUMENTS = [ROOT / "README.md", *(path for path in SOURCES if path.suffix == ".md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(path for path in SOURCES if path.suffix == ".md")]
 
 _SECTION = r"(\d(?:\.\d+)?)(?![\d.]*\d)"
 _CITED = re.compile(rf"methods\.md[`)]? {_SECTION}((?:(?:, | and | to |; ){_SECTION})*)(?:, row (\d+))?")

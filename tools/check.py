@@ -1,4 +1,6 @@
-"""The command tools/test: ruff, pyright, pytest; all run, the first failure decides the exit status.
+"""The command tools/test: ruff, pyright, pytest. All of them run; the exit status is 1 if any failed.
+
+With --quick the tests marked slow and the second numerical run are left out, and pyright runs beside pytest.
 
 The numerical tests run twice: with the kernels that torch chooses for this processor, and with those for any processor, which sum in
 another order and emulate bfloat16. So a bound that holds on one kind of machine only fails on every machine.
@@ -35,24 +37,49 @@ def _inside(path: str, folder: str) -> bool:
     return Path(ROOT, path.partition("::")[0]).resolve().is_relative_to(Path(ROOT, folder.partition("::")[0]).resolve())
 
 
-def main() -> int:
-    """Run every check; arguments go to pytest."""
-    arguments = sys.argv[1:]
-    steps = {
+QUICK = "--quick"
+
+
+def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Name -> Python module and its arguments, for each check; ``arguments`` are pytest's, and QUICK."""
+    given = [argument for argument in arguments if argument != QUICK]
+    checks = {
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
         "pyright": ["pyright", "--pythonpath", sys.executable],
-        "pytest": ["pytest", *arguments],
     }
-    if plain := numerical(arguments):
-        steps["pytest, plain kernels"] = ["pytest", *plain]
-    failed = []
-    for name, command in steps.items():
-        print(f"== {name}", flush=True)
-        begun, more = time.monotonic(), PLAIN_KERNELS if "plain" in name else {}
-        if subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False, env=os.environ | more).returncode:
-            failed.append(name)
-        print(f"   {name}: {time.monotonic() - begun:.0f} s", flush=True)
+    if QUICK in arguments:
+        return checks | {"pytest": ["pytest", "-m", "not slow", *given]}
+    checks["pytest"] = ["pytest", *given]
+    if plain := numerical(given):
+        checks["pytest, plain kernels"] = ["pytest", *plain]
+    return checks
+
+
+def main() -> int:
+    """Run every check; see steps for the arguments."""
+    arguments = sys.argv[1:]
+    checks, failed = steps(arguments), list[str]()
+    beside = start("pyright", checks.pop("pyright"), subprocess.PIPE) if QUICK in arguments else None
+    for name, command in checks.items():
+        failed += finish(name, start(name, command))
+    if beside is not None:
+        failed += finish("pyright", beside)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))
+
+
+def start(name: str, command: list[str], output: int | None = None) -> subprocess.Popen[str]:
+    """Start a check of ``steps``."""
+    more = PLAIN_KERNELS if "plain" in name else {}
+    return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=os.environ | more, stdout=output, text=True)
+
+
+def finish(name: str, check: subprocess.Popen[str]) -> list[str]:
+    """Wait for a started check and say how long that took; [name] if it failed, else []."""
+    print(f"== {name}", flush=True)
+    begun = time.monotonic()
+    output, _ = check.communicate()
+    print(f"{output or ''}   {name}: {time.monotonic() - begun:.0f} s", flush=True)
+    return [name] if check.returncode else []

@@ -1,4 +1,7 @@
-"""A folder or a file that appears whole or not at all."""
+"""A folder or a file that appears whole or not at all: it is written as a draft beside its place, then renamed.
+
+``drafted`` and ``write_whole`` are the whole of it; ``begin`` and ``finish`` are for folders that several processes write together.
+"""
 
 import contextlib
 import os
@@ -13,16 +16,36 @@ DRAFT = ".draft"
 """Ends the name of what is not whole yet."""
 
 
+def draft_of(out: Path, alone: bool = False) -> Path:
+    """The draft that becomes ``out``. alone: no other process writes ``out``, so the draft that a dead one left is written over."""
+    return out.with_name(f"{out.name}{DRAFT}{'' if alone else os.getpid()}")
+
+
+def begin(draft: Path) -> None:
+    """An empty draft folder. Raises OSError."""
+    shutil.rmtree(draft, ignore_errors=True)  # of a dead process with our number
+    draft.mkdir(parents=True)
+
+
+def finish(draft: Path, out: Path, durable: bool = False) -> None:
+    """The draft becomes ``out``, in place of what was there. durable: a power cut afterwards leaves no file with holes. Raises OSError."""
+    for path in draft.iterdir() if durable else ():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(out, ignore_errors=True)
+    draft.rename(out)
+
+
 @contextlib.contextmanager
-def drafted(out: Path, flag: str = "") -> Iterator[Path]:
+def drafted(out: Path, flag: str = "", replace: bool = False, alone: bool = False) -> Iterator[Path]:
     """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written is known then; at the end it is ``out``.
 
-    What ends the work early removes it. Raises OSError; flag: the option that named ``out``.
+    What ends the work early removes it. replace: a folder that is there already gives way; otherwise only an empty one does. Raises
+    OSError; flag: the option that named ``out``; alone: see ``draft_of``.
     """
-    draft = out.with_name(f"{out.name}{DRAFT}{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)  # of a dead process with our number
+    draft = draft_of(out, alone)
     try:
-        draft.mkdir(parents=True)
+        begin(draft)
     except OSError as error:
         raise OSError(f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()) from None
     try:
@@ -31,7 +54,7 @@ def drafted(out: Path, flag: str = "") -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     try:
-        draft.rename(out)
+        finish(draft, out) if replace else draft.rename(out)
     except OSError as error:
         raise OSError(f"{flag} {out} cannot be written: {error.strerror}; all is in {draft}".lstrip()) from None
 
@@ -41,11 +64,11 @@ def as_json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1)
 
 
-def write_whole(path: Path, value: Any) -> None:
-    """``value`` as JSON; a full disk or the process's death leaves what was there before."""
-    draft = path.with_name(f"{path.name}{DRAFT}")
+def write_whole(path: Path, value: Any, alone: bool = True) -> None:
+    """``value`` as JSON, or bytes as they are; a full disk or the process's death leaves what was there before. alone: see ``draft_of``."""
+    draft = draft_of(path, alone)
     try:
-        draft.write_bytes(as_json(value))
+        draft.write_bytes(value if isinstance(value, bytes) else as_json(value))
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

@@ -161,10 +161,8 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
 
 def linear_layers(model: Path) -> list[str]:
     """Names of the layers that the learner's adapters change: all linear ones but the head, as PEFT's "all-linear" has them."""
-    with BaseWeights(model) as base:
-        names = [
-            name.split(".") for name, shape in base.shapes().items() if len(shape) == 2 and name.endswith(".weight")
-        ]
+    shapes = BaseWeights(model).shapes()
+    names = [name.split(".") for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
     return sorted({parts[-2] for parts in names} - {"embed_tokens", "lm_head"})
 
 

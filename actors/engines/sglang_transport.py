@@ -100,11 +100,10 @@ def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
     from actors.engines.weights import BaseWeights, merged
     from wire.published import FILES
 
-    with BaseWeights(base) as stored:
-        tensors = {
-            name: tensor.to(stored.get(name).dtype).contiguous()
-            for name, tensor in merged(base, adapter / FILES["lora"])
-        }
+    stored = BaseWeights(base)
+    tensors = {
+        name: tensor.to(stored.get(name).dtype).contiguous() for name, tensor in merged(base, adapter / FILES["lora"])
+    }
     folder = tempfile.TemporaryDirectory(prefix="coppice-merged-")
     save_file(tensors, Path(folder.name) / FILES["full"], metadata={"format": "pt"})
     return folder

@@ -129,8 +129,7 @@ class Weights:
     def _verify(self, folder: Path, expected: str) -> None:
         """The file is whole, and of this model: SGLang dies of a wrong shape, and says nothing of a missing or unknown name."""
         kind, path = weights.verified_file(folder, expected)
-        with weights.BaseWeights(self.base) as base:
-            weights.check(kind, path, base.shapes())
+        weights.check(kind, path, weights.BaseWeights(self.base).shapes())
 
     # ------------------------------------------------------------------------------------------ whole weights
 

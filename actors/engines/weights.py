@@ -92,7 +92,8 @@ def merged(base: Path, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that an adapter changes, as float32 with it merged in, by name."""
     settings = json.loads((path.parent / "adapter_config.json").read_bytes())
     scale = settings["lora_alpha"] / settings["r"]
-    with safe_open(path, framework="pt") as adapter, BaseWeights(base) as weights:
+    weights = BaseWeights(base)
+    with safe_open(path, framework="pt") as adapter:
         for name in adapter.keys():  # noqa: SIM118
             if name.endswith("lora_A.weight"):
                 down = adapter.get_tensor(name).float()
@@ -121,23 +122,23 @@ def _shape(file: Any, name: str) -> list[int]:
 
 
 class BaseWeights:
-    """The tensors of a model folder by name, mapped from disk (all actors of a machine share the pages)."""
+    """The tensors of a model folder by name, mapped from disk one at a time: a file that stays open keeps every page that was read."""
 
     def __init__(self, folder: Path):
-        self._files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-
-    def __enter__(self) -> "BaseWeights":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._where.clear()
-        self._files.clear()
+        self._where: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._where |= dict.fromkeys(file.keys(), path)
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor as stored."""
-        return self._where[name].get_tensor(name)
+        with safe_open(self._where[name], framework="pt") as file:
+            return file.get_tensor(name)
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of all tensors, by name."""
-        return {name: _shape(file, name) for name, file in self._where.items()}
+        """The shapes of all tensors, by name."""
+        shapes = {}
+        for path in set(self._where.values()):
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+        return shapes

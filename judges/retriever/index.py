@@ -4,7 +4,6 @@ Folder: index.faiss, passages.jsonl (the corpus as given), offsets.npy, manifest
 """
 
 import hashlib
-import os
 import shutil
 import sys
 import time
@@ -17,6 +16,7 @@ import numpy as np
 
 from judges.retriever.encoder import Encoder
 from judges.retriever.passage_text import title_and_text
+from wire.atomic import drafted
 from wire.messages import Passage
 
 
@@ -90,15 +90,11 @@ def build(
                 f"  embedded {min(first + batch, len(contents))} of {len(contents)} passages ({rate:.0f}/s)", flush=True
             )
     manifest = Manifest(encoder.name, encoder.dimensions, len(contents), sha256(corpus))
-    draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    faiss.write_index(index, str(draft / "index.faiss"))
-    np.save(draft / "offsets.npy", np.array(offsets, dtype=np.int64))
-    shutil.copy(corpus, draft / "passages.jsonl")
-    (draft / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    with drafted(folder, replace=True) as draft:
+        faiss.write_index(index, str(draft / "index.faiss"))
+        np.save(draft / "offsets.npy", np.array(offsets, dtype=np.int64))
+        shutil.copy(corpus, draft / "passages.jsonl")
+        (draft / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     return manifest
 
 

@@ -21,6 +21,8 @@ from tests.sglang_cpu import environment, server
 from tests.sglang_cpu.shared import LORA
 from tools.bootstrap import ROOT
 
+pytestmark = pytest.mark.slow
+
 PROMPT, OTHER = ids(1, 24), ids(4, 60)
 
 

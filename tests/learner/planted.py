@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner import model, selfcheck
+from learner import selfcheck
 from learner.selfcheck import PackingError
 from learner.trainer import Trainer
 from learner.trees import Forest, Path, pack
@@ -61,11 +61,11 @@ FAULTS: dict[str, Callable[[Forest], Forest]] = {
 def planted(name: str) -> Iterator[None]:
     """The policy packs with a fault; "" plants none."""
 
-    def faulty(paths: Sequence[Path], share: bool = True) -> Forest:
+    def faulty(paths: Sequence[Path], share: bool | None = True) -> Forest:
         return FAULTS[name](pack(paths, share)) if name else pack(paths, share)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "pack", faulty)
+        patch.setattr(selfcheck, "pack", faulty)
         yield
 
 

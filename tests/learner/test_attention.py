@@ -163,7 +163,7 @@ def compare(model: TreeModel, paths: list[Path], logprob_bound: float, gradient_
     ) in model.trained().values():  # fresh adapters and value heads are zero: give them something to differ by
         if not parameter.any():
             parameter.data.normal_(0, 0.1)
-    row = model.row(paths)
+    row = model.row(pack(paths))
     assert row.nodes < sum(len(p.tokens) for p in paths)
     together = model.read(row)[0]
     scale = torch.linspace(-1, 2, len(together), dtype=together.dtype)
@@ -226,6 +226,7 @@ def test_the_critic_on_the_forest_equals_the_critic_path_by_path(
     compare(model, forest(5), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     small=st.integers(0, 30),

@@ -11,6 +11,7 @@ import torch
 from learner.model import Row, TreeModel
 from learner.table import build
 from learner.trainer import Trainer
+from learner.trees import Forest
 from learner.trees import Path as Tokens
 from tests.updates import episodes, everything, steady, trainer
 
@@ -20,9 +21,9 @@ BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every model reads a single path by its own causal attention."""
 
-    def row(self: TreeModel, paths: list[Tokens]) -> Row:
-        (path,) = paths
-        return self.plain_row(path)
+    def row(self: TreeModel, forest: Forest) -> Row:
+        assert forest.depth.tolist() == list(range(len(forest.tokens)))
+        return self.plain_row(Tokens(forest.tokens, len(forest.tokens) - len(forest.target)))
 
     monkeypatch.setattr(TreeModel, "row", row)
 
@@ -55,10 +56,10 @@ def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other(
     assert max(map(len, trajectories.rows)) == 3
     for rows in trajectories.rows:
         for earlier, later in itertools.pairwise(rows):
-            before = turns[earlier].prefix + turns[earlier].action
-            assert turns[later].prefix[: len(before)] != before
-            assert turns[later].prefix[:6] == turns[earlier].prefix[:6]
-    assert [turn.action for turn in turns] == [turn.action for turn in chained]
+            before = [*turns[earlier].prefix, *turns[earlier].action]
+            assert turns[later].prefix[: len(before)].tolist() != before
+            assert turns[later].prefix[:6].tolist() == turns[earlier].prefix[:6].tolist()
+    assert [turn.action.tolist() for turn in turns] == [turn.action.tolist() for turn in chained]
     assert [len(turn.prefix) for turn in turns] == [10] * len(turns)
 
 

@@ -14,6 +14,7 @@ from learner.config import LearnerConfig, LoraConfig
 from learner.model import Policy
 from learner.ranks import Ranks
 from learner.trees import Path as TokenPath
+from learner.trees import pack
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,10 +35,10 @@ def read(made: Policy) -> list[torch.Tensor]:
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, 250, 30).tolist()
     paths = [TokenPath(prefix + rng.integers(0, 250, 9).tolist(), 30) for _ in range(5)]
-    logprobs = made.logprobs(paths)[0]
+    logprobs = made.logprobs(pack(paths))[0]
     logprobs.sum().backward()
     gradients = [p.grad for p in made.trained().values() if p.grad is not None]
-    return [logprobs.detach(), made.reference_logprobs(paths), *gradients]
+    return [logprobs.detach(), made.reference_logprobs(pack(paths)), *gradients]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -72,6 +73,7 @@ made.ranks.barrier()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(dtype: str, llama: Path) -> None:

@@ -25,7 +25,7 @@ from learner.prm import cross_entropy, dpo
 from learner.ranks import Ranks
 from learner.table import TurnTable, build
 from learner.trainer import Batch
-from learner.trees import Path
+from learner.trees import Forest
 from tests import updates
 
 TURNS, PROGRESS = 3, 3
@@ -355,13 +355,13 @@ def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]])
     standing = batch.current if correct.follows else batch.proximal
     known = Known(batch.rows, batch.advantages, batch.weights, batch.proximal, batch.rows.behaviour, ids, standing)
     leaf = torch.tensor(batch.current, requires_grad=True)
-    place = {tuple(path.tokens): span for path, span in zip(batch.rows.paths, batch.rows.spans, strict=True)}
 
     class Says:
         device = "cpu"
 
-        def logprobs(self, paths: list[Path]) -> tuple[torch.Tensor, torch.Tensor]:
-            made = torch.cat([leaf[place[tuple(path.tokens)]] for path in paths])
+        def logprobs(self, forest: Forest) -> tuple[torch.Tensor, torch.Tensor]:
+            chosen = next(rows for rows, packed in batch.rows.forests.items() if packed is forest)
+            made = leaf[torch.as_tensor(batch.rows.index(chosen))]
             return made, torch.zeros_like(made)
 
     stepper: Any = SimpleNamespace(step=lambda version: 0.0, rate=lambda version: 0.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.trees import Path as Tokens
-from learner.trees import share
+from learner.trees import pack, share
 from tests.updates import batch, state, steady, trainer
 
 PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2, 6, 6], 2)]
@@ -16,18 +16,18 @@ PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2
 def test_the_reference_stays_the_initial_policy_while_the_policy_trains(tmp_path: Path, llama: Path, rank: int) -> None:
     made = trainer(llama, tmp_path, rank)
     initial = torch.cat([made.policy.read(made.policy.plain_row(path))[0] for path in PATHS])
-    torch.testing.assert_close(made.policy.reference_logprobs(PATHS), initial, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
     for version in range(2):
         made.update(batch(version, version))
-    torch.testing.assert_close(made.policy.reference_logprobs(PATHS), initial, atol=2e-5, rtol=1e-5)
-    assert (made.policy.logprobs(PATHS)[0] - initial).abs().max() > 1e-3
-    assert made.policy.logprobs(PATHS)[0].requires_grad  # the adapters are on again
+    torch.testing.assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
+    assert (made.policy.logprobs(pack(PATHS))[0] - initial).abs().max() > 1e-3
+    assert made.policy.logprobs(pack(PATHS))[0].requires_grad  # the adapters are on again
 
 
 def test_logprobs_are_taken_at_the_sampling_temperature(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     made.policy.tower.temperature = 0.6
-    got = made.policy.logprobs(PATHS)[0].detach()
+    got = made.policy.logprobs(pack(PATHS))[0].detach()
     expected = []
     for path in PATHS:
         with torch.no_grad():
@@ -48,7 +48,7 @@ def test_bfloat16_compute_keeps_float32_masters_and_stays_near_float32(tmp_path:
     exact, fast = trainer(llama, tmp_path), trainer(llama, tmp_path, dtype="bfloat16")
     assert fast.policy.compute == torch.bfloat16
     assert {p.dtype for p in fast.policy.trained().values()} == {torch.float32}
-    gap = (exact.policy.logprobs(PATHS)[0] - fast.policy.logprobs(PATHS)[0]).abs().max()
+    gap = (exact.policy.logprobs(pack(PATHS))[0] - fast.policy.logprobs(pack(PATHS))[0]).abs().max()
     assert 0 < gap < 0.25
     metrics = fast.update(batch(0, 0))
     assert metrics["learner/grad_norm"] > 0

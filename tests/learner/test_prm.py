@@ -54,7 +54,7 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
     def measured(batch: Batch, learn: bool) -> tuple[float, np.ndarray]:
         table, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
         rows = rows_of(turns)
-        steps = plan(rows.paths, range(len(rows.paths)), 4096, made.ranks)
+        steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
         # A fresh model against its own log-probabilities, as when the policy that samples is the one phi starts from.
         rewards = prm.rewards(rows, steps, reference(rows, steps))
         if learn:
@@ -63,7 +63,7 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
 
     def reference(rows: Rows, steps: Plan) -> np.ndarray:
         with made.policy.inference():
-            return sweep(rows, steps, made.ranks, lambda paths: made.policy.logprobs(paths)[0])
+            return sweep(rows, steps, made.ranks, lambda forest: made.policy.logprobs(forest)[0])
 
     held_out, values = planted(99)
     before, _ = measured(held_out, learn=False)

@@ -19,6 +19,8 @@ from tests.learner.planted import FAULTS
 from tests.learner.rank_process import Scenario
 from tests.updates import batch, episodes, everything, few, process, steady, trainer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 UPDATES = 2
 

@@ -25,6 +25,7 @@ def test_each_planted_fault_is_refused_and_the_healthy_forest_is_not(
     assert all(p.grad is None for p in made.policy.trained().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 def test_two_hundred_healthy_forests_are_never_refused(tmp_path: Path, llama: Path, dtype: str) -> None:
     made = trainer(llama, tmp_path, dtype=dtype)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.passes import plan
-from learner.trees import Path, cuts, micro_batches, pack, share
+from learner.trees import Path, Trie, cuts, micro_batches, pack, share
 from tests.learner.forests import forest, random_paths
 
 
@@ -50,7 +50,7 @@ def test_four_ranks_share_eight_questions_nearly_evenly() -> None:
     plans = []
     for rank in range(4):
         Four.rank = rank
-        plans.append(plan(paths, range(len(paths)), 10_000, Four()))  # pyright: ignore[reportArgumentType]
+        plans.append(plan(Trie(paths), range(len(paths)), 10_000, Four()))  # pyright: ignore[reportArgumentType]
     loads = [sum(pack([paths[i] for i in rows]).nodes for rows, _ in made.mine) for made in plans]
     assert sum(loads) == plans[0].forwarded
     assert max(loads) <= 1.25 * plans[0].whole / 4
@@ -61,3 +61,20 @@ def test_shares_are_balanced_and_complete() -> None:
     assert sorted(i for s in shares for i in s) == [0, 1, 2, 3, 4]
     sizes = np.array([5, 9, 3, 3, 2])
     assert {int(sizes[s].sum()) for s in shares} == {11}
+
+
+@given(random_paths, st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_part_taken_out_of_the_trie_is_the_forest_of_those_paths_alone(
+    tokens: list[list[int]], data: st.DataObject
+) -> None:
+    paths = [Path(t, 1) for t in tokens]
+    rows = data.draw(st.lists(st.integers(0, len(paths) - 1), min_size=1, unique=True))
+    trie, alone = Trie(paths), [paths[i] for i in rows]
+    for shared in (True, False):
+        part, expected = trie.forest(rows, shared), pack(alone, shared)
+        for field in ("tokens", "depth", "end", "read", "target"):
+            np.testing.assert_array_equal(getattr(part, field), getattr(expected, field))
+        assert (part.path_tokens, part.nodes) == (expected.path_tokens, expected.nodes)
+    own, among = trie.cuts(rows), cuts(alone)
+    assert sorted(zip(own.length, own.added, strict=True)) == sorted(zip(among.length, among.added, strict=True))

@@ -76,15 +76,15 @@ def test_training_raises_the_probability_of_rewarded_actions(tmp_path: Path, lla
     made = trainer(llama, tmp_path, kl_coef=0.0, correction="none")
     surrogates = [made.update(batch(8, version))["learner/surrogate"] for version in range(4)]
     some, nodes = groups(8)
+    from learner.passes import rows_of
     from learner.table import build
-    from learner.trees import Path as Tokens
 
     table, turns = build(some, {(tree, node.id): node for tree, node in nodes})
     fresh = trainer(llama, tmp_path, kl_coef=0.0)
-    paths = [Tokens(t.prefix + t.action, len(t.prefix)) for t in turns]
+    forest = rows_of(turns).forest(range(len(turns)))
     advantage = torch.tensor(made.scheme(table).advantages, dtype=torch.float32)
     with torch.no_grad():
-        gain = (made.policy.logprobs(paths)[0] - fresh.policy.logprobs(paths)[0]) * advantage
+        gain = (made.policy.logprobs(forest)[0] - fresh.policy.logprobs(forest)[0]) * advantage
     assert gain.sum() > 0
     assert len(surrogates) == 4
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tools.check import NUMERICAL, PLAIN_KERNELS, numerical
+from tools.check import NUMERICAL, PLAIN_KERNELS, QUICK, finish, numerical, start, steps
 
 FIRST = ["-k", "not sglang"]
 
@@ -35,3 +35,32 @@ def test_plain_kernels_are_used() -> None:
         [sys.executable, "-c", program], env=os.environ | PLAIN_KERNELS, capture_output=True, text=True, check=True
     )
     assert made.stdout.strip() in ("DEFAULT", "NO AVX")
+
+
+def test_a_quick_check_leaves_out_the_slow_tests_and_the_second_numerical_run() -> None:
+    whole, quick = steps(["-x"]), steps(["-x", QUICK])
+    assert set(whole) - set(quick) == {"pytest, plain kernels"}
+    assert quick["pytest"] == ["pytest", "-m", "not slow", "-x"]
+    assert whole["pytest"] == ["pytest", "-x"]
+
+
+def test_a_check_that_fails_is_named_and_what_it_said_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert finish("style", start("style", ["ruff", "check", "no-such-file.py"], subprocess.PIPE)) == ["style"]
+    assert "no-such-file.py" in capfd.readouterr().out
+    assert finish("version", start("version", ["ruff", "--version"])) == []
+
+
+def test_whole_runs_and_tests_with_the_sglang_server_are_slow(request: pytest.FixtureRequest) -> None:
+    collected = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-m",
+        "not slow",
+        "tests/e2e",
+        "tests/faults",
+        "tests/gpu",
+    ]
+    left = subprocess.run(collected, cwd=request.config.rootpath, capture_output=True, text=True, check=False)
+    assert left.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, left.stdout

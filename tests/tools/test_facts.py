@@ -10,11 +10,11 @@ from actors.environments.search_qa import SearchQA
 from actors.environments.task_files import load_tasks
 from judges.retriever.encoder import Encoder
 from judges.retriever.index import BadCorpus, Index, build, read_corpus
-from learner.fine_tune import read_pairs
 from scheduler.text import Text
 from tools.defaults.facts import build as build_facts
 from tools.defaults.settings import WarmStart
 from tools.defaults.warm_start import _Row, traces
+from tools.finetuning.pairs import read_pairs
 
 
 @pytest.fixture(scope="module")

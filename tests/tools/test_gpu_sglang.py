@@ -20,6 +20,8 @@ from tools.research.benches.bench_serving import Server, Wanted
 from tools.research.benches.game_shape import COMPACT
 from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 
+pytestmark = pytest.mark.slow
+
 WORK = gpu_sglang.Work(
     questions=3, steps=2, candidates=2, instruction=40, question=8, observation=12, action=6,
     games=1, continuations=3, move=3, prompt=COMPACT,

@@ -21,6 +21,8 @@ from tools.launching.judge_model import HOST, JudgeModelProcess
 from tools.launching.prepare import prepare
 from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 
+pytestmark = pytest.mark.slow
+
 ASKS = "judges.use.pprm.endpoint.url=served"
 MODEL = [f"judges.model.name={TINY}", "judges.model.max_context=512", "judges.model.kv_cache_gib=0.05"]
 

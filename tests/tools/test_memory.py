@@ -10,6 +10,8 @@ import pytest
 from tests.e2e.test_run import CONFIG, ROOT, prepare
 from tools.research.benches import memory
 
+pytestmark = pytest.mark.slow
+
 _TAKES = "import time; taken = bytearray(b'x') * 300_000_000; print('there', flush=True); time.sleep(600)"
 
 

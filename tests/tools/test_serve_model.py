@@ -12,6 +12,8 @@ import pytest
 
 from tools.launching.serve_model import _parser, is_loopback, main
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "tools.launching.serve_model"]
 """Without the set-up of the environment that tools/serve-model begins with."""
 

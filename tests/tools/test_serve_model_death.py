@@ -14,6 +14,8 @@ import pytest
 from judges.config import JudgeModelConfig
 from tools.launching.judge_model import JudgeModelProcess
 
+pytestmark = pytest.mark.slow
+
 DYING = """
 import sys
 from actors.engines.local import LocalEngine

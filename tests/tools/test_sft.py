@@ -21,7 +21,7 @@ from actors.environments.search_qa import SearchQA, State
 from actors.environments.search_qa import Step as PastStep
 from judges.base import Judge
 from judges.pprm import parse_final_score
-from learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, parts, rate, read_pairs, within
+from learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, parts, rate, within
 from scheduler.journal import Journal
 from scheduler.text import Text
 from scheduler.tree import Tree
@@ -34,6 +34,7 @@ from tools.finetuning.command import main, parse
 from tools.finetuning.judge import label, rows
 from tools.finetuning.judge.judgement import two_lines
 from tools.finetuning.judge.review import corrected, read_corrections
+from tools.finetuning.pairs import read_pairs
 from tools.finetuning.training import split
 from wire.faults import InfrastructureFault
 from wire.messages import JudgedTurn, Judgement

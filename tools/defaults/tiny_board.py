@@ -4,8 +4,6 @@ Each printable ASCII character, the newline and each action tag is one token, so
 nothing: ``legal_play`` teaches it the notation and the rules, and all skill is left to reinforcement learning.
 """
 
-import os
-import shutil
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
+
+from wire.atomic import drafted
 
 NAME = "tiny-board"
 """The value of ``model.name`` that selects this policy."""
@@ -82,14 +82,12 @@ def save_random(
         eos_token_id=words.eos_token_id,
         pad_token_id=words.pad_token_id,
     )
-    draft = folder.with_name(f"{folder.name}.draft{os.getpid()}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         prepare(model)
     logging.disable_progress_bar()
-    model.save_pretrained(draft)
-    words.save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    with drafted(folder, replace=True) as draft:
+        model.save_pretrained(draft)
+        words.save_pretrained(draft)
     return folder

@@ -10,7 +10,7 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 from wire import loop
 from wire.atomic import DRAFT, write_whole
-from wire.faults import Fault, InfrastructureFault
+from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import Sample
 
 INTERRUPTED = 130
@@ -33,6 +33,7 @@ GAUGES = ("version", "running", "kv_cache_bytes")
 """Of an engine's stats, what cannot be summed over sessions."""
 
 Found = TypeVar("Found")
+Grow = Callable[[Tree, list[Sample]], Awaitable[None]]
 
 
 class NotStarted(RuntimeError):
@@ -76,8 +77,7 @@ def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msg
             check_same(folder / SETTINGS, own, f"--out {folder}")
         for folder, own in folders:
             folder.mkdir(exist_ok=True)
-            if not (folder / SETTINGS).is_file():
-                write_whole(folder / SETTINGS, own)
+            keep(folder / SETTINGS, own, f"--out {folder}")
     except (ValueError, OSError):
         lock.close()
         raise
@@ -114,6 +114,19 @@ def check_same(saved: Path, settings: msgspec.Struct, what: str) -> None:
             )
 
 
+def keep(path: Path, settings: msgspec.Struct, what: str) -> None:
+    """Write the settings of work that may be gone on with. Raises ValueError as ``check_same`` does."""
+    check_same(path, settings, what)
+    if not path.is_file():
+        write_whole(path, settings)
+
+
+def append(path: Path, row: Any) -> None:
+    """One more line of a file that is read back by ``cut_torn_tail`` and a line at a time."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(row) + b"\n")
+
+
 def cut_torn_tail(path: Path) -> None:
     """Cut what stands behind the last whole line of a file, if it is there: a full disk or a killed process left it."""
     if path.is_file():
@@ -126,53 +139,75 @@ def cut_torn_tail(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- its tasks
 
 
-class Kept:
-    """The tasks of one journal, by position: which are done, what was said in one halfway, and when to give up. unit: their name."""
+class Progress:
+    """How many pieces of work are done; says so on stderr at every tenth of them. who: the beginning of the line."""
 
-    def __init__(self, folder: Path, total: int, unit: str, failed: str):
-        self.journal = Journal(folder / "journal.sqlite")
-        self.rows: dict[int, TreeRow] = {row.id: row for row in self.journal.trees("split='heldout'")}
-        self.total, self.unit, self.failed = total, unit, failed
-        self.undone: dict[str, str] = {}
-        """Task -> why it could not be done."""
-        self.now = 0
-        """Done in this session."""
+    def __init__(self, total: int, unit: str, before: int = 0, who: str = ""):
+        self.total, self.unit, self.done, self.who = total, unit, before, who
         self.start_s = time.monotonic()
 
-    @property
-    def before(self) -> int:
-        """Done in earlier sessions."""
-        return sum(row.status == "closed" for row in self.rows.values())
-
-    def done(self, position: int) -> Tree | None:
-        """The tree of a task that was finished before."""
-        row = self.rows.get(position)
-        return self.journal.tree(row) if row is not None and row.status == "closed" else None
-
-    def begin(self, position: int, task: str, version: int) -> tuple[Tree, list[Sample]]:
-        """A new tree, and what the player said in the one that an interruption left."""
-        row = self.rows.get(position)
-        said = [_sample(node) for node in self.journal.tree(row).actions()] if row is not None else []
-        tree = Tree(position, task, "heldout")
-        self.journal.start_tree(tree, position, version)
-        return tree, said
-
-    def close(self, tree: Tree) -> None:
-        """The task is done; a line at every tenth of all."""
-        self.journal.close_tree(tree)
-        self.now += 1
-        done = self.now + self.before
-        if done * 10 // self.total != (done - 1) * 10 // self.total:
+    def one(self) -> None:
+        """One more is done."""
+        self.done += 1
+        if self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
             seconds = time.monotonic() - self.start_s
-            print(f"{done} of {self.total} {self.unit}, {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(f"{self.who}{self.done} of {self.total} {self.unit}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
-    def give_up(self, tree: Tree, reason: str, name: str = "") -> None:
-        """The task cannot be done now. name: of the task, where its id is not unique. Raises InfrastructureFault when it seems that none can."""
+
+class Kept:
+    """The tasks of one journal, by position. ``task`` does one, unless it was done before; ``concurrency`` of them at a time.
+
+    unit: their name; failed: what they could not be, in the message that gives all of them up.
+    """
+
+    def __init__(self, folder: Path, total: int, unit: str, failed: str, concurrency: int):
+        self.journal = Journal(folder / "journal.sqlite")
+        self.rows: dict[int, TreeRow] = {row.id: row for row in self.journal.trees("split='heldout'")}
+        self.before = sum(row.status == "closed" for row in self.rows.values())
+        """Done in earlier sessions."""
+        self.progress = Progress(total, unit, self.before)
+        self.failed, self.room = failed, asyncio.Semaphore(concurrency)
+        self.undone: dict[str, str] = {}
+        """Task -> why it could not be done."""
+
+    @property
+    def now(self) -> int:
+        """Done in this session."""
+        return self.progress.done - self.before
+
+    async def task(self, position: int, task: str, version: int, grow: Grow, name: str = "") -> Tree | None:
+        """The finished tree of a task: the one that is kept, or one that is grown now; None when the task cannot be done.
+
+        ``grow`` is given a new tree, and what the player said in the one that an interruption left. name: of the task, where its id is
+        not unique. Raises InfrastructureFault when it seems that no task can be done.
+        """
+        await self.room.acquire()
+        row = self.rows.get(position)
+        tree = self.journal.tree(row) if row is not None else None
+        if row is None or row.status != "closed":
+            said = [_sample(node) for node in tree.actions()] if tree is not None else []
+            tree = Tree(position, task, "heldout")
+            self.journal.start_tree(tree, position, version)
+            tree = await self._grown(tree, said, grow, name or task)
+        self.room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
+        return tree
+
+    async def _grown(self, tree: Tree, said: list[Sample], grow: Grow, name: str) -> Tree | None:
+        try:
+            await grow(tree, said)
+        except DataFault as fault:
+            self._give_up(tree, str(fault), name)
+            return None
+        self.journal.close_tree(tree)
+        self.progress.one()
+        return tree
+
+    def _give_up(self, tree: Tree, reason: str, name: str) -> None:
         self.journal.close_tree(tree, "quarantined", reason)
-        self.undone[name or tree.task] = reason
+        self.undone[name] = reason
         if len(self.undone) >= HOPELESS and not self.now and not self.before:
             raise InfrastructureFault(
-                f"the first {HOPELESS} {self.unit} could {self.failed}; the last reason: {reason}"
+                f"the first {HOPELESS} {self.progress.unit} could {self.failed}; the last reason: {reason}"
             )
 
 
@@ -212,8 +247,7 @@ class Ledger:
         line = {self.unit: done, "seconds": round(time.monotonic() - self.start_s, 3), "engine": counters}
         self.stats = None
         cut_torn_tail(self.path)
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        append(self.path, line)
 
     def total(self) -> Spent:
         """Over all sessions. Raises InfrastructureFault naming a line that is none."""
@@ -245,12 +279,14 @@ class Playing(Protocol[Found]):  # pyright: ignore[reportInvalidTypeVarUse]
     async def close(self) -> None: ...
 
 
-def conduct(evaluation: Callable[[], Playing[Found]], again: str, kept: str) -> Found | int:
-    """The result, or the exit status of a command that ended without one, which has said why. again: the command that goes on."""
+def conduct(
+    evaluation: Callable[[], Playing[Found]], again: str, kept: str, command: str = "tools/evaluate"
+) -> Found | int:
+    """The result, or the exit status of ``command`` that ended without one, which has said why. again: the command that goes on."""
     try:
         result = loop.run(_to_end(evaluation))
     except NotStarted as error:
-        print(f"tools/evaluate: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     except (Fault, OSError, sqlite3.Error) as fault:  # a JournalError, or a full disk under another file or a read
         reason = (
@@ -258,7 +294,7 @@ def conduct(evaluation: Callable[[], Playing[Found]], again: str, kept: str) -> 
             if isinstance(fault, sqlite3.Error)
             else fault
         )
-        print(f"tools/evaluate: {reason}\nwhat was {kept} is kept; go on with: {again}", file=sys.stderr)
+        print(f"{command}: {reason}\nwhat was {kept} is kept; go on with: {again}", file=sys.stderr)
         return 1
     if result is None:
         print(f"stopped; go on with: {again}", file=sys.stderr)

@@ -4,7 +4,7 @@ Invariant: every game is a tree of OUT/journal.sqlite and counts once, however o
 """
 
 import argparse
-import asyncio
+import functools
 import random
 import shlex
 import sys
@@ -19,18 +19,17 @@ from actors.environments import registry
 from actors.environments.base import Task
 from judges.serve import PLAYERS
 from scheduler import strategies
-from scheduler.config import SchedulerConfig
 from scheduler.context import Context, Shop
 from scheduler.evaluation import summarise
 from scheduler.tasks import HELD_OUT_SEEDS
 from scheduler.together import together
 from scheduler.tree import Tree
 from tools.evaluating import players
-from tools.evaluating.folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted, claim, conduct
-from tools.evaluating.in_process import InProcess, Seat, without_model
+from tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct
+from tools.evaluating.in_process import InProcess, Seat, config_of, without_model
 from tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
 from wire.atomic import write_whole
-from wire.faults import DataFault, InfrastructureFault
+from wire.faults import InfrastructureFault
 from wire.messages import Sample
 
 
@@ -106,16 +105,11 @@ class Evaluation:
     def __init__(self, match: Match, out: Path, concurrency: int):
         self.match, self.settings, self.out = match, match.settings, out
         self.services = InProcess(match.engine, match.workers)
-        self.room = asyncio.Semaphore(concurrency)
         self.started = False
         s = match.settings
-        self.kept = Kept(out, s.games * s.seeds, "games", "not be played")
-        self.ledger = Ledger(out, "games", self.kept.start_s)
-        self.config = SchedulerConfig(
-            strategy="chain", judge=match.judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
-            max_action_tokens=s.max_tokens, thinking=s.thinking,
-            generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
-        )  # fmt: skip
+        self.kept = Kept(out, s.games * s.seeds, "games", "not be played", concurrency)
+        self.ledger = Ledger(out, "games", self.kept.progress.start_s)
+        self.config = config_of(s, match.judge, strategy="chain")
         # The dispatcher is each game's seat.
         self.shop = Shop(
             None,  # pyright: ignore[reportArgumentType]
@@ -125,12 +119,7 @@ class Evaluation:
     async def _start(self) -> None:
         """The services, with the weights of the run's version. Raises NotStarted."""
         self.started = True
-        try:
-            await self.services.start()
-        except (OSError, ValueError, MemoryError) as error:
-            raise NotStarted(str(error)) from error
-        if self.match.load is not None and self.match.engine is not None:
-            await self.match.engine.load(self.match.load)
+        await self.services.begin(self.match.load)
         self.ledger.open(self.match.engine.stats if self.match.engine is not None else dict)
 
     async def play(self) -> Result:
@@ -158,24 +147,10 @@ class Evaluation:
         return result
 
     async def _game(self, position: int) -> tuple[Task, Tree] | None:
-        await self.room.acquire()
-        found = await self._played(position)
-        self.room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
-        return found
-
-    async def _played(self, position: int) -> tuple[Task, Tree] | None:
         task: Task = self.match.environment.task(self.settings.seed + position)  # pyright: ignore[reportAttributeAccessIssue]
-        before = self.kept.done(position)
-        if before is not None:
-            return task, before
-        tree, said = self.kept.begin(position, task.id, self.settings.version)
-        try:
-            await self._grow(task, tree, said)
-        except DataFault as fault:
-            self.kept.give_up(tree, str(fault))
-            return None
-        self.kept.close(tree)
-        return task, tree
+        grow = functools.partial(self._grow, task)
+        tree = await self.kept.task(position, task.id, self.settings.version, grow)
+        return (task, tree) if tree is not None else None
 
     async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
         # The same draws as in a run's held-out evaluation of this task, and again the same after an interruption.

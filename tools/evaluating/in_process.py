@@ -14,12 +14,15 @@ from judges.base import Judge
 from judges.players import Player
 from judges.serve import Batcher, playing
 from scheduler.baselines import PLAYERS
+from scheduler.config import SchedulerConfig
 from scheduler.context import Context
 from scheduler.text import Text
+from tools.evaluating.folder import PATIENCE_S, NotStarted
 from wire.faults import InfrastructureFault
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
+    LoadRequest,
     Sample,
 )
 
@@ -45,6 +48,15 @@ class InProcess:
             await self.engine.start()
         for worker in self.workers:
             await worker.start()
+
+    async def begin(self, load: LoadRequest | None) -> None:
+        """``start``, then the weights in ``load``. Raises NotStarted."""
+        try:
+            await self.start()
+        except (OSError, ValueError, MemoryError) as error:
+            raise NotStarted(str(error)) from error
+        if load is not None and self.engine is not None:
+            await self.engine.load(load)
 
     async def close(self) -> None:
         """Release what ``start`` acquired."""
@@ -72,6 +84,15 @@ def _judging(judge: Judge) -> Handler:
 def _playing(player: Player) -> Handler:
     handle = playing(player)
     return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (nor does this)
+
+
+def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
+    """How a player with these settings is sampled, one trajectory a task, however long a service takes."""
+    s = settings
+    return SchedulerConfig(
+        judge=judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_action_tokens=s.max_tokens,
+        thinking=s.thinking, generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S, **more,
+    )  # fmt: skip
 
 
 class Seat:

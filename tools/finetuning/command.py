@@ -1,13 +1,14 @@
 """The command tools/sft. Each subcommand reads files and writes files, so that every stage can be inspected and repeated."""
 
 import argparse
+import functools
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.evaluating.folder import INTERRUPTED, locked
+from tools.evaluating.folder import INTERRUPTED, conduct, keep, locked
 from tools.evaluating.judge_bench import build, judging, record
 from tools.evaluating.judge_bench.evaluate import add_deadline, check_threshold
 from tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Step, Trajectory
@@ -179,26 +180,19 @@ def label_(options: argparse.Namespace) -> int:
     settings = label.Settings(record.digest(options.trajectories), judging.lasting(asked))
     _, settings_file, lock = files.answers_of(options.out)
     with locked(lock, f"--out {options.out}"):
-        judging.keep(settings_file, settings)
+        keep(settings_file, settings, str(settings_file))
         return _label(options, trajectories, asked)
 
 
 def _label(options: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
     answers = judging.Answers(files.answers_of(options.out)[0])
-    again = f"the answers so far are kept in {answers.path}; go on with the same command"
-    try:
-        failed = judging.run(asked, trajectories, answers, options.deadline)
-    except Fault as fault:
-        raise type(fault)(f"{fault}\n{again}") from None
-    if failed is None:
-        print(f"stopped; {again}", file=sys.stderr)
-        return INTERRUPTED
-    for name, reasons in failed.items():
-        step, reason = next(iter(reasons.items()))
-        failure = f"judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}"
-        print(f"tools/sft label: {failure}", file=sys.stderr)
+    session = functools.partial(judging.Session, asked, trajectories, answers, options.deadline)
+    failed = conduct(session, "the same command", f"answered (in {answers.path})", "tools/sft label")
+    if isinstance(failed, int):
+        return failed
     if failed:
-        print(again, file=sys.stderr)
+        judging.say_failed(failed, "tools/sft label")
+        print(f"what was answered is kept in {answers.path}; go on with: the same command", file=sys.stderr)
         return 1
     kept, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
     if not kept:

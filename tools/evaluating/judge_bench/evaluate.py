@@ -5,6 +5,7 @@ OUT/answers.jsonl, so an interrupted evaluation goes on.
 """
 
 import argparse
+import functools
 import random
 import sys
 import time
@@ -16,13 +17,13 @@ import msgspec
 
 from judges.serve import option
 from scheduler.evaluation import estimate
-from tools.evaluating.folder import INTERRUPTED, Measured, claim
+from tools.evaluating.folder import Measured, claim, conduct
 from tools.evaluating.judge_bench import judging, record
 from tools.evaluating.judge_bench.judging import Answers, Asked
 from tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
 from wire.atomic import write_whole
-from wire.faults import Fault
 
+COMMAND = "tools/evaluate nvprocess"
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
 BASELINES = ("majority", "random", "first-turn", "constant")
 
@@ -251,31 +252,26 @@ def main(arguments: list[str] | None = None) -> int:
         out = given.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
         lock = claim(out, Settings(record.digest(given.bench), given.threshold, lasting))
     except (OSError, ValueError) as error:
-        print(f"tools/evaluate nvprocess: {error}", file=sys.stderr)
+        print(f"{COMMAND}: {error}", file=sys.stderr)
         return 2
     with lock:
         return _evaluate(given, items, asked, kinds, out)
 
 
 def _evaluate(given: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
-    again = f"what was answered is kept; go on with the same command and --out {out}"
+    again = f"the same command and --out {out}"
     try:
         answers = Answers(out / "answers.jsonl")
-        failed = judging.run(asked, items, answers, given.deadline)
-    except (Fault, OSError, ValueError) as error:
-        print(f"tools/evaluate nvprocess: {error}\n{again}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"{COMMAND}: {error}", file=sys.stderr)
         return 1
-    if failed is None:
-        print(f"stopped; {again}", file=sys.stderr)
-        return INTERRUPTED
+    session = functools.partial(judging.Session, asked, items, answers, given.deadline)
+    failed = conduct(session, again, "answered", COMMAND)
+    if isinstance(failed, int):
+        return failed
     if failed and not given.count_failed:
-        for name, reasons in failed.items():
-            step, reason = next(iter(reasons.items()))
-            print(
-                f"tools/evaluate nvprocess: {name}: {len(reasons)} steps failed, the first is {step}: {reason}",
-                file=sys.stderr,
-            )
-        print(f"{again}, or count them as wrong with --count-failed", file=sys.stderr)
+        judging.say_failed(failed, COMMAND)
+        print(f"go on with: {again}, or count them as wrong with --count-failed", file=sys.stderr)
         return 1
     rows = [baseline(kind, items, given.threshold) for kind in kinds]
     names = [record.step_id(item, number) for item in items for number in range(1, len(item.steps) + 1)]
@@ -295,7 +291,7 @@ def _evaluate(given: argparse.Namespace, items: list[Item], asked: list[Asked], 
     try:
         write_whole(out / "result.json", result)
     except OSError as error:
-        print(f"tools/evaluate nvprocess: {error}\n{again}", file=sys.stderr)
+        print(f"{COMMAND}: {error}\ngo on with: {again}", file=sys.stderr)
         return 1
     print(msgspec.json.encode(result).decode() if given.json else f"{table(result)}\nresult {out / 'result.json'}")
     return 0

@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import inspect
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,10 @@ import msgspec
 from judges.base import Judge, checked
 from judges.serve import BUILT_IN, make_worker
 from scheduler.together import together
-from tools.evaluating.folder import HOPELESS, check_same, cut_torn_tail
+from tools.evaluating.folder import HOPELESS, Progress, append, cut_torn_tail
 from tools.evaluating.judge_bench import record
 from tools.evaluating.judge_bench.record import Trajectory
-from wire import loop
-from wire.atomic import write_whole
-from wire.faults import Fault, InfrastructureFault
+from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import JudgedTurn, Judgement
 
 COLUMN = "process"
@@ -68,13 +65,6 @@ def _texts(asked: Asked, judge: Judge) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12] if texts else ""
 
 
-def keep(path: Path, settings: msgspec.Struct) -> None:
-    """Write the settings of work that may be gone on with. Raises ValueError, naming the key, when ``path`` holds others."""
-    check_same(path, settings, str(path))
-    if not path.is_file():
-        write_whole(path, settings)
-
-
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the file. score: S/M in [0, 1], None for an output that could not be read; text: what the judge wrote."""
 
@@ -117,8 +107,7 @@ class Answers:
 
     def add(self, answer: Answer) -> None:
         """Keep an answer."""
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(answer) + b"\n")
+        append(self.path, answer)
         self.found[answer.judge, answer.step] = answer
 
 
@@ -131,13 +120,11 @@ class Asking:
         self.room = asyncio.Semaphore(judge.concurrency)
         self.failures: dict[str, str] = {}
         self.row = 0
-        self.done = self.total = 0
-        self.start_s = time.monotonic()
 
     async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
         """Ask about every step. Raises Fault when the judge is not there."""
         left = [(name, turn) for name, turn in steps if (self.asked.name, name) not in self.answers.found]
-        self.done, self.total = len(steps) - len(left), len(steps)
+        self.progress = Progress(len(steps), "steps", len(steps) - len(left), f"{self.asked.name}: ")
         if left:
             await self.judge.start()
             try:
@@ -167,14 +154,7 @@ class Asking:
                 return
             self.row = 0
             self.answers.add(Answer(self.asked.name, name, self._in_range(score, name), _text(judgement)))
-            self._tell()
-
-    def _tell(self) -> None:
-        """A line at every tenth of all steps."""
-        self.done += 1
-        if self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
-            seconds = time.monotonic() - self.start_s
-            print(f"{self.asked.name}: {self.done} of {self.total} steps, {seconds:.0f} s", file=sys.stderr, flush=True)
+            self.progress.one()
 
     def _failed(self) -> float:
         stats = getattr(self.judge, "stats", dict)()
@@ -190,7 +170,7 @@ class Asking:
 
     def _in_range(self, score: float | None, name: str) -> float | None:
         if score is not None and not 0 <= score <= 1:
-            raise ValueError(f"{self.asked.name} scored {name} {score:g}: expected S/M, a number from 0 to 1")
+            raise DataFault(f"{self.asked.name} scored {name} {score:g}: expected S/M, a number from 0 to 1")
         return score
 
 
@@ -198,30 +178,34 @@ def _text(judgement: Judgement) -> str:
     return judgement.explanation.strip()
 
 
-def run(
-    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers, deadline_s: float = DEADLINE_S
-) -> dict[str, dict[str, str]] | None:
-    """``ask`` to its end, or to a signal: None."""
+class Session:
+    """Every judge asked about every step, as ``tools.evaluating.folder.conduct`` runs it; what is answered stays answered."""
 
-    async def work() -> dict[str, dict[str, str]] | None:
-        asking = asyncio.create_task(ask(asked, records, answers, deadline_s))
-        return asking.result() if await loop.or_signal(asking) else None
+    def __init__(
+        self,
+        asked: Sequence[Asked],
+        records: Sequence[Trajectory[Any]],
+        answers: Answers,
+        deadline_s: float = DEADLINE_S,
+    ):
+        self.working = [Asking(one, make(one), answers, deadline_s) for one in asked]
+        self.steps = [
+            (record.step_id(r, number), record.judged_turn(r, step))
+            for r in records
+            for number, step in enumerate(r.steps, 1)
+        ]
 
-    return loop.run(work())
+    async def play(self) -> dict[str, dict[str, str]]:
+        """By judge, the steps that could not be asked, with reasons. Raises Fault when a judge is not there."""
+        await together(one.all(self.steps) for one in self.working)
+        return {one.asked.name: one.failures for one in self.working if one.failures}
+
+    async def close(self) -> None:
+        """Each judge is closed by the one who asks it."""
 
 
-async def ask(
-    asked: Sequence[Asked], records: Sequence[Trajectory[Any]], answers: Answers, deadline_s: float = DEADLINE_S
-) -> dict[str, dict[str, str]]:
-    """Ask every judge about every step, all at once; what is answered stays answered.
-
-    Returns, by judge, the steps that could not be asked, with reasons. Raises Fault when a judge is not there.
-    """
-    steps = [
-        (record.step_id(r, number), record.judged_turn(r, step))
-        for r in records
-        for number, step in enumerate(r.steps, 1)
-    ]
-    working = [Asking(one, make(one), answers, deadline_s) for one in asked]
-    await together(one.all(steps) for one in working)
-    return {one.asked.name: one.failures for one in working if one.failures}
+def say_failed(failed: dict[str, dict[str, str]], command: str) -> None:
+    """A line on stderr for each judge that some steps could not be asked of."""
+    for name, reasons in failed.items():
+        step, reason = next(iter(reasons.items()))
+        print(f"{command}: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}", file=sys.stderr)

@@ -6,7 +6,6 @@ it in ``turn`` and ``evidence``, which a record may lack.
 """
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from wire import jsonl
+from wire.atomic import write_whole
 from wire.messages import JudgedTurn
 
 THRESHOLD = 0.652
@@ -124,18 +124,10 @@ def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
 
 def write(path: Path, records: Iterable[Any]) -> None:
     """Records as JSONL; the file appears whole or not at all. Raises OSError naming the path."""
-    draft = draft_of(path)
     try:
-        draft.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-        draft.rename(path)
+        write_whole(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records), alone=False)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def draft_of(path: Path) -> Path:
-    """What ``write`` writes before it becomes ``path``."""
-    return path.with_name(f"{path.name}.draft{os.getpid()}")
 
 
 def digest(path: Path) -> str:

@@ -4,7 +4,7 @@ Invariant: a question is a tree of OUT/ROW/journal.sqlite and counts once in its
 its searches come from the cache, and the rest is generated.
 """
 
-import asyncio
+import functools
 import math
 import random
 import sys
@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.environments.base import Task
-from scheduler.config import UNJUDGED, SchedulerConfig
+from scheduler.config import UNJUDGED
 from scheduler.context import Context, Shop
 from scheduler.evaluation import Estimate, estimate
 from scheduler.together import together
 from scheduler.tree import Tree
-from tools.evaluating.folder import PATIENCE_S, Kept, Ledger, Measured, NotStarted
-from tools.evaluating.in_process import InProcess, Seat
+from tools.evaluating.folder import Kept, Ledger, Measured
+from tools.evaluating.in_process import InProcess, Seat, config_of
 from tools.evaluating.qa import methods
 from tools.evaluating.qa.retrieval import CachedRetrieval
 from tools.evaluating.qa.rows import Player, Row, RowSettings
 from tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score, unanswered
 from tools.evaluating.qa.sets import MULTI_HOP, QuestionSet
 from wire.atomic import write_whole
-from wire.faults import DataFault, InfrastructureFault
+from wire.faults import InfrastructureFault
 from wire.messages import Sample
 
 _COUNTERS = ("prompt_tokens", "cached_tokens", "prefilled_tokens", "decoded_tokens", "busy_s", "requests", "retries")
@@ -127,8 +127,8 @@ class Evaluation:
 
     async def _row(self, row: Row) -> None:
         folder = self.out / row.name
-        kept = Kept(folder, len(self.tasks), "questions", "not be answered")
-        ledger = Ledger(folder, "questions", kept.start_s)
+        kept = Kept(folder, len(self.tasks), "questions", "not be answered", self.concurrency)
+        ledger = Ledger(folder, "questions", kept.progress.start_s)
         try:
             if kept.before < len(self.tasks):
                 print(f"{row.name}: {len(self.tasks) - kept.before} questions", file=sys.stderr, flush=True)
@@ -136,8 +136,7 @@ class Evaluation:
                 start = self._stats(services)
                 ledger.open(lambda: {key: value - start[key] for key, value in self._stats(services).items()})
             answering = _Answering(row, kept, self.services)
-            room = asyncio.Semaphore(self.concurrency)
-            scores = await together(answering.question(i, *asked, room) for i, asked in enumerate(self.tasks))
+            scores = await together(answering.question(i, *asked) for i, asked in enumerate(self.tasks))
             ledger.close(kept.now)
             if not kept.now and not kept.before:
                 reason = next(iter(kept.undone.values()), "there is none")
@@ -157,12 +156,7 @@ class Evaluation:
         engine = player.make()
         more = {"retrieve": self.retrieval.handle} if self.retrieval is not None else {}
         self.services, self.serving = InProcess(engine, [], more), player
-        try:
-            await self.services.start()
-        except (OSError, ValueError, MemoryError) as error:
-            raise NotStarted(str(error)) from error
-        if player.load is not None:
-            await engine.load(player.load)
+        await self.services.begin(player.load)
         return self.services
 
     def _stats(self, services: InProcess) -> dict[str, float]:
@@ -248,29 +242,14 @@ class _Answering:
         self.row, self.kept, self.services = row, kept, services
         s = row.settings
         self.answer = methods.load(s.method).answer
-        self.config = SchedulerConfig(
-            budget=s.how.budget, judge=UNJUDGED, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k,
-            max_action_tokens=s.max_tokens, thinking=s.thinking,
-            generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S,
-        )  # fmt: skip
+        self.config = config_of(s, UNJUDGED, budget=s.how.budget)
 
-    async def question(self, position: int, of: str, task: Task, room: asyncio.Semaphore) -> dict[str, float]:
+    async def question(self, position: int, of: str, task: Task) -> dict[str, float]:
         """The scores of one question, which stand in the last action of its tree. of: the name of its set."""
-        await room.acquire()
-        scores = await self._scores(position, of, task)
-        room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
-        return scores
-
-    async def _scores(self, position: int, of: str, task: Task) -> dict[str, float]:
-        tree = self.kept.done(position)
+        grow = functools.partial(self._grow, of, task)
+        tree = await self.kept.task(position, task.id, self.row.settings.version, grow, f"{of}/{task.id}")
         if tree is None:
-            tree, said = self.kept.begin(position, task.id, self.row.settings.version)
-            try:
-                await self._grow(of, task, tree, said)
-            except DataFault as fault:
-                self.kept.give_up(tree, str(fault), f"{of}/{task.id}")
-                return unanswered()
-            self.kept.close(tree)
+            return unanswered()
         return {name: value for name, value in tree.actions()[-1].scores.items() if name in MEASURES}
 
     async def _grow(self, of: str, task: Task, tree: Tree, said: list[Sample]) -> None:
@@ -290,4 +269,4 @@ class _Answering:
         final = tree.actions()[-1]
         final.scores |= score(tree, task.golds, counts["retrievals"])
         final.scores["outcome"] = final.scores["em"]  # what tools/dump shows
-        context.save([final])
+        context.changed([final])

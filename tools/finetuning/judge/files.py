@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tools.evaluating.judge_bench.record import draft_of
+from wire.atomic import draft_of
 
 
 def check(options: argparse.Namespace) -> None:

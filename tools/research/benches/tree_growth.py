@@ -18,7 +18,7 @@ from learner.config import LearnerConfig, LoraConfig
 from learner.model import TreeModel
 from learner.passes import plan
 from learner.ranks import Ranks
-from learner.trees import Path, pack
+from learner.trees import Path, Trie, pack
 from tools.defaults.models import DEFAULT
 from tools.research.benches.slate_shape import model_folder
 from tools.research.benches.tree_shapes import branching
@@ -42,9 +42,10 @@ def measure(model: TreeModel, ranks: Ranks, continued: int) -> dict[str, float]:
     paths = [Path([t % VOCABULARY for t in p.tokens], p.start) for p in shape]
     trained = sum(len(p.tokens) - p.start for p in paths)
     start = time.process_time()
-    steps = plan(paths, range(len(paths)), BUDGET, ranks)
+    trie = Trie(paths)
+    steps = plan(trie, range(len(paths)), BUDGET, ranks)
     for rows, _ in steps.mine:
-        model.read(model.row([paths[i] for i in rows]))[0].sum().backward()
+        model.read(model.row(trie.forest(rows)))[0].sum().backward()
     spent = time.process_time() - start
     return {
         "packed_tokens": steps.whole,

@@ -1,0 +1,124 @@
+"""Held-out evaluation of a run: whole trajectories of the policy in force, on tasks that nothing is trained on."""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from actors.environments.base import Environment, Task
+from scheduler import baselines, best, evaluation, report, strategies
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.judged import Judged
+from scheduler.metrics import Metrics
+from scheduler.phases import Phases
+from scheduler.spread import Spread
+from scheduler.strategies import Strategy
+from scheduler.tasks import GeneratedTasks, Tasks
+from scheduler.together import together
+from scheduler.tree import Tree
+from wire.faults import DataFault
+
+log = logging.getLogger("scheduler.examination")
+
+AT_ONCE = 96
+"""Held-out trees that grow together."""
+WORK = ("environment_steps", "continuation_steps", "generated_tokens")
+"""Counts of work that a run's curves are drawn against; they go on after a resume (work that a crash undid counts too)."""
+
+Attempts = Callable[[Tree, Context, Strategy], Awaitable[None]]
+
+
+class Examination:
+    """Evaluates the policy in force on the held-out ``tasks``; without tasks it does nothing.
+
+    shop: of the run; a copy of it is used that trains nothing and counts nothing as the run's. environment: as
+    [scheduler.evaluation] changes it. attempts: grows one tree, again after an infrastructure fault. number: numbers the next tree.
+    """
+
+    def __init__(
+        self,
+        shop: Shop,
+        environment: Environment,
+        tasks: Sequence[Task],
+        spread: Spread,
+        metrics: Metrics,
+        phases: Phases,
+        attempts: Attempts,
+        number: Callable[[], int],
+    ):
+        self.shop, self.environment, self.tasks = shop, environment, tasks
+        self.spread, self.metrics, self.phases = spread, metrics, phases
+        self.attempts, self.number = attempts, number
+        self.strategy = strategies.evaluation(shop.settings.strategy, shop.settings.strategy_options)
+
+    async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
+        """What can be had on the held-out tasks without a model."""
+        if not self.tasks:
+            return {}
+        if isinstance(training, Tasks):
+            return evaluation.trivial_baselines(self.tasks, training.tasks)
+        shop = self._shop()
+
+        def context(task: Task, place: int) -> Context:
+            tree = Tree(-1, task.id, "baseline")
+            return Context(shop, shop.settings, task, tree, random.Random(f"baseline/{place}"))
+
+        return await baselines.play(self.environment, self.tasks, context)
+
+    async def evaluate_if_due(self, version: int, finished: bool) -> None:
+        """Evaluate ``version`` if [scheduler.evaluation] every says so, once; the last version of a run is evaluated at its end."""
+        every = self.shop.settings.evaluation.every
+        known = {name for _, name, _ in self.shop.journal.evaluations()}
+        if every > 0 and version > 0 and version % every == 0 and not finished and f"v{version}" not in known:
+            await self.evaluate(f"v{version}")
+
+    async def evaluate(self, name: str) -> None:
+        """Do all held-out tasks with the policy in force; journal the result as ``name``, print it, and keep the best version."""
+        if self.tasks:
+            phase = {"start": "first evaluation", "end": "last evaluation"}.get(name, "evaluations between")
+            with self.phases.over(phase):
+                await self._evaluate(name)
+
+    async def _evaluate(self, name: str) -> None:
+        start, weights, journal = time.monotonic(), self.spread.weights, self.shop.journal
+        settings = self.shop.settings
+        settings = msgspec.structs.replace(settings, temperature=settings.evaluation.temperature)
+        room = asyncio.Semaphore(AT_ONCE)
+        pairs = await together(self._examine(i, task, settings, room) for i, task in enumerate(self.tasks))
+        result = evaluation.summarise(weights.version, self.environment, [pair for pair in pairs if pair is not None])
+        journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
+        if result.headline in result.measures:
+            best.keep(self.metrics.run, weights, result.headline, result.measures[result.headline].mean)
+        values = {f"heldout/{key}": measured.mean for key, measured in result.measures.items()}
+        values |= {f"heldout/{key}_half": measured.half for key, measured in result.measures.items()}
+        values |= {f"count/{key}": float(self.shop.counts[key]) for key in WORK}
+        self.metrics.record(weights.version, values, show=False)
+        print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
+
+    async def _examine(
+        self, position: int, task: Task, settings: SchedulerConfig, room: asyncio.Semaphore
+    ) -> tuple[Task, Tree] | None:
+        """One held-out trajectory, None for a task that cannot work."""
+        async with room:
+            tree, journal = Tree(self.number(), task.id, "heldout"), self.shop.journal
+            context = Context(self._shop(), settings, task, tree, random.Random(f"heldout/{position}"))
+            journal.start_tree(tree, position, self.spread.weights.version)
+            try:
+                await self.attempts(tree, context, self.strategy)
+            except DataFault as fault:
+                log.error("held-out task %s is quarantined: %s", tree.task, fault)
+                journal.close_tree(tree, "quarantined", str(fault))
+                return None
+            journal.close_tree(tree)
+            return task, tree
+
+    def _shop(self) -> Shop:
+        """The run's shop for held-out tasks: nothing is trained, and no work counts as the run's."""
+        return msgspec.structs.replace(
+            self.shop, emit=lambda tree, turns: None, counts=Counter(), judged=Judged(), environment=self.environment
+        )

@@ -1,0 +1,71 @@
+"""What appears whole or not at all: folders and files that are written beside their place and renamed."""
+
+from pathlib import Path
+
+import pytest
+
+from wire.atomic import draft_of, drafted, write_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_appears_at_the_end_and_nothing_is_left_of_work_that_failed(tmp_path: Path) -> None:
+    def fail() -> None:
+        with drafted(tmp_path / "out") as draft:
+            (draft / "half").touch()
+            raise KeyError("work")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert names(tmp_path) == []
+    with drafted(tmp_path / "out") as draft:
+        (draft / "whole").touch()
+        assert not (tmp_path / "out").exists()
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["whole"]
+
+
+def test_a_folder_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with (
+        pytest.raises(OSError, match="out cannot be written: Directory not empty; all is in"),
+        drafted(tmp_path / "out"),
+    ):
+        pass
+    assert names(tmp_path / "out") == ["mine"]
+    with drafted(tmp_path / "out", replace=True) as draft:
+        (draft / "new").touch()
+    assert names(tmp_path / "out") == ["new"]
+
+
+def test_what_a_dead_process_left_of_a_folder_that_only_one_process_writes_is_written_over(tmp_path: Path) -> None:
+    left = draft_of(tmp_path / "v000001", alone=True)
+    left.mkdir()
+    (left / "half").touch()
+    with drafted(tmp_path / "v000001", replace=True, alone=True) as draft:
+        assert draft == left
+        (draft / "whole").touch()
+    assert names(tmp_path) == ["v000001"]
+    assert names(tmp_path / "v000001") == ["whole"]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    write_whole(path, {"version": 1})
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:3])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_whole(path, {"version": 2})
+    assert names(tmp_path) == ["result.json"]
+    assert b"1" in path.read_bytes()
+    write_whole(path, b"lines\n", alone=False)
+    assert path.read_bytes() == b"lines\n"
