@@ -10,14 +10,14 @@ from wire.numbers import Count, Natural, Positive
 class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors.sglang], for engine = "sglang".
 
-    way: "server" starts one SGLang server an actor and ends with it; "inside" runs the engine in the actor's process; "url" uses
-    servers that run already. urls: of them, one an actor. workers: of a router, the servers behind it, which take the weights.
-    python: the interpreter that has sglang ("" is ours). arguments: of sglang.launch_server, or of sglang.Engine, by their Python names
-    ({tp_size = 2}). environment: variables of that process. gpus: how many each actor takes (0: as it finds them). api_key_env: the variable
-    that holds the servers' API key; a server that the actor starts gets a key of its own.
-    weights: how a version travels, "auto" by where the processes are. lora: adapters alone ("adapter"), or merged into the base weights
-    by the actor ("merged"). pause: what becomes of running requests meanwhile: "retract" computes their keys and values anew with the
-    new weights, "in_place" keeps them. Timeouts in seconds: of the start, of one step of an update, of one generation.
+    way: with "server" each actor starts and ends its own SGLang server; with "inside" the engine runs in the actor's process; with "url" the
+    actors use servers that already run. urls: those servers, one per actor. workers: if the url is a router's, the servers behind it, which
+    take the weights. python: the interpreter that has sglang ("" is this one). arguments: arguments of sglang.launch_server or sglang.Engine
+    by their Python names ({tp_size = 2}). environment: variables of that process. gpus: the number of GPUs per actor (0: those that it finds).
+    api_key_env: the variable that holds the servers' API key; a server that an actor starts gets a key of its own. weights: how a version is
+    sent; "auto" decides by where the processes run. lora: whether an adapter is sent alone ("adapter") or the actor merges it into the base
+    weights ("merged"). pause: during an update, "retract" recomputes the keys and values of running requests with the new weights, and
+    "in_place" keeps them. The timeouts (seconds) limit the start, one step of an update, and one generation.
     """
 
     way: Literal["server", "inside", "url"] = "server"
@@ -39,10 +39,11 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors].
 
-    engine: "local" is the embedded engine, "sglang" the one for GPUs, "module:Class" one of your own with its engine_options. count: actor processes. max_batch: samples decoding together in one
-    actor. capacity: requests in flight an actor accepts. kv_cache_gib: keys and values of the embedded engine in all, running samples
-    and prefix cache. max_context: longest prompt + continuation in tokens. prefill_tokens: prompt tokens computed in one step.
-    threads: compute threads of one actor. dtype: "auto" is bfloat16 where the machine is faster in it, else float32.
+    engine: "local" is the embedded engine, "sglang" the engine for GPUs, and "module:Class" your own engine with its engine_options. count: the
+    number of actor processes. max_batch: samples that one actor decodes together. capacity: requests that an actor accepts at once.
+    kv_cache_gib: all keys and values of the embedded engine, of running samples and of the prefix cache. max_context: most tokens of a prompt
+    and its continuation. prefill_tokens: prompt tokens computed in one step. threads: compute threads of one actor. dtype: "auto" is bfloat16
+    if the machine is faster in it, otherwise float32.
     """
 
     engine: str = "local"
@@ -59,7 +60,7 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An actor process file. model: a Hugging Face folder (policy version 0). place: which actor of the run, from 0."""
+    """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the number of the actor in the run, from 0."""
 
     name: str
     run: str

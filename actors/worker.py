@@ -1,4 +1,4 @@
-"""An actor process: an engine behind the services generate and load.
+"""An actor process: it offers an engine as the services ``generate`` and ``load``.
 
 ``python -m actors.worker PROCESS.json``
 """
@@ -23,7 +23,7 @@ log = logging.getLogger("actors.worker")
 
 
 def service(engine: Engine, name: str, capacity: int) -> Service:
-    """The worker's service over a started engine."""
+    """Return the worker's service for an engine that was started."""
 
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
@@ -37,7 +37,7 @@ def service(engine: Engine, name: str, capacity: int) -> Service:
 
 
 async def run(process: ActorProcess) -> None:
-    """Load the model, then serve until drained, or until the engine is gone."""
+    """Load the model, then serve until drained. Raises InfrastructureFault when the engine dies before."""
     engine = registry.load(process)
     await engine.start()
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
@@ -57,7 +57,7 @@ async def run(process: ActorProcess) -> None:
 
 
 def main() -> None:
-    """The launcher's actor process."""
+    """Run the actor process that the launcher starts."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     loop.run(run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorProcess)))
 

@@ -1,4 +1,4 @@
-"""A function in a process of its own, whose memory (gigabytes that an allocator would keep) is free again when it returns."""
+"""Run a function in a process of its own, so that its memory (gigabytes that an allocator would keep) is freed when the function returns."""
 
 import contextlib
 import multiprocessing
@@ -10,19 +10,18 @@ from typing import Any
 
 
 class Killed(Exception):
-    """The process ended without an answer: the system killed it, most likely for memory."""
+    """The process ended without an answer. Most likely the system killed it because memory ran out."""
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``function`` returns; it, its arguments and its result are pickled, between our own processes.
+    """Return what ``function`` returns. The function, its arguments and its result are pickled, but only between our own processes.
 
-    Raises what it raises, and Killed. An interruption ends it too, after its own cleaning up.
+    Raises what the function raises, and Killed. An interruption also ends the other process, after that process has cleaned up.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_answer, args=(theirs, function, arguments)
-    )  # no daemon: it may do a part of its work apart
+    # The process is not a daemon, because the function may itself call ``apart``.
+    process = context.Process(target=_answer, args=(theirs, function, arguments))
     process.start()
     theirs.close()
     try:
@@ -41,13 +40,13 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer(channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked passes an interruption on, once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller passes an interruption on, once
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         answer = function(*arguments), None
-    except Exception as error:  # noqa: BLE001 (raised again where it was asked for)
+    except Exception as error:  # noqa: BLE001 (the caller's process raises it again)
         answer = None, error
     except KeyboardInterrupt:
-        sys.exit(130)  # who asked says so
-    with contextlib.suppress(BrokenPipeError):  # who asked is gone
+        sys.exit(130)  # the caller reports the interruption
+    with contextlib.suppress(BrokenPipeError):  # the caller has gone
         channel.send(answer)

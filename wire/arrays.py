@@ -1,7 +1,7 @@
-"""Messages to ZeroMQ frames and back; numpy arrays travel as raw frames and are never copied.
+"""Turn messages into ZeroMQ frames and back. Numpy arrays travel as raw frames and are never copied.
 
-Layout: ``[header, body, array 0, array 1, ...]``. Inside the body an array is ``[dtype, shape, frame]``. Received arrays
-are read-only views of the received frames. Everything is checked before it is decoded; a violation raises ``WireError``.
+Layout: ``[header, body, array 0, array 1, ...]``. Inside the body, an array is represented by ``[dtype, shape, frame]``. Received arrays
+are read-only views of the received frames. Everything is checked before it is decoded, and a violation raises ``WireError``.
 """
 
 import functools
@@ -19,7 +19,7 @@ Frame = bytes | memoryview
 Body = TypeVar("Body")
 
 DTYPES = frozenset({"bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"})
-"""Plain buffers only: object and structured arrays could smuggle code or pointers."""
+"""Only plain buffers are allowed, because object arrays and structured arrays could smuggle code or pointers."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -32,24 +32,24 @@ class Limits(msgspec.Struct, frozen=True):
 
 _header_encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Message)
-# RecursionError: nesting deeper than the decoder allows. TypeError: a map key that cannot be one.
+# The decoder raises RecursionError when the nesting is too deep, and TypeError when a value cannot be a key of a map.
 _MALFORMED = (msgspec.DecodeError, ValueError, RecursionError, TypeError)
 
 
 def encode(header: Message, body: msgspec.Struct | None = None) -> list[Frame]:
-    """Frames of one message. Arrays must be of a dtype in DTYPES; non-contiguous ones are made contiguous first."""
+    """Return the frames of one message. Arrays must have a dtype in DTYPES; arrays that are not contiguous are copied into contiguous ones."""
     if body is None:
         return [_header_encoder.encode(header)]
     return [_header_encoder.encode(header), *encode_body(body)]
 
 
 def encode_header(header: Message) -> bytes:
-    """The first frame of a message."""
+    """Return the first frame of a message."""
     return _header_encoder.encode(header)
 
 
 def encode_body(body: msgspec.Struct) -> list[Frame]:
-    """The frames after the header; they may be sent more than once while the arrays stay unchanged."""
+    """Return the frames after the header. They may be sent more than once as long as the arrays stay unchanged."""
     arrays: list[Frame] = []
 
     def place(value: Any) -> list[Any]:
@@ -66,7 +66,7 @@ def encode_body(body: msgspec.Struct) -> list[Frame]:
 
 
 def check(frames: Sequence[Any], limits: Limits) -> None:
-    """Raise WireError when a frame list is empty or over a limit; nothing has been decoded yet."""
+    """Raise WireError when a list of frames is empty or exceeds a limit. This is called before anything is decoded."""
     if not frames or len(frames) > limits.max_frames:
         raise WireError(f"a message of {len(frames)} frames: expected 1 to {limits.max_frames}")
     sizes = [len(frame) for frame in frames]
@@ -75,7 +75,7 @@ def check(frames: Sequence[Any], limits: Limits) -> None:
 
 
 def decode_header(frames: Sequence[Frame], limits: Limits = Limits()) -> Message:
-    """The header of a message within ``limits``; raises WireError when it is not one of ours."""
+    """Return the header of a message. Raises WireError when the message exceeds ``limits`` or its header is not one of Coppice."""
     check(frames, limits)
     try:
         return _header_decoder.decode(frames[0])
@@ -84,7 +84,7 @@ def decode_header(frames: Sequence[Frame], limits: Limits = Limits()) -> Message
 
 
 def decode_body(frames: Sequence[Frame], kind: type[Body]) -> Body:
-    """The body of a message as ``kind``; raises WireError when it is absent, malformed or of another type."""
+    """Return the body of a message as a ``kind``. Raises WireError when the body is absent, malformed or of another type."""
     if len(frames) < 2:
         raise WireError(f"a message without body: expected {kind.__name__}")
 
@@ -103,7 +103,7 @@ def decode_body(frames: Sequence[Frame], kind: type[Body]) -> Body:
 
 @functools.cache
 def _plain_decoder(kind: type[Body]) -> msgspec.msgpack.Decoder[Body]:
-    """A decoder kept for bodies that came without array frames: most messages, and building one costs more than using it."""
+    """A decoder for bodies without array frames, kept because most messages have none and building a decoder costs more than using it."""
 
     def refuse(expected: type, value: Any) -> NoReturn:
         raise WireError(f"array header {value!r} in a message without array frames")

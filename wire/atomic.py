@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 DRAFT = ".draft"
-"""Ends the name of what is not whole yet."""
+"""The end of a file's or folder's name until it is complete."""
 
 
 def draft_of(out: Path, alone: bool = False) -> Path:
@@ -60,7 +60,7 @@ def drafted(out: Path, flag: str = "", replace: bool = False, alone: bool = Fals
 
 
 def as_json(value: Any) -> bytes:
-    """``value`` as the files of a run or an evaluation have it."""
+    """Return ``value`` as indented JSON, the form of a run's and an evaluation's files."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1)
 
 

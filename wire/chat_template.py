@@ -1,4 +1,4 @@
-"""A model's chat template, rendered as its authors' library renders it, in a sandbox."""
+"""A model's chat template, rendered in a sandbox as the transformers library would render it."""
 
 import json
 import time
@@ -12,16 +12,15 @@ import jinja2.meta
 import jinja2.sandbox
 
 _OURS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"})
-"""What a caller's own variables may not replace."""
+"""The variables and functions of a template that a caller may not replace."""
 
 
 class ChatTemplate:
-    """The template of one model folder; ``available`` is False where the folder has none. variables: the switches it reads."""
+    """The chat template of one model folder. ``available``: whether the folder has one. ``variables``: the switches that it reads."""
 
     def __init__(self, folder: Path):
-        path, settings = folder / "tokenizer_config.json", {}
-        if path.is_file():
-            settings = json.loads(path.read_text())
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text()) if path.is_file() else {}
         self._special = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
         source, path = settings.get("chat_template"), folder / "chat_template.jinja"
         if path.is_file():
@@ -37,7 +36,7 @@ class ChatTemplate:
         self.variables = read - _OURS
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """The prompt. variables: the template's own switches. Raises ValueError with the template's reason, or for a switch it lacks."""
+        """Return the prompt. variables: the template's switches. Raises ValueError when the template refuses the messages or lacks a switch."""
         if unknown := sorted(set(variables) - self.variables):
             raise ValueError(
                 f"`chat_template_kwargs`: {unknown}: this model's template reads {sorted(self.variables) or 'none'}"
@@ -59,5 +58,5 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _raise(reason: str) -> NoReturn:
-    """What templates call to refuse a conversation."""
+    """Templates call this function to refuse a conversation."""
     raise jinja2.TemplateError(reason)

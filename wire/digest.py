@@ -1,4 +1,4 @@
-"""One digest for a set of named tensors, the same on every machine and in every order of iteration."""
+"""The digest of a set of named tensors. It is the same on every machine and does not depend on the order of the tensors."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 Named = tuple[str, str, tuple[int, ...], bytes | memoryview]
-"""name, dtype name as safetensors spells it ("BF16"), shape, contiguous bytes."""
+"""The name of a tensor, its dtype as safetensors spells it ("BF16"), its shape and its contiguous bytes."""
 
 _MOST_HEADER_BYTES = 100 * 2**20
-"""The bound of the safetensors format itself."""
+"""The largest header that the safetensors format allows."""
 
 
 class _Entry(msgspec.Struct):
@@ -20,20 +20,20 @@ class _Entry(msgspec.Struct):
 
 
 def tensors(items: Iterable[Named]) -> str:
-    """SHA-256 (hex) over names (sorted), dtypes, shapes and bytes."""
+    """Return the SHA-256 (hex) over the names (sorted), dtypes, shapes and bytes of the tensors."""
     return _total(sorted(items, key=lambda item: item[0]))
 
 
 def safetensors_file(path: Path) -> str:
-    """``tensors`` of a safetensors file, read without any tensor library, one tensor in memory at a time.
+    """Return the digest (see ``tensors``) of a safetensors file. No tensor library is loaded, and memory holds one tensor at a time.
 
-    Raises ValueError when the file is cut short or is not of that format.
+    Raises ValueError when the file is cut short or does not have this format.
     """
     return _total(each(path))
 
 
 def each(path: Path) -> Iterator[Named]:
-    """The tensors of a safetensors file (8 bytes length, JSON header, data), sorted by name. Raises ValueError as above."""
+    """Yield the tensors of a safetensors file (8-byte length, JSON header, data), sorted by name. Raises ValueError for a damaged file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

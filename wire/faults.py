@@ -1,26 +1,26 @@
-"""The two kinds of fault and their fates.
+"""The two kinds of fault, and what happens after each.
 
-infrastructure: the same request may work on another worker or later (retried, counted);
-data: this task cannot work anywhere (quarantined with its reason).
+infrastructure: the same request may work later or on another worker, so it is retried and counted.
+data: this task cannot work on any worker, so it is quarantined together with the reason.
 
-A malformed action of the policy is no fault: it is ordinary data and is scored as the method says.
+A malformed action of the policy is not a fault. It is ordinary data and is scored as the method says.
 """
 
 from wire.messages import FaultKind
 
 
 class Fault(Exception):
-    """A classified failure of one call; ``kind`` decides its fate."""
+    """A classified failure of one call. ``kind`` decides whether the call is retried or its task is quarantined."""
 
     kind: FaultKind = "infrastructure"
 
 
 class InfrastructureFault(Fault):
-    """A worker, a connection or a deadline failed: retry elsewhere."""
+    """A worker or a connection failed, or a deadline passed. The call is retried on another worker."""
 
 
 class DataFault(Fault):
-    """The request itself cannot be served by any worker: quarantine its task."""
+    """No worker can serve this request. Its task is quarantined."""
 
     kind: FaultKind = "data"
 
@@ -29,4 +29,4 @@ FAULTS: dict[FaultKind, type[Fault]] = {"infrastructure": InfrastructureFault, "
 
 
 class WireError(ValueError):
-    """A frame list that is not a message: too many frames, too large, or not what its header says."""
+    """A list of frames is not a message: there are too many frames, they are too large, or they do not hold what the header says."""

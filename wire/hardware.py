@@ -1,4 +1,4 @@
-"""Which number type this machine computes in; the engine and the learner must agree, so both ask here."""
+"""Choose the number type in which this machine computes. The engine and the learner must agree, so both ask this module."""
 
 import os
 import shutil
@@ -9,15 +9,15 @@ PROCESSOR = Path("/proc/cpuinfo")
 
 
 def compute_dtype(setting: str) -> str:
-    """ "float32" or "bfloat16" for ``setting``, as ``dtype_and_reason``."""
+    """Return "float32" or "bfloat16" for ``setting``, see ``dtype_and_reason``."""
     return dtype_and_reason(setting)[0]
 
 
 def dtype_and_reason(setting: str) -> tuple[str, str]:
-    """The number type for ``setting`` and why; "auto" is bfloat16 with an NVIDIA GPU or a processor that is faster in it.
+    """Return the number type for ``setting``, and the reason. "auto" is bfloat16 with an NVIDIA GPU or a processor that is faster in bfloat16.
 
-    A processor without such instructions emulates them, several times slower; Intel's AVX-512 ones without matrix units (AMX) are slower than
-    float32 too (measured: docs/engines.md).
+    A processor without bfloat16 instructions emulates them and is several times slower. Intel processors that have AVX-512 but no matrix
+    units (AMX) are also slower in bfloat16 than in float32 (measured in docs/engines.md).
     """
     if setting in ("float32", "bfloat16"):
         return setting, "as the config says"
@@ -32,7 +32,7 @@ def dtype_and_reason(setting: str) -> tuple[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; found without loading a tensor library."""
+    """Return the names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. No tensor library is loaded."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return [gpu for gpu in shown.split(",") if gpu and gpu != "-1"]

@@ -1,8 +1,8 @@
 """A client of JSON over HTTP: every call ends in the decoded answer or in a classified fault that names the URL and the cause.
 
-What may work later (a broken connection, no answer in time, statuses 408, 409, 425, 429 and 5xx) is tried again after a growing pause,
-or after as long as ``Retry-After`` asks. 400, 413 and 422 are DataFaults: the request is refused, here and anywhere. All else is an
-InfrastructureFault with what to change. Redirects are not followed, they would take the key to another host; the key stands in no message.
+A call that may work later (a broken connection, no answer in time, status 408, 409, 425, 429 or 5xx) is tried again after a growing pause,
+or after the time that ``Retry-After`` asks for. Status 400, 413 or 422 is a DataFault: every server would refuse the request. Any other
+failure is an InfrastructureFault with its remedy. Redirects are not followed: they would take the key to another host. No message has the key.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ import msgspec
 from wire.faults import DataFault, InfrastructureFault
 
 LONGEST_WAIT_S = 120.0
-"""The most that a Retry-After may ask for at once; a longer limit meets the next attempt."""
+"""The longest pause before the next attempt, even when Retry-After asks for more."""
 _AGAIN = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({400, 413, 422})
 _IDLE_S = 2.0
-"""An idle connection is not used again after so long: servers close theirs (uvicorn after 5 s), and a request that meets that is lost."""
+"""A connection is closed after this idle time, because servers close it too (uvicorn after 5 s) and a request sent just then is lost."""
 _SHOWN = 300
-"""Characters of a server's error text that a message quotes."""
+"""A message quotes this many characters of a server's error text."""
 
 
 class _Busy(Exception):
-    """The same request may work later. after_s: how long the server asks to wait, 0 when it does not say."""
+    """The same request may work later. after_s: the seconds that the server asks to wait, 0 when it does not say."""
 
     def __init__(self, cause: str, after_s: float = 0.0):
         super().__init__(cause)
@@ -38,16 +38,16 @@ class _Busy(Exception):
 
 
 class NoAnswer(InfrastructureFault):
-    """All attempts met silence, a broken connection or a server that is busy: it may answer later."""
+    """Every attempt met silence, a broken connection or a busy server. The server may answer later."""
 
 
 class JsonClient:
-    """Calls one server. url: what every path is put behind. api_key_env: the environment variable that holds the key ("" for none);
-    key: the key itself, where this process made it.
+    """Calls one server: ``start``, any number of calls, ``close``. url: the beginning of every request's URL. api_key_env: the environment
+    variable that holds the key ("" for none). key: the key itself, when this process created it.
 
-    timeout_s: of one attempt, without the wait for a place. backoff_s: the pause after the first failure, doubled each time.
-    concurrency: requests open at once. remedies: what to do about a status, in this server's own terms. ``counts``: requests,
-    retries and failures; ``busy_s``: all calls' time, with their pauses.
+    timeout_s: limit of one attempt; it does not include the wait until fewer than ``concurrency`` requests are open. backoff_s: the pause after
+    the first failure, doubled after each further one. remedies: by status, what the user of this server should do. ``counts``: requests, retries
+    and failures so far. ``busy_s``: the time of all calls, including their pauses.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class JsonClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ValueError naming the variable when the API key is not set."""
+        """Open the connection pool. Raises ValueError, which names the variable, when the API key is not set."""
         headers = {"Content-Type": "application/json"}
         if variable := self._api_key_env:
             self._key = os.environ.get(variable, "").strip()
@@ -84,7 +84,7 @@ class JsonClient:
                 raise ValueError(f"environment variable {variable} is empty: it must hold the API key of {self.url}")
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        # As many connections as places: a wait for a connection would count as the server's.
+        # One connection for each open request, because waiting for a connection would count against the server's timeout.
         pool = aiohttp.TCPConnector(limit=self.concurrency, keepalive_timeout=_IDLE_S)
         self._session = aiohttp.ClientSession(headers=headers, connector=pool)
 
@@ -96,11 +96,11 @@ class JsonClient:
     # ------------------------------------------------------------------------------------------ calls
 
     async def post(self, path: str, body: Any, *, timeout_s: float | None = None, attempts: int | None = None) -> Any:
-        """The decoded answer. body: anything msgspec encodes. Raises DataFault or InfrastructureFault, see the module."""
+        """Return the decoded answer. body: anything msgspec encodes. Raises DataFault or InfrastructureFault as the module describes."""
         return self._decoded(path, await self.send("POST", path, body, timeout_s=timeout_s, attempts=attempts))
 
     async def get(self, path: str, *, timeout_s: float | None = None, attempts: int | None = None) -> Any:
-        """The same without a body."""
+        """Send a GET request without a body, otherwise like ``post``."""
         return self._decoded(path, await self.send("GET", path, timeout_s=timeout_s, attempts=attempts))
 
     async def send(
@@ -112,7 +112,7 @@ class JsonClient:
         timeout_s: float | None = None,
         attempts: int | None = None,
     ) -> bytes:
-        """The answer as it came, for what is no JSON; otherwise like ``post``. body None: none is sent."""
+        """Return the answer's bytes undecoded, for answers that are not JSON; otherwise like ``post``. body: None sends no body."""
         url, content = f"{self.url}{path}", None if body is None else msgspec.json.encode(body)
         limit = self.timeout_s if timeout_s is None else timeout_s
         last = self.attempts if attempts is None else attempts
@@ -126,7 +126,7 @@ class JsonClient:
                 except _Busy as busy:
                     if attempt == last:
                         raise NoAnswer(
-                            f"{url}: {busy}, {attempt} attempts; go on when it answers again, or allow more attempts"
+                            f"{url}: {busy}, {attempt} attempts; try again when the server answers, or allow more attempts"
                         ) from None
                     self.counts["retries"] += 1
                     await asyncio.sleep(pause_s(attempt, self.backoff_s, busy.after_s, random.random()))
@@ -165,7 +165,7 @@ class JsonClient:
             raise InfrastructureFault(f"{self.url}{path} answered no JSON ({error}): is it the right URL?") from None
 
     def _fail(self, url: str, response: aiohttp.ClientResponse, text: str) -> NoReturn:
-        """The fault that a status means, with what to do about it."""
+        """Raise the fault that a status stands for, with its remedy."""
         status = response.status
         said = self._hidden(f"HTTP {status}: {text.strip()}")[:_SHOWN]
         if status in _AGAIN or status >= 500:
@@ -189,15 +189,15 @@ class JsonClient:
 
 
 def pause_s(attempt: int, backoff_s: float, asked_s: float, chance: float) -> float:
-    """Seconds before the attempt after ``attempt`` (the first is 1): doubling, spread by ``chance`` in [0, 1), at least what was asked."""
+    """Return the seconds to wait after ``attempt`` (from 1): they double, are spread by ``chance`` in [0, 1), and are at least ``asked_s``."""
     return min(LONGEST_WAIT_S, max(asked_s, backoff_s * 2 ** (attempt - 1) * (0.5 + chance)))
 
 
 def retry_after(header: str, now: float) -> float:
-    """Seconds that a Retry-After header asks to wait (a number, or a date against ``now``); 0 when it says nothing."""
+    """Return the seconds that a Retry-After header asks to wait (a number, or a date compared with ``now``), 0 when it cannot be read."""
     try:
         seconds = float(header)
-        return max(0.0, seconds) if seconds == seconds else 0.0  # "nan" is a number to float
+        return max(0.0, seconds) if seconds == seconds else 0.0  # float accepts "nan"
     except ValueError:
         pass
     try:

@@ -8,17 +8,16 @@ import msgspec
 
 
 def content(path: Path, expected: str, flag: str = "") -> bytes:
-    """The bytes of a file. Raises ValueError saying what was ``expected`` there; flag: the option that named the file."""
+    """Return the bytes of a file. Raises ValueError saying what the file should hold (``expected``). flag: the option that named the file."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(
-            f"{flag} {path} cannot be read ({error.strerror}): expected a file of {expected}".lstrip()
-        ) from None
+        problem = f"{path} cannot be read ({error.strerror}): expected a file of {expected}"
+        raise ValueError(f"{flag} {problem}".lstrip()) from None
 
 
 def lines(path: Path, kind: Any, expected: str, flag: str = "") -> Iterator[tuple[int, Any]]:
-    """(line number, value of type ``kind``) of each line that is not empty. Raises ValueError as ``content`` does, or naming the line."""
+    """Yield the number and the value (a ``kind``) of each line that is not empty. Raises ValueError like ``content``, or naming the bad line."""
     for number, line in enumerate(content(path, f"lines of {expected}", flag).splitlines(), 1):
         if line.strip():
             try:

@@ -1,4 +1,4 @@
-"""Every process of Coppice runs its coroutines on uvloop, to their end or to a signal."""
+"""Every process of Coppice runs its coroutines on uvloop until they end or a signal comes."""
 
 import asyncio
 import signal
@@ -11,13 +11,13 @@ Value = TypeVar("Value")
 
 
 def run(main: Coroutine[Any, Any, Value]) -> Value:
-    """Run ``main`` to its end on a fresh uvloop."""
+    """Run ``main`` to its end on a new uvloop and return its result."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
 
 async def or_signal(work: asyncio.Task[Any]) -> bool:
-    """Wait until ``work`` ends or SIGINT or SIGTERM comes; whether it ended by itself. Otherwise it is cancelled and has stopped."""
+    """Wait until ``work`` ends, or cancel it on SIGINT or SIGTERM. Return True if the work finished; False if a signal cancelled it."""
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupted.set)

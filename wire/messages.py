@@ -1,10 +1,10 @@
 """Every message that crosses a process boundary in Coppice.
 
-A wire message is a list of ZeroMQ frames: ``[header, body, array, array, ...]``. The header is one of
-the tagged ``Message`` structs; the body is one of the request or result structs named in ``SERVICES``
-(absent for messages that have none); arrays follow as raw frames (see ``wire.arrays``). Nothing is pickled.
+A wire message is a list of ZeroMQ frames: ``[header, body, array, array, ...]``. The header is one of the tagged ``Message`` structs. The
+body is one of the request or result structs named in ``SERVICES``; some messages have no body. The arrays of the body follow as raw frames
+(see ``wire.arrays``). Nothing is pickled.
 
-Units: times in seconds, lengths in tokens unless a name says otherwise. Log-probabilities are natural logarithms.
+Units: times are in seconds and lengths in tokens unless a name says otherwise. Log-probabilities are natural logarithms.
 """
 
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Register(msgspec.Struct, tag="register", frozen=True):
-    """Worker -> scheduler, first message: the services offered and the most requests in flight at once."""
+    """Worker -> scheduler, the first message: the services that the worker offers, and how many requests it takes at once."""
 
     worker: str
     services: list[str]
@@ -27,10 +27,10 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Registered(msgspec.Struct, tag="registered", frozen=True):
-    """Scheduler -> worker: accepted; send a heartbeat at least every ``heartbeat_s`` seconds.
+    """Scheduler -> worker: the worker is accepted and must send a heartbeat at least every ``heartbeat_s`` seconds.
 
-    ``admission`` names this membership. When it differs from the one before, the scheduler (a new one, or one that had given
-    this worker up) has moved the earlier requests elsewhere, and the worker abandons them.
+    ``admission`` names this membership. When the name differs from the previous one, the scheduler is a new one or had given this worker
+    up. It has then moved the earlier requests to other workers, and this worker abandons them.
     """
 
     heartbeat_s: float
@@ -38,14 +38,14 @@ class Registered(msgspec.Struct, tag="registered", frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """Worker -> scheduler: alive. ``stats`` are monotonic counters and gauges named by the worker."""
+    """Worker -> scheduler: the worker is alive. ``stats`` are monotonic counters and gauges that the worker names."""
 
     in_flight: int
     stats: dict[str, float]
 
 
 class Request(msgspec.Struct, tag="request", frozen=True):
-    """Scheduler -> worker: run ``service`` on the body; ``deadline_s`` seconds are left when it is sent."""
+    """Scheduler -> worker: run ``service`` on the body. ``deadline_s`` seconds are left when the request is sent."""
 
     id: int
     service: str
@@ -62,7 +62,7 @@ FaultKind = Literal["infrastructure", "data"]
 
 
 class Error(msgspec.Struct, tag="error", frozen=True):
-    """Worker -> scheduler: request ``id`` failed. Infrastructure faults are retried elsewhere, data faults never."""
+    """Worker -> scheduler: request ``id`` failed. An infrastructure fault is retried on another worker, a data fault is never retried."""
 
     id: int
     kind: FaultKind
@@ -70,17 +70,17 @@ class Error(msgspec.Struct, tag="error", frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Scheduler -> worker: stop work on request ``id``; no answer is expected."""
+    """Scheduler -> worker: stop working on request ``id`` and send no answer."""
 
     id: int
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """Either way. To a worker: finish what is in flight, then leave. From a worker: send no new requests."""
+    """In either direction. To a worker: finish the open requests, then leave. From a worker: send no new requests."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
-    """Worker -> scheduler: leaving now, nothing is in flight. Scheduler -> worker: rejected, with the reason."""
+    """Worker -> scheduler: the worker leaves now and has no open request. Scheduler -> worker: the worker is rejected for this reason."""
 
     reason: str = ""
 
@@ -91,7 +91,7 @@ Message = Register | Registered | Heartbeat | Request | Result | Error | Cancel 
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """What a continuation must match from its first to its last token.
+    """The pattern that a continuation must match from its first to its last token.
 
     kind "regex": ``text`` is a regular expression for the whole continuation. kind "json_schema": ``text`` is a JSON schema.
     """
@@ -101,10 +101,10 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to sample. temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole.
+    """How to sample. Temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole.
 
-    constraint: tokens that cannot lead to a match have probability zero, and log-probabilities are of what is left.
-    top_logprobs: how many of the most probable tokens each sample tells beside every token of its own, 0 to 20.
+    constraint: tokens that cannot lead to a match get probability zero, and log-probabilities refer to the renormalised rest.
+    top_logprobs: for every sampled token, the number of most probable tokens (0 to 20) that the sample reports with it.
     """
 
     max_tokens: int
@@ -118,7 +118,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """Service ``generate``: ``n`` independent continuations of one prefix. tokens: int32 [prefix]."""
+    """Service ``generate``: sample ``n`` independent continuations of one prefix. tokens: int32 [prefix]."""
 
     tokens: np.ndarray
     n: int
@@ -128,11 +128,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One continuation.
 
-    tokens: int32 [new], the sampled ids only. logprobs: float32 [new], of the distribution really sampled
+    tokens: int32 [new], the sampled ids only. logprobs: float32 [new], under the distribution that was really sampled
     from (after temperature and top-p/k). versions: int32 [new], the policy version that sampled each token.
-    finish: "stop" (a stop string or end-of-sequence token, kept in tokens), "length" or "abort".
-    top: with ``Sampling.top_logprobs``, one entry a token: the most probable ids with their log-probabilities in the distribution that it
-    was sampled from, descending; fewer than asked for where fewer have any probability.
+    finish: "stop" (a stop string or end-of-sequence token, which stays in tokens), "length" or "abort".
+    top: one entry per token if ``Sampling.top_logprobs`` asks for it: the most probable ids with their log-probabilities under the
+    distribution that the token was sampled from, descending. An entry is shorter when fewer tokens have any probability.
     """
 
     tokens: np.ndarray
@@ -143,7 +143,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateResult(msgspec.Struct, frozen=True):
-    """cached_tokens of the prompt_tokens were served from the prefix cache; the rest were prefilled."""
+    """The answer to ``generate``. Of the prompt_tokens, the prefix cache held cached_tokens; the engine prefilled the rest."""
 
     samples: list[Sample]
     prompt_tokens: int
@@ -151,7 +151,7 @@ class GenerateResult(msgspec.Struct, frozen=True):
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """Service ``load``: take the weights in folder ``path`` as policy ``version``; ``digest`` proves arrival."""
+    """Service ``load``: use the weights in folder ``path`` as policy ``version``. ``digest`` proves that the right weights arrived."""
 
     version: int
     path: str
@@ -159,9 +159,9 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class LoadResult(msgspec.Struct, frozen=True):
-    """The digest of the weights that were taken, and how long the swap took.
+    """The answer to ``load``: the digest of the weights now in use, and how long the swap took.
 
-    proof: the engine's own checksum of what it now holds, "" where it has none; actors of the same kind must give the same.
+    proof: the engine's own checksum of the weights that it now holds, "" if it has none. Actors of one kind must report equal proofs.
     """
 
     version: int
@@ -176,11 +176,11 @@ class LoadResult(msgspec.Struct, frozen=True):
 class JudgedTurn(msgspec.Struct, frozen=True):
     """What a judge sees of one turn.
 
-    ``context`` is the text of the earlier turns as SLATE's judge reads it, ``transcript`` the same turns as the policy saw them, without
-    the prompt; ``response`` the whole action as generated; think / query / answer its parsed parts (None when absent);
-    ``observation`` what the environment answered (None when the turn is judged before that). ``step`` counts from 1 to ``budget``.
-    ``evidence`` holds, one text a hop, the passages known to support the gold answer (empty when unknown).
-    Of a game: ``state`` is the environment's state before the action as plain values, ``move`` the parsed action (None when it
+    ``context`` is the text of the earlier turns as SLATE's judge reads it; ``transcript`` holds the same turns as the policy saw them,
+    without the prompt. ``response`` is the whole action as generated; think, query and answer are its parsed parts (None when absent).
+    ``observation`` is the environment's answer (None when the turn is judged before it). ``step`` counts from 1 to ``budget``.
+    ``evidence`` holds the passages that are known to support the gold answer, one text per hop (empty when unknown).
+    In a game, ``state`` is the environment's state before the action as plain values, and ``move`` is the parsed action (None when it
     could not be read; it may be illegal).
     """
 
@@ -209,7 +209,7 @@ class JudgeRequest(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """Named scores of one turn. A column listed in ``invalid`` has no score: it is never silently zero."""
+    """Named scores of one turn. A column listed in ``invalid`` has no score; a missing score is never silently zero."""
 
     scores: dict[str, float]
     invalid: list[str] = []
@@ -223,7 +223,7 @@ class JudgeResult(msgspec.Struct, frozen=True):
 
 
 class RetrieveRequest(msgspec.Struct, frozen=True):
-    """Service ``retrieve``: the ``topk`` nearest passages of each query."""
+    """Service ``retrieve``: find the ``topk`` nearest passages of each query."""
 
     queries: list[str]
     topk: int
@@ -239,7 +239,7 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 class RetrieveResult(msgspec.Struct, frozen=True):
-    """passages[i] answers queries[i], best first."""
+    """The answer to ``retrieve``: passages[i] belongs to queries[i], best first."""
 
     passages: list[list[Passage]]
 
@@ -248,14 +248,14 @@ class RetrieveResult(msgspec.Struct, frozen=True):
 
 
 class PlayRequest(msgspec.Struct, frozen=True):
-    """Service ``player.<name>``: an opponent's move. state: the environment's state as plain values; seed: of its randomness."""
+    """Service ``player.<name>``: choose the opponent's move. state: the environment's state as plain values. seed: decides all randomness."""
 
     state: Any
     seed: int
 
 
 class PlayResult(msgspec.Struct, frozen=True):
-    """The chosen move, in the environment's own integers."""
+    """The chosen move, as the integers that the environment uses."""
 
     move: list[int]
 
@@ -264,10 +264,10 @@ class PlayResult(msgspec.Struct, frozen=True):
 
 
 class TreeNode(msgspec.Struct, frozen=True):
-    """A node of the prefix tree as it travels: only the tokens it adds.
+    """A node of the prefix tree as it is sent. It holds only the tokens that it adds.
 
-    tokens: int32 [new]. For an action: logprobs float32 [new], versions int32 [new], sampled bool [new]
-    (False where the token was forced, which has no sampling probability). parent -1 marks the root.
+    tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled bool [new]
+    (False for a forced token, which has no sampling probability). The root has parent -1.
     """
 
     id: int
@@ -280,7 +280,7 @@ class TreeNode(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One trained turn: the action node, its place, and its scores (NaN never travels: a missing score is absent)."""
+    """One trained turn: the action node, its place, and its scores (a missing score is left out; NaN is never sent)."""
 
     node: int
     trajectory: int
@@ -291,8 +291,8 @@ class Turn(msgspec.Struct, frozen=True):
 class TrainGroup(msgspec.Struct, frozen=True):
     """Service ``train``: one finished group of turns of tree ``tree``.
 
-    ``id`` is unique in the run and the key of exactly-once training. ``nodes`` are those nodes of the tree that
-    this learner connection has not been sent yet, parents first; every other ancestor was sent before.
+    ``id`` is unique in the run, and by it each group is trained exactly once. ``nodes`` are the nodes of the tree that were not yet
+    sent over this connection to the learner, parents first.
     """
 
     id: int
@@ -302,16 +302,16 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class TreeClosed(msgspec.Struct, frozen=True):
-    """Service ``close``: tree ``tree`` will emit no more; ``groups`` are the ids of all it emitted (maybe none)."""
+    """Service ``close``: tree ``tree`` emits no more groups. ``groups`` are the ids of all that it emitted (possibly none)."""
 
     tree: int
     groups: list[int]
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """Answer to ``train``: the group is part of policy ``version``; the weights are at ``path``.
+    """The answer to ``train``: the group has been trained into policy ``version``, whose weights are at ``path``.
 
-    ``metrics`` and ``warnings`` are the update's (the same for every group of one update). A group that was already in the trained frontier is answered at once.
+    ``metrics`` and ``warnings`` belong to the update and are the same for all its groups. A group that was trained before is answered at once.
     """
 
     version: int
@@ -322,7 +322,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """Answer to ``close``: noted."""
+    """The answer to ``close``: the learner has noted it."""
 
 
 SERVICES: dict[str, tuple[type, type]] = {
@@ -334,4 +334,4 @@ SERVICES: dict[str, tuple[type, type]] = {
     "train": (TrainGroup, Trained),
     "close": (TreeClosed, Closed),
 }
-"""Request and result struct by service; a service named ``judge.<name>`` uses the row ``judge``, ``player.<name>`` likewise."""
+"""The request and result struct of each service. A service ``judge.<name>`` uses the row ``judge``, and ``player.<name>`` the row ``player``."""

@@ -1,4 +1,4 @@
-"""Ranges of numbers as types: msgspec refuses a value outside the range where it converts a config or the options of a plug-in."""
+"""Ranges of numbers as types: msgspec refuses a value outside its range when it converts a config or the options of a plug-in."""
 
 from typing import Annotated
 
@@ -7,8 +7,8 @@ from msgspec import Meta
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-"""0 to 1, both included."""
+"""A number from 0 to 1, both included."""
 Discount = Annotated[float, Meta(ge=0, lt=1)]
-"""0 or more, less than 1."""
+"""A number of at least 0 and less than 1."""
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]

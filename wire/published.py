@@ -1,6 +1,6 @@
-"""What a version folder says of the weights in it: written by the learner, read by every engine.
+"""The manifest of a version folder, which describes the weights in it. The learner writes the manifest and every engine reads it.
 
-The folder holds ``manifest.json`` and, unless the version is only in the learner's memory, ``model.safetensors`` (kind "full") or
+The folder holds ``manifest.json`` and the weights, unless they are only in the learner's memory: ``model.safetensors`` (kind "full"), or
 ``adapter_model.safetensors`` with ``adapter_config.json`` (kind "lora", the PEFT format).
 """
 
@@ -16,10 +16,10 @@ NAME = "manifest.json"
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Where the learner gives the same weights out of its memory (``learner.giver``).
+    """Where the learner offers the same weights from its memory (``learner.giver``).
 
-    store: host:port of its rendezvous. token: what keys there begin with, known to who may read the run folder. host: its host's name.
-    device: "cuda" or "cpu". gpu: which one, as CUDA_VISIBLE_DEVICES names it.
+    store: host:port of the learner's rendezvous store. token: the beginning of the keys in that store, known only to those who may read the
+    run folder. host: the name of the learner's host. device: "cuda" or "cpu". gpu: the GPU, as CUDA_VISIBLE_DEVICES names it.
     """
 
     store: str
@@ -30,10 +30,8 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One version. digest: ``wire.digest.tensors`` of its weights, or where they are in no file, ``learner.publish.fingerprint``.
-
-    file: whether the folder holds them.
-    """
+    """One version. file: whether the folder holds its weights. digest: ``wire.digest.tensors`` of the weights if there is a file, otherwise
+    ``learner.publish.fingerprint``."""
 
     version: int
     kind: Literal["full", "lora"]
@@ -42,20 +40,20 @@ class Manifest(msgspec.Struct, frozen=True):
     memory: Memory | None = None
 
     def write(self, folder: Path) -> None:
-        """Into a version folder, for its owner alone."""
+        """Write the manifest into a version folder, readable only by the folder's owner."""
         path = folder / NAME
         path.touch(0o600)
         path.write_bytes(msgspec.json.encode(self))
 
 
 def read(folder: Path, expected: str) -> Manifest:
-    """The manifest of a version folder. Raises InfrastructureFault when it is missing, malformed or of another digest."""
+    """Return the manifest of a version folder. Raises InfrastructureFault when it is missing, malformed or has another digest."""
     try:
-        found = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
         raise InfrastructureFault(f"weights {folder} cannot be read: {type(error).__name__}: {error}") from None
-    if found.digest != expected:
+    if manifest.digest != expected:
         raise InfrastructureFault(
-            f"weights {folder}: digest {found.digest[:16]}, expected {expected[:16]}; the old weights stay in force"
+            f"weights {folder}: digest {manifest.digest[:16]}, expected {expected[:16]}; the old weights stay in force"
         )
-    return found
+    return manifest

@@ -1,7 +1,7 @@
-"""A worker process: registers its services, answers requests, beats, drains.
+"""The service of a worker process: it registers, sends heartbeats, answers requests and drains.
 
-States: connecting -> registered -> (lost -> connecting)* -> draining -> gone. Every request that was accepted gets exactly one
-Result or Error, unless it was cancelled or the scheduler has moved it to another worker.
+States: connecting -> registered -> (lost -> connecting)* -> draining -> gone. Every accepted request gets exactly one Result or Error,
+unless the request was cancelled or the scheduler has moved it to another worker.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ from wire.sockets import Dealer, RunKeys
 log = logging.getLogger("wire.service")
 
 REGISTER_AGAIN = "register"
-"""The reason of a scheduler's Goodbye to a peer it does not know (any more): start over. Any other reason is final."""
+"""A scheduler's Goodbye with this reason tells a peer that it does not know (any more) to register again. Any other reason is final."""
 PINNED_ROOM = 8
-"""Requests pinned to a worker (new weights) do not wait for room, so a worker takes this many above its capacity."""
+"""Requests for one certain worker (new weights) do not wait until it is free, so a worker accepts this many above its capacity."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 
 
 class Rejected(ConnectionError):
-    """The scheduler refused this worker, or was gone for longer than the worker waits."""
+    """The scheduler refused this worker, or was silent for longer than the worker waits."""
 
 
 @functools.cache
 def service_types(service: str) -> tuple[type, type]:
-    """Request and result struct of a service; all ``judge.<name>`` share the row ``judge``, all ``player.<name>`` likewise."""
+    """Return the request and result struct of a service. Every ``judge.<name>`` uses the row ``judge``, ``player.<name>`` the row ``player``."""
     row = SERVICES.get(service.split(".", 1)[0])
     if row is None:
         raise WireError(f"unknown service {service!r}: expected one of {sorted(SERVICES)}")
@@ -56,10 +56,10 @@ def service_types(service: str) -> tuple[type, type]:
 
 
 class Call:
-    """What a handler knows of its request: how long it has left, and whether its answer is still wanted.
+    """An open request, as its handler sees it: created when the request is accepted, over when its Result or Error is queued.
 
-    deadline: on the clock of ``time.monotonic``. cancelled: set when the answer is no longer wanted; the handler's task is
-    cancelled at the same moment.
+    deadline: a time on the clock of ``time.monotonic``. cancelled: set when nobody wants the answer any more; the handler's task
+    is cancelled at the same moment.
     """
 
     def __init__(self, header: Request):
@@ -71,13 +71,13 @@ class Call:
         self.late = False
 
     def cancel(self) -> None:
-        """Stop the work; nothing is answered."""
+        """Stop the work and send no answer."""
         self.cancelled.set()
         if self.task is not None:
             self.task.cancel()
 
     def expire(self) -> None:
-        """Stop the work because its deadline passed; that is answered."""
+        """Stop the work because its deadline passed, and answer with an Error."""
         self.late = True
         if self.task is not None:
             self.task.cancel()
@@ -87,11 +87,14 @@ Handler = Callable[[Any, Call], Awaitable[msgspec.Struct]]
 
 
 class Service:
-    """Offers ``handlers`` (service name -> coroutine of request struct and Call) with at most ``capacity`` in flight.
+    """Offers ``handlers`` and answers at most ``capacity`` requests at once; see the module for its states.
 
-    ``stats`` is read at every heartbeat: counters and gauges by name. Handlers raise DataFault or
-    InfrastructureFault; anything else is logged with its traceback and reported as infrastructure. After ``silence_s`` seconds
-    without a word from the scheduler (it echoes every heartbeat) the worker registers anew, for ``give_up_s`` seconds.
+        async def judge(request: JudgeRequest, call: Call) -> JudgeResult: ...
+        await Service("judge-0", {"judge.mine": judge}, capacity=8).run(endpoint, keys)  # returns when the worker was drained
+
+    ``stats`` is called at every heartbeat and returns counters and gauges by name. A handler may raise DataFault or InfrastructureFault; any
+    other exception is logged with its traceback and reported as infrastructure. The scheduler echoes every heartbeat: after ``silence_s``
+    seconds without an echo the worker registers again, and after ``give_up_s`` more seconds without an answer it gives up.
     """
 
     def __init__(
@@ -117,16 +120,16 @@ class Service:
         self._admission: str | None = None
 
     def send(self, header: Message, body: msgspec.Struct | None = None) -> None:
-        """Queue a message; large arrays are not copied, so the body must not be changed afterwards."""
+        """Queue a message. The body must not be changed afterwards, because large arrays are not copied."""
         assert self._dealer is not None, "send before run"
         self._dealer.send(encode(header, body))
 
     def drain(self) -> None:
-        """Take no more work, finish what is in flight, then leave. Safe to call from a signal handler."""
+        """Take no new requests, finish the open ones, then leave. May be called from a signal handler."""
         self.draining.set()
 
     async def run(self, endpoint: str, keys: RunKeys | None, signals: bool = True) -> None:
-        """Serve until drained. Raises Rejected when the scheduler refuses or stays away for ``give_up_s`` seconds."""
+        """Serve until drained. Raises Rejected when the scheduler refuses this worker or does not answer for ``give_up_s`` seconds."""
         identity = f"{self.name}/{os.getpid()}/{os.urandom(3).hex()}".encode()
         self._dealer = Dealer(endpoint, keys, identity, self.limits)
         if signals:
@@ -139,7 +142,7 @@ class Service:
             for task in done:
                 task.result()
         finally:
-            self._dealer.stop()  # what arrives from here on belongs to other workers
+            self._dealer.stop()  # requests that arrive from here on go to other workers
             open_tasks = [call.task for call in self.calls.values() if call.task is not None]
             for call in self.calls.values():
                 call.cancelled.set()
@@ -149,7 +152,7 @@ class Service:
                 received.cancel()
                 await asyncio.gather(received, *work, *open_tasks, return_exceptions=True)
             finally:
-                self._dealer.close()  # also when cancelled here: a context left open blocks its collection for good
+                self._dealer.close()  # even when cancelled here, because garbage collection of an open context would hang
 
     # ------------------------------------------------------------------------------------------ membership
 
@@ -164,15 +167,15 @@ class Service:
                 self.registered.clear()
 
     async def _register(self) -> None:
-        """Ask until accepted, less and less often."""
+        """Send the registration at growing intervals until the scheduler accepts it."""
         hello = Register(self.name, list(self.handlers), self.capacity, os.getpid(), host_socket.gethostname())
         end, pause = time.monotonic() + self.give_up_s, _FIRST_RETRY_S
         while not self.registered.is_set():
             left = end - time.monotonic()
             if left <= 0:
                 raise Rejected(
-                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s; giving up. Is the run still alive, and are"
-                    " its endpoint and keys the ones this worker was given?"
+                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s; giving up. Is the run still alive, and does"
+                    " this worker have its endpoint and keys?"
                 )
             self.send(hello)
             try:
@@ -221,7 +224,7 @@ class Service:
                     raise Rejected(f"{self.name}: the scheduler sent this worker away: {reason}")
                 self.registered.clear()
             case _:
-                pass  # a heartbeat's echo: that it came is all it says
+                pass  # the echo of a heartbeat, which only shows that the scheduler is alive
 
     def _accept(self, header: Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
@@ -258,6 +261,6 @@ class Service:
             log.exception("%s: %s failed", self.name, header.service)
             self.send(Error(header.id, "infrastructure", f"{type(error).__name__}: {error}"))
         finally:
-            # Room is free as soon as the answer is queued: the scheduler may use it before this task's callbacks run.
+            # The place is free as soon as the answer is queued, because the scheduler may use it before this task's callbacks run.
             self.calls.pop(header.id, None)
             timer.cancel()

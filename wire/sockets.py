@@ -1,6 +1,6 @@
-"""ZeroMQ sockets with CURVE keys: a peer without this run's keys never reaches the decoder.
+"""ZeroMQ sockets with CURVE keys: a message from a peer without this run's keys never reaches the decoder.
 
-The scheduler binds a ROUTER, workers connect a DEALER. ``RunKeys`` is a folder of 0600 files made at the start of a run.
+The scheduler binds a ROUTER and each worker connects a DEALER. ``RunKeys`` is a folder of 0600 files, created when the run starts.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from wire.arrays import Frame, Limits
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _BURST = 64
-"""Messages handled before other coroutines get their turn."""
+"""The number of messages handled before other coroutines get their turn."""
 
 
 class RunKeys(msgspec.Struct, frozen=True):
-    """CURVE keys of one run (Z85 text): one pair for the scheduler, one shared by its workers."""
+    """The CURVE keys of one run (Z85 text): one pair for the scheduler and one pair that all its workers share."""
 
     server_public: bytes
     server_secret: bytes
@@ -30,7 +30,7 @@ class RunKeys(msgspec.Struct, frozen=True):
 
     @classmethod
     def create(cls, folder: Path) -> "RunKeys":
-        """Make new keys in ``folder`` (0700), or load those that are there (a resumed run keeps its keys)."""
+        """Create keys in ``folder`` (0700), or load the existing ones (a resumed run keeps its keys)."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if all((folder / name).exists() for name in cls.__struct_fields__):
             return cls.load(folder)
@@ -43,7 +43,7 @@ class RunKeys(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, folder: Path) -> "RunKeys":
-        """Read the keys of a run; raises FileNotFoundError with the remedy when there are none."""
+        """Read the keys of a run. Raises FileNotFoundError, which says what to check, when there are none."""
         try:
             return cls(*((folder / name).read_bytes() for name in cls.__struct_fields__))
         except FileNotFoundError as error:
@@ -61,10 +61,10 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 class Pump:
-    """A socket on the event loop: every message goes to one callback, sends never wait.
+    """A socket on the event loop: ``listen`` passes every message to one callback until ``stop``, and ``send`` never waits.
 
-    ZeroMQ's descriptor is edge-triggered and a send may swallow an edge, so a wake-up reads until nothing is left and a send asks for
-    one more wake-up. The queues are unbounded (see ``_configure``), so a send cannot find them full.
+    ZeroMQ's descriptor is edge-triggered and a send may swallow an edge. A wake-up therefore reads until no message is left, and a send
+    requests one more wake-up. The queues are unbounded (see ``_configure``), so they are never full when a message is sent.
     """
 
     def __init__(self, socket: zmq.Socket, lead: int):
@@ -74,7 +74,7 @@ class Pump:
         self._woken = False
 
     def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
-        """Hand every message to ``deliver`` from now on. The future ends with the exception it raises, if it does."""
+        """Pass every message to ``deliver`` from now on. If ``deliver`` raises an exception, the future ends with it."""
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -83,7 +83,7 @@ class Pump:
         return self.ended
 
     def send(self, frames: Iterable[Frame]) -> None:
-        """Queue one message. Frames of 64 KiB and more are not copied: leave their buffers unchanged."""
+        """Queue one message. Frames of 64 KiB and more are not copied, so their buffers must stay unchanged."""
         socket, last = self.socket, None
         for frame in frames:
             if last is not None:
@@ -94,7 +94,7 @@ class Pump:
         self._wake_soon()
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor())
         self._loop = self._deliver = None
@@ -117,7 +117,7 @@ class Pump:
         except zmq.Again:
             return
         except BaseException as error:  # noqa: BLE001 the event loop would only log it
-            # Not swallowed: whoever listens awaits this future, and nothing is delivered after it.
+            # The caller of ``listen`` awaits this future and sees the exception; no message is delivered after it.
             self.stop()
             if not self.ended.done():
                 self.ended.set_exception(error)
@@ -125,7 +125,7 @@ class Pump:
         self._wake_soon()
 
     def _receive(self) -> list[Frame]:
-        """The next message; raises zmq.Again when there is none. Identity, header and body are copied, arrays are not."""
+        """Return the next message. Raises zmq.Again when there is none. Identity, header and body are copied, arrays are not."""
         socket = self.socket
         frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
         while socket.getsockopt(zmq.RCVMORE):
@@ -137,7 +137,7 @@ class Pump:
 
 
 class Router(Pump):
-    """The scheduler's bound socket. ``endpoint`` is the address workers connect to (port 0 binds a free one)."""
+    """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0 binds a free port)."""
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
         if keys is None and not _is_loopback(bind):
@@ -158,12 +158,12 @@ class Router(Pump):
         except zmq.ZMQError as error:
             self.close()
             raise OSError(
-                f"cannot bind {bind}: {error.strerror}. Stop what uses it, or take a free port with port 0"
+                f"cannot bind {bind}: {error.strerror}. Stop the process that uses it, or take a free port with port 0"
             ) from None
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
-        """Close at once; unsent messages are dropped."""
+        """Close at once and drop unsent messages."""
         self.stop()
         self.socket.close(linger=0)
         if self.authenticator is not None:
@@ -172,7 +172,7 @@ class Router(Pump):
 
 
 class Dealer(Pump):
-    """A worker's connected socket; ``identity`` is the worker's name made unique by its process id."""
+    """A worker's connected socket. ``identity`` is the worker's name with its process id and a random part, which make it unique."""
 
     def __init__(self, endpoint: str, keys: RunKeys | None, identity: bytes, limits: Limits = Limits()):
         self.context = zmq.Context()
@@ -186,13 +186,13 @@ class Dealer(Pump):
         self.socket.connect(endpoint)
 
     def close(self, linger_ms: int = 500) -> None:
-        """Close, giving the last messages (Goodbye) ``linger_ms`` to leave; it waits only while some are unsent."""
+        """Close. The last messages (Goodbye) get ``linger_ms`` milliseconds to leave; there is no wait when all have left."""
         self.stop()
         self.context.destroy(linger=linger_ms)
 
 
 class _Allow:
-    """CURVE credentials provider that knows exactly one client key."""
+    """A CURVE credentials provider that accepts exactly one client key."""
 
     def __init__(self, client_public: bytes):
         self.client_public = client_public
@@ -203,7 +203,7 @@ class _Allow:
 
 def _configure(socket: zmq.Socket, limits: Limits) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
-    # In-flight work is bounded by credits, so the queues need no bound of their own.
+    # The number of open requests is bounded by credits, so the queues need no bound of their own.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)

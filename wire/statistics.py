@@ -1,25 +1,25 @@
-"""SLATE's advantage, which the scheduler selects by and the learner trains on, and the statistics it is made of."""
+"""SLATE's advantage and the statistics behind it. The scheduler selects candidates by this advantage and the learner trains on it."""
 
 import numpy as np
 
 
 def centre(values: np.ndarray) -> np.ndarray:
-    """x - mean; exactly 0 where all values are equal, so that rounding is never scaled up or trained on."""
+    """Return x - mean. When all values are equal the result is exactly 0, so that a rounding error is never scaled up or trained on."""
     return values - values.mean() if np.ptp(values) > 0 else np.zeros(len(values))
 
 
 def standardise(values: np.ndarray, std: bool = True, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
-    """(x - mean) / (std + eps), or x - mean; 0 for a single value, which has nothing to be compared with."""
+    """Return (x - mean) / (std + eps), or x - mean when ``std`` is False. A single value gives 0: there is nothing to compare it with."""
     centred = centre(values)
     return centred / (values.std(ddof=ddof) + eps) if std and len(values) > 1 else centred
 
 
 def among_siblings(rewards: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
-    """The advantage of each candidate of one step over its siblings [candidates] (SLATE eq. 4, methods.md 1.1); of a single candidate its reward.
+    """Return the advantage of each candidate of one step over its siblings [candidates] (SLATE eq. 4, methods.md 1.1).
 
-    A candidate without a reward (NaN) enters no statistic and gets 0.
+    The advantage of a single candidate is its reward. A candidate without a reward (NaN) enters no statistic and gets 0.
     """
-    there, advantages = np.isfinite(rewards), np.zeros(len(rewards))
-    if there.any():
-        advantages[there] = rewards if len(rewards) == 1 else standardise(rewards[there], True, ddof, eps)
+    valid, advantages = np.isfinite(rewards), np.zeros(len(rewards))
+    if valid.any():
+        advantages[valid] = rewards if len(rewards) == 1 else standardise(rewards[valid], True, ddof, eps)
     return advantages

@@ -1,9 +1,10 @@
-"""What starts, and what of it is computed in a step.
+"""Decide which requests start, and which of their prompt tokens a step computes.
 
-    waiting -> prefilling (rows reserved, cached pieces copied) -> ready (the whole prompt computed, or found in the cache)
+    waiting -> prefilling (rows reserved, cached pieces copied) -> ready (the whole prompt is computed or was in the cache)
 
-A request starts when its samples have places and memory. One whose prefix another is computing waits until that is in the cache, so
-that it is computed once. A step computes at most ``prefill_tokens`` prompt tokens, first come first served, beside all decoding rows.
+A request starts when there are places and memory for its samples. If another request is computing the same prefix, the request waits until
+the prefix is in the cache, so that it is computed once. A step computes all decoding rows and at most ``prefill_tokens`` prompt tokens, first
+come, first served.
 """
 
 import collections
@@ -14,11 +15,11 @@ from actors.engines.radix import RadixCache, common_length
 from actors.engines.samples import Waiting
 
 _IDEAL_BYTES = 2**26
-"""Of the record of prompts that counts what an ideal cache would compute: 16 million tokens of one policy version."""
+"""The size of the record that counts the tokens which an ideal cache would compute: 16 million tokens of one policy version."""
 
 
 class Admission:
-    """Waiting and prefilling requests. places: samples that may run together; all of a request's are taken at once."""
+    """Waiting and prefilling requests. places: samples that may still start; a request takes the places of all its samples at once."""
 
     def __init__(self, memory: Memory, places: int, prefill_tokens: int, counts: collections.Counter[str]):
         self.memory, self.prefill_tokens, self.counts = memory, prefill_tokens, counts
@@ -31,7 +32,7 @@ class Admission:
         return bool(self.waiting or self.prefilling)
 
     def admit(self, version: int) -> None:
-        """Move what can start from waiting to prefilling."""
+        """Move the requests that can start from waiting to prefilling."""
         later: list[Waiting] = []
         tokens = sum(self._missing(waiting) for waiting in self.prefilling)
         while self.waiting and tokens < self.prefill_tokens and self.waiting[0].request.n <= self.places:
@@ -46,26 +47,26 @@ class Admission:
         self.waiting.extendleft(reversed(later))
 
     def chunks(self) -> list[Chunk]:
-        """This step's prompt tokens, in the order of their rows."""
+        """Return this step's prompt tokens, in the order of their rows."""
         left = self.prefill_tokens
-        made: list[Chunk] = []
+        chunks: list[Chunk] = []
         for waiting in self.prefilling:
             count = min(left, self._missing(waiting))
             if count:
-                made.append(Chunk(waiting.prefix, count))
+                chunks.append(Chunk(waiting.prefix, count))
                 left -= count
         self.counts["prefilled_tokens"] += self.prefill_tokens - left
-        return [chunk for group in grouped(made) for chunk in group]
+        return [chunk for group in grouped(chunks) for chunk in group]
 
     def ready(self) -> list[Waiting]:
-        """Take out the requests whose prompt is whole."""
+        """Remove and return the requests whose whole prompt is computed."""
         done = [waiting for waiting in self.prefilling if not self._missing(waiting)]
         if done:
             self.prefilling = [waiting for waiting in self.prefilling if self._missing(waiting)]
         return done
 
     def remove(self, waiting: Waiting) -> None:
-        """Forget a request that no sample runs for."""
+        """Forget a request of which no sample runs yet."""
         if waiting in self.waiting:
             self.waiting.remove(waiting)
         elif waiting in self.prefilling:
@@ -75,7 +76,7 @@ class Admission:
             self.places += waiting.request.n
 
     def clear(self) -> None:
-        """Forget all, as when every request has failed."""
+        """Forget all requests, after every request has failed."""
         self.waiting.clear()
         self.prefilling.clear()
         self.places = self._all_places
@@ -88,21 +89,21 @@ class Admission:
 
     def _start(self, waiting: Waiting, version: int) -> bool:
         request, prompt = waiting.request, waiting.prompt
-        found = self.memory.cache.match(prompt)  # before memory is made for it: what was just used is evicted last
+        match = self.memory.cache.match(prompt)  # before the reservation, because segments just used are evicted last
         shelves = self.memory.reserve(len(prompt), request.n, request.sampling.max_tokens)
         if shelves is None:
             return False
         prefix, waiting.tails = shelves
         waiting.prefix, waiting.version = prefix.put(waiting), version
-        if found.length == len(prompt) and found.ending is None:  # the last token's hidden state is needed in any case
-            found.length -= 1
-        for piece in found.pieces:
-            waiting.prefix.write(piece[:, :, :, : found.length - waiting.prefix.length])
-        waiting.cached, waiting.ending = found.length, found.ending
+        if match.length == len(prompt) and match.ending is None:  # the last token's hidden state is needed in any case
+            match.length -= 1
+        for piece in match.pieces:
+            waiting.prefix.write(piece[:, :, :, : match.length - waiting.prefix.length])
+        waiting.cached, waiting.ending = match.length, match.ending
         self.places -= request.n
         self.prefilling.append(waiting)
         self.counts["prompt_tokens"] += len(prompt)
-        self.counts["cached_tokens"] += found.length
+        self.counts["cached_tokens"] += match.length
         self.counts["ideal_prefill_tokens"] += self.ideal.insert(prompt)
         return True
 

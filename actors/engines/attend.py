@@ -1,8 +1,8 @@
-"""Attention of one step: every branch of a request over its prefix, read once for all of them, merged with its own new tokens.
+"""The attention of one step. The prefix of a request is read once for all branches, and the result is merged with each branch's new tokens.
 
-A query's past is the prefix of its request; its own tokens are a sample's tail, or the earlier tokens of its chunk of a prompt. The
-two softmaxes are merged by their log-sum-exp, which is exact; a tail that stands behind its prefix needs no second one. Prefixes of one
-shelf are one batched call, padded by a mask.
+The past of a query is the prefix of its request. Its own tokens are a sample's tail or the earlier tokens of its chunk of a prompt. The
+softmaxes over past and own tokens are merged exactly by their log-sum-exp. A tail that stands behind its prefix in the same row needs only
+one softmax. All prefixes of one shelf are one batched call, padded by a mask.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ ATTENTION = "coppice_branches"
 
 
 class Chunk(msgspec.Struct):
-    """``count`` tokens of a prompt that follow the ``prefix.length`` ones already computed."""
+    """``count`` tokens of a prompt, which follow the ``prefix.length`` tokens that are already computed."""
 
     prefix: Stretch
     count: int
 
 
 class _Padded:
-    """Rows of a step as groups of equal size, [groups, widest]; a short group repeats some row, which is not read back."""
+    """Rows of a step as groups of equal size, [groups, widest]. A short group is filled with copies of some row, which are not read back."""
 
     def __init__(self, groups: Sequence[Sequence[int]], device: torch.device):
         self.widest = max(len(group) for group in groups)
@@ -40,19 +40,19 @@ class _Padded:
             self._back = torch.tensor([placed[row] for row in self.rows], device=device)
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, head_dim] -> [groups, widest, heads, head_dim]."""
+        """Map [rows, heads, head_dim] to [groups, widest, heads, head_dim]."""
         count = self.groups * self.widest
         taken = rows[self.first : self.first + count] if self.plain else rows[self._into]
         return taken.view(self.groups, self.widest, *rows.shape[1:])
 
     def collect(self, spread: torch.Tensor) -> torch.Tensor:
-        """[groups, widest, ...] -> [rows, ...] in the order of the step."""
+        """Map [groups, widest, ...] to [rows, ...] in the order of the step."""
         flat = spread.reshape(self.groups * self.widest, *spread.shape[2:])
         return flat if self.plain else flat[self._back]
 
 
 class _Past:
-    """Queries over the first ``lengths`` tokens of rows of one shelf; each row's queries are a group."""
+    """Queries over the first ``lengths`` tokens of rows of one shelf. The queries of each row are a group."""
 
     def __init__(self, shelf: Shelf, rows: Sequence[int], lengths: Sequence[int], queries: Sequence[Sequence[int]]):
         self.shelf, device = shelf, shelf.kv.device
@@ -63,11 +63,11 @@ class _Past:
         self.rows = slice(rows[0], rows[0] + len(rows)) if following else torch.tensor(rows, device=device)
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [rows, heads, head_dim] and log-sum-exps [rows, heads] of its queries."""
+        """Return the outputs [rows, heads, head_dim] and log-sum-exps [rows, heads] of the queries."""
         keys, values = self.shelf.kv[layer][:, :, :, : self.longest][:, self.rows]
         kv_heads, width = keys.shape[1], keys.shape[3]
         groups, widest, heads = self.padded.groups, self.padded.widest, query.shape[1]
-        # The queries of all branches, and of all query heads of one key head, stand where query positions would.
+        # The queries of all branches and of all query heads of one key head take the place of query positions.
         folded = self.padded.spread(query).view(groups, widest, kv_heads, heads // kv_heads, width).transpose(1, 2)
         out, lse = _attention(folded.reshape(groups, kv_heads, -1, width), keys, values, self.mask, False, scale)
         out = out.reshape(groups, kv_heads, widest, -1, width).transpose(1, 2).reshape(groups, widest, heads, width)
@@ -76,7 +76,7 @@ class _Past:
 
 
 class _Behind:
-    """One new token for each tail behind its prefix, over both."""
+    """One new token of each tail that stands behind its prefix. It attends to prefix and tail in one call."""
 
     def __init__(self, tails: Behind, first: int):
         prefixes: list[Stretch] = [tail.owner.owner.prefix for tail in tails.held]
@@ -91,13 +91,13 @@ class _Behind:
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``_Tails.attend``."""
+        """Like ``_Tails.attend``."""
         self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.own]
         return self.past.attend(layer, query, scale)
 
 
 class _Tails:
-    """One new token for each tail of a shelf, over that tail."""
+    """One new token of each tail of a shelf, which attends to that tail."""
 
     def __init__(self, shelf: Shelf, first: int):
         self.shelf, self.first, self.count = shelf, first, len(shelf.held)
@@ -112,13 +112,13 @@ class _Tails:
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """query [rows, heads, head_dim], new [rows, 2, kv_heads, head_dim] -> as ``_Past.attend``."""
+        """Like ``_Past.attend``. query: [rows, heads, head_dim]. new: [rows, 2, kv_heads, head_dim], the keys and values of the new tokens."""
         own = slice(self.first, self.first + self.count)
         kv = self.shelf.kv[layer]
         kv[:, self.index, :, self.ends] = new[own]
         keys, values = kv[:, : self.count, :, : self.longest]
         heads, width = query.shape[1:]
-        # A batch of key heads: the output then has the order of the query heads, and no copy is made.
+        # The batch is over key heads, so the output has the order of the query heads and no copy is needed.
         folded = query[own].reshape(self.count * keys.shape[1], 1, -1, width)
         keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
         out, lse = _attention(folded, keys, values, self.mask, False, scale)
@@ -126,7 +126,7 @@ class _Tails:
 
 
 class _Chunks:
-    """Chunks of prompts whose prefixes stand on one shelf, each token over itself and the earlier ones of its chunk."""
+    """Chunks of prompts whose prefixes stand on one shelf. Each token attends to itself and the earlier tokens of its chunk."""
 
     def __init__(self, chunks: Sequence[Chunk], first: int):
         self.shelf = chunks[0].prefix.shelf
@@ -144,7 +144,7 @@ class _Chunks:
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``_Tails.attend``."""
+        """Like ``_Tails.attend``."""
         self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.padded.first : self.end]
         keys, values = self.padded.spread(new).permute(2, 0, 3, 1, 4)
         shared = query.shape[1] // keys.shape[1]
@@ -156,10 +156,10 @@ class _Chunks:
 
 
 class Plan:
-    """One step: a token for each tail, shelf by shelf, then the chunks' tokens in the order of ``chunks``."""
+    """The attention of one step, built once and used by every layer. Its rows: one token per tail, shelf by shelf, then the chunks' tokens."""
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
-        """chunks: those of one shelf and of similar length (see ``grouped``) follow each other."""
+        """chunks: chunks of one shelf and of similar length (see ``grouped``) must follow each other."""
         self._own: list[_Behind | _Tails | _Chunks] = []
         self._past: list[_Past] = []
         rows = 0
@@ -179,19 +179,19 @@ class Plan:
             lengths = [shelf.held[row].length for row in places]
             self._past.append(_Past(shelf, places, lengths, [queries[row] for row in places]))
         for group in grouped(chunks):
-            made = _Chunks(group, rows)
-            self._own.append(made)
-            later = [(c, q) for c, q in zip(group, made.queries, strict=True) if c.prefix.length]
+            part = _Chunks(group, rows)
+            self._own.append(part)
+            later = [(c, q) for c, q in zip(group, part.queries, strict=True) if c.prefix.length]
             if later:
                 places, lengths = [c.prefix.row for c, _ in later], [c.prefix.length for c, _ in later]
-                self._past.append(_Past(made.shelf, places, lengths, [q for _, q in later]))
-            rows = made.end
+                self._past.append(_Past(part.shelf, places, lengths, [q for _, q in later]))
+            rows = part.end
         covered = [row for past in self._past for row in past.padded.rows]
         everything = covered == list(range(rows))
         self._covered = None if everything or not covered else torch.tensor(covered, device=_device(tails, chunks))
 
     def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
-        """query [rows, heads, head_dim], new (keys and values) [rows, 2, kv_heads, head_dim] -> [rows, heads, head_dim]."""
+        """Map query [rows, heads, head_dim] and new keys and values [rows, 2, kv_heads, head_dim] to outputs [rows, heads, head_dim]."""
         out, lse = _joined([part.attend(layer, query, new, scale) for part in self._own])
         if not self._past:
             return out
@@ -203,12 +203,12 @@ class Plan:
 
 
 def _device(tails: Sequence[Shelf], chunks: Sequence[Chunk]) -> torch.device:
-    """Where the step is computed."""
+    """Return the device on which the step is computed."""
     return (tails[0] if tails else chunks[0].prefix.shelf).kv.device
 
 
 def grouped(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Chunks that are computed in one padded call: of one shelf, and at most twice as long as each other."""
+    """Group chunks for padded calls. The chunks of a group are on one shelf, and none is more than twice as long as another."""
     groups: dict[tuple[Shelf, int], list[Chunk]] = {}
     for chunk in chunks:
         groups.setdefault((chunk.prefix.shelf, chunk.count.bit_length()), []).append(chunk)
@@ -222,7 +222,7 @@ def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
 
 
 def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Tensor | None:
-    """0 where a key counts, -inf beyond each length: [rows, 1, 1, longest]; None when all are equally long."""
+    """Return a mask [rows, 1, 1, longest]: 0 for keys within each length, -inf beyond; None when all lengths are equal."""
     if min(lengths) == longest:
         return None
     ends = torch.tensor(lengths, device=like.device)[:, None]
@@ -234,7 +234,7 @@ def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Ten
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [batch, heads, queries, head_dim] and float32 log-sum-exps [batch, heads, queries]."""
+    """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps [batch, heads, queries]."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
@@ -245,7 +245,7 @@ def _attention(
 def by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by plain matrix products, on any device."""
+    """Compute the same as ``_attention`` by plain matrix products, on any device."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores += mask
@@ -266,7 +266,7 @@ def attention(
     plan: Plan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function registered with transformers; without a plan it is plain causal attention."""
+    """The attention function that is registered with transformers. Without a plan it is plain causal attention."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if plan is not None:
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]

@@ -1,4 +1,4 @@
-"""What no engine can do, refused before it is tried."""
+"""Refuse requests that no engine can serve, before an engine tries."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from wire.faults import DataFault
 from wire.messages import GenerateRequest
 
 MOST_TOP = 20
-"""Of ``Sampling.top_logprobs``: what the OpenAI protocol allows."""
+"""The largest ``Sampling.top_logprobs``, as in the OpenAI protocol."""
 
 
 def request(asked: GenerateRequest, most: int, longest: int) -> None:
-    """Raises DataFault for a request that can never work. most: samples together; longest: tokens of prompt and continuation."""
+    """Raises DataFault for a request that can never work. most: samples of a request. longest: tokens of prompt and continuation."""
     sampling, prompt = asked.sampling, len(asked.tokens)
     if not 1 <= asked.n <= most:
         raise DataFault(f"n={asked.n}: expected 1 to actors.max_batch={most}")
@@ -31,9 +31,9 @@ def request(asked: GenerateRequest, most: int, longest: int) -> None:
 
 
 def tokens(ids: np.ndarray, vocabulary: int, folder: Path) -> None:
-    """Raises DataFault for none, and for ids that the model's embedding (``vocabulary`` rows, 0: unknown) does not have.
+    """Raises DataFault for an empty list, and for ids outside the model's embedding. vocabulary: its rows, 0 when unknown.
 
-    Such an id would fail inside the model, for every request of the step.
+    Such an id would fail inside the model and fail every request of the step.
     """
     if not len(ids):
         raise DataFault("0 tokens: expected at least one")

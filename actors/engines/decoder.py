@@ -1,7 +1,7 @@
-"""The forward of a step: transformers' own modules, or, for the plainest architectures, the same operations with less around them.
+"""The forward of a step: the modules of transformers, or, for the plainest architectures, the same operations with less overhead.
 
-Llama, Qwen2 and Qwen3 differ in a bias and two norms. For them query, key and value are one matrix product and rotary angles come from
-a table; a step of 32 tokens is a tenth faster, one of a tiny model several times. Other models run through their own code.
+Llama, Qwen2 and Qwen3 differ only in a bias and two norms. For them, query, key and value are one matrix product and the rotary angles come
+from a table. A step of 32 tokens is a tenth faster, and a step of a tiny model several times faster. Other models run their own code.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from actors.engines.attend import Plan
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048
-"""Of the output embedding multiplied at once on a CPU: one product of 49,152 rows is a fifth slower than many small ones."""
+"""Rows of the output embedding that one product takes on a CPU. One product of 49,152 rows is a fifth slower than many small ones."""
 
 
 def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
-    """The decoder of a causal language model for positions below ``longest``."""
+    """Return the decoder of a causal language model for positions below ``longest``."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     plain = type(model).__name__ in PLAIN and getattr(rotary, "rope_type", "") in (
         "default",
@@ -29,19 +29,19 @@ def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
 
 
 class WholeDecoder:
-    """Any model whose attention goes through transformers' interface."""
+    """Runs any model whose attention goes through transformers' interface."""
 
     def __init__(self, model: Any):
         self._decoder = model.get_decoder()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
         """tokens and positions [rows] -> final hidden states [rows, hidden]."""
-        made = self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
-        return made.last_hidden_state[0]
+        output = self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
+        return output.last_hidden_state[0]
 
 
 class PlainDecoder:
-    """Llama, Qwen2, Qwen3. The model's parameters become views of the fused ones, so that new weights are copied into both."""
+    """Runs Llama, Qwen2 and Qwen3. The model's parameters become views of the fused ones, so that new weights reach both."""
 
     def __init__(self, model: Any, longest: int):
         inner = model.get_decoder()
@@ -50,11 +50,11 @@ class PlainDecoder:
         positions = torch.arange(longest, device=model.device)[None]
         cos, sin = inner.rotary_emb(self._embed.weight[:1], positions)
         half = sin.shape[-1] // 2
-        # rotate_half(x) * sin is x rolled by half a head times sin with its first half negated.
+        # rotate_half(x) * sin equals x, rolled by half a head, times sin with its first half negated.
         self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """As ``WholeDecoder.forward``."""
+        """Like ``WholeDecoder.forward``."""
         hidden = functional.embedding(tokens, self._embed.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for number, layer in enumerate(self._layers):
@@ -66,7 +66,7 @@ class _Layer:
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.qkv = _turned([part.weight for part in parts])
+        self.qkv = _transposed([part.weight for part in parts])
         self.qkv_bias = None
         if parts[0].bias is not None:
             self.qkv_bias = _shared([part.bias for part in parts], torch.cat([part.bias for part in parts]))
@@ -74,7 +74,7 @@ class _Layer:
         self.heads, self.kv_heads = (len(part.weight) // self.width for part in parts[:2])
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
         self.norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        _turned([attention.o_proj.weight])
+        _transposed([attention.o_proj.weight])
         self.mixed, self.down = _Added(attention.o_proj), _Added(mlp.down_proj)
         self.gate, self.up, self.activation = mlp.gate_proj, mlp.up_proj, mlp.act_fn
 
@@ -83,17 +83,17 @@ class _Layer:
     ) -> torch.Tensor:
         """hidden [rows, hidden], changed in place; cos and sin [rows, 1, head_dim]."""
         rows = len(hidden)
-        made = torch.mm(_normed(hidden, self.before), self.qkv)
+        qkv = torch.mm(_normed(hidden, self.before), self.qkv)
         if self.qkv_bias is not None:
-            made += self.qkv_bias
-        made = made.view(rows, -1, self.width)
-        turned = made[:, : self.heads + self.kv_heads]
+            qkv += self.qkv_bias
+        qkv = qkv.view(rows, -1, self.width)
+        rotated = qkv[:, : self.heads + self.kv_heads]
         if self.norms[0] is not None:
-            for part, norm in zip(turned.split([self.heads, self.kv_heads], 1), self.norms, strict=True):
+            for part, norm in zip(rotated.split([self.heads, self.kv_heads], 1), self.norms, strict=True):
                 part.copy_(_normed(part, norm))
-        torch.addcmul(turned * cos, turned.roll(self.width // 2, -1), sin, out=turned)
-        new = made[:, self.heads :].view(rows, 2, self.kv_heads, self.width)
-        attended = plan.attend(number, made[:, : self.heads], new, self.scale)
+        torch.addcmul(rotated * cos, rotated.roll(self.width // 2, -1), sin, out=rotated)
+        new = qkv[:, self.heads :].view(rows, 2, self.kv_heads, self.width)
+        attended = plan.attend(number, qkv[:, : self.heads], new, self.scale)
         hidden = self.mixed.to(hidden, attended.reshape(rows, -1))
         normed = _normed(hidden, self.between)
         gate = self.activation(functional.linear(normed, self.gate.weight, self.gate.bias))
@@ -101,20 +101,20 @@ class _Layer:
 
 
 class _Added:
-    """A linear layer whose output is added to the residual stream, in the same product where it has no bias."""
+    """A linear layer whose output is added to the residual stream. Without a bias, product and addition are one operation."""
 
     def __init__(self, linear: Any):
         self.linear = linear
-        self.turned = linear.weight.t()
+        self.transposed = linear.weight.t()
 
     def to(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if self.linear.bias is not None:
             return hidden + functional.linear(rows, self.linear.weight, self.linear.bias)
-        return hidden.addmm_(rows, self.turned)
+        return hidden.addmm_(rows, self.transposed)
 
 
-def _turned(weights: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Store weights [out, in] side by side as one [in, out]: a tenth faster for few rows. The parameters become views of it."""
+def _transposed(weights: list[torch.nn.Parameter]) -> torch.Tensor:
+    """Store weights [out, in] side by side as one [in, out], of which they become views. Products of few rows are a tenth faster."""
     return _shared(weights, torch.cat([weight.data for weight in weights]).t().contiguous().t()).t()
 
 
@@ -125,7 +125,7 @@ def _shared(parameters: list[torch.nn.Parameter], whole: torch.Tensor) -> torch.
 
 
 def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """The root-mean-square norm, in float32 as transformers does it, with fewer passes over the rows."""
+    """Return the root-mean-square norm, in float32 like transformers, with fewer passes over the rows."""
     length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
     scale = (length.square_() / hidden.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
     if hidden.dtype == torch.float32:
@@ -134,20 +134,20 @@ def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 class Head:
-    """The output embedding, into memory that is kept: a step's logits are megabytes, and new pages cost more than their use."""
+    """The output embedding. It reuses the memory of its result, because a step's logits are megabytes and new pages cost more than their use."""
 
     def __init__(self, model: Any):
         self._linear = model.get_output_embeddings()
         self._kept = self._linear.weight.new_empty(0, len(self._linear.weight))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [rows, hidden] -> [rows, vocabulary], overwritten by the next call."""
+        """Map final hidden states [rows, hidden] to logits [rows, vocabulary], which the next call overwrites."""
         weight = self._linear.weight
         if hidden.device.type != "cpu" or self._linear.bias is not None:
             return self._linear(hidden)
         if len(self._kept) < len(hidden):
             self._kept = hidden.new_empty(len(hidden), len(weight))
-        made = self._kept[: len(hidden)]
+        logits = self._kept[: len(hidden)]
         for first in range(0, len(weight), _HEAD_ROWS):
-            torch.mm(hidden, weight[first : first + _HEAD_ROWS].t(), out=made[:, first : first + _HEAD_ROWS])
-        return made
+            torch.mm(hidden, weight[first : first + _HEAD_ROWS].t(), out=logits[:, first : first + _HEAD_ROWS])
+        return logits

@@ -1,7 +1,8 @@
-"""A player behind any OpenAI-compatible chat endpoint, as an engine: for measuring models that are served elsewhere.
+"""Any OpenAI-compatible chat endpoint as an engine, to measure models that are served elsewhere.
 
-Its tokens are UTF-8 bytes. A prompt is its chat messages as JSON (``EndpointText``), which ``EndpointEngine`` reads back from the
-prefix; so it plays environments that show a fresh prompt each turn. Log-probabilities are zeros: nothing can be trained on them.
+The tokens of this engine are UTF-8 bytes. A prompt is a list of chat messages as JSON (``EndpointText``), which ``EndpointEngine`` reads back
+from the prefix. It can therefore play only environments that show a fresh prompt each turn. All log-probabilities are 0, so its samples
+cannot be trained on.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResu
 
 _PATH = "/chat/completions"
 _SEEDS = 2**31
-"""Some servers keep a seed in 32 bits."""
+"""Seeds are below this number, because some servers store a seed in 32 bits."""
 _ESCAPED_SPLIT = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(SPLIT):04x}")
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where and how to ask. url: up to /v1. api_key_env: the environment variable that holds the key ("" for none).
+    """An endpoint and its settings. url: the URL up to /v1. api_key_env: the environment variable that holds the key ("" for none).
 
-    timeout_s: of one attempt. backoff_s: the wait after the first failure, doubled each time. fields: more of the request's body.
+    timeout_s: limit of one attempt. backoff_s: pause after the first failure, doubled each time. fields: additional fields of the request.
     """
 
     url: str
@@ -42,29 +43,28 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class EndpointText:
-    """Text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` stands as it is."""
+    """Encodes text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` is not escaped."""
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [bytes]."""
+        """Return the text's bytes as int32 [bytes]."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of bytes."""
+        """Return the text of bytes."""
         return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def prompt(self, messages: list[dict[str, str]], thinking: bool = True) -> str:
-        """The messages as JSON. thinking: has no effect here, the endpoint renders its own template."""
-        return _ESCAPED_SPLIT.sub(lambda found: found[1] + SPLIT, json.dumps(messages, ensure_ascii=False))
+        """Return the messages as JSON. thinking: has no effect, because the endpoint renders its own template."""
+        return _ESCAPED_SPLIT.sub(lambda match: match[1] + SPLIT, json.dumps(messages, ensure_ascii=False))
 
 
 class EndpointEngine:
-    """Implements ``actors.engines.base.Engine``, but for ``load``, which a chat endpoint does not offer."""
+    """Implements ``actors.engines.base.Engine`` except ``load``, which a chat endpoint does not offer."""
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint, self.text = endpoint, EndpointText()
         self.counts: Counter[str] = Counter()
-        wanted = f"does the URL end where {_PATH} begins, and is {endpoint.model!r} served there?"
-        remedies = {404: wanted}
+        remedies = {404: f"does the URL end where {_PATH} begins, and is {endpoint.model!r} served there?"}
         if not endpoint.api_key_env:
             remedies[401] = "it wants an API key: name its variable with --api-key-env"
         self.client = JsonClient(
@@ -79,11 +79,11 @@ class EndpointEngine:
         self.url = f"{self.client.url}{_PATH}"
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ValueError naming the variable when the API key is not set."""
+        """Open the connection pool. Raises ValueError, which names the variable, when the API key is not set."""
         await self.client.start()
 
     async def died(self) -> str:
-        """Never returns: it ends with its process."""
+        """Never returns, because this engine lives as long as its process."""
         return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
@@ -93,8 +93,8 @@ class EndpointEngine:
     # ------------------------------------------------------------------------------------------ requests
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """``request.n`` replies; ``on_tokens`` sees each whole. Raises DataFault for what the endpoint refuses, InfrastructureFault
-        after the last attempt."""
+        """Return ``request.n`` replies. ``on_tokens`` gets each reply at once. Raises DataFault when the endpoint refuses the request, and
+        InfrastructureFault after the last attempt."""
         sampling = request.sampling
         if sampling.constraint is not None:
             raise DataFault(
@@ -109,7 +109,7 @@ class EndpointEngine:
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
         }
-        # What is not asked for is not sent: some servers refuse fields they do not know.
+        # Only fields that the request sets are sent, because some servers refuse fields that they do not know.
         body |= {"top_k": sampling.top_k} if sampling.top_k else {}
         body |= {"n": request.n} if request.n > 1 else {}
         body |= {"stop": sampling.stop} if sampling.stop else {}
@@ -130,11 +130,10 @@ class EndpointEngine:
         return GenerateResult(samples, prompt or len(request.tokens), cached)
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """A chat endpoint takes no weights."""
         raise InfrastructureFault(f"{self.url} is a chat endpoint: it takes no weights")
 
     def stats(self) -> dict[str, float]:
-        """Counters; see ``actors.engines.base``. Tokens are those of the replies' ``usage``; busy_s adds all requests up, with their retries."""
+        """Return counters, see ``actors.engines.base``. Tokens are counted by the replies' ``usage``; busy_s sums all requests and retries."""
         return {**self.counts, **self.client.counts, "busy_s": self.client.busy_s, "version": 0}
 
     # ------------------------------------------------------------------------------------------ inner workings
@@ -153,7 +152,7 @@ class EndpointEngine:
         return Sample(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), finish)
 
     def _count(self, usage: dict[str, Any]) -> tuple[int, int]:
-        """Counts the tokens of a reply; those of its prompt, and how many of them came from a cache."""
+        """Count the tokens of a reply. Return the number of prompt tokens, and how many of them came from a cache."""
         prompt = usage.get("prompt_tokens") or 0
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         self.counts["prompt_tokens"] += prompt
@@ -165,10 +164,10 @@ class EndpointEngine:
 
 
 def whole(choice: dict[str, Any], stop: list[str]) -> str:
-    """The reply with the stop string that ended it, which the protocol cuts off.
+    """Return the reply with the stop string that ended it, which the protocol cuts off.
 
-    vLLM and SGLang name it (stop_reason, matched_stop). Elsewhere "</tag>" is taken to have ended a text whose last "<tag>" is open.
-    A reply without content (a model that thought until its tokens were used up) is "".
+    vLLM and SGLang name the stop string (stop_reason, matched_stop). For other servers, a text whose last "<tag>" is open is assumed to have
+    ended with "</tag>". A reply without content (from a model that thought until its tokens were used up) is "".
     """
     text = choice["message"].get("content") or ""
     if choice.get("finish_reason") != "stop":

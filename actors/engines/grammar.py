@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens may come next, so that a continuation matches a regular expression or a JSON schema.
+"""Constrained decoding: only those tokens are allowed that let a continuation match a regular expression or a JSON schema.
 
 A ``Grammar`` belongs to one tokenizer and compiles constraints; a ``Matcher`` follows one sample:
 
@@ -7,8 +7,8 @@ A ``Grammar`` belongs to one tokenizer and compiles constraints; a ``Matcher`` f
         matcher.mask(logits)              # forbidden tokens become -inf
         matcher.accept(sample(logits))
 
-Regular expressions are Rust's: Unicode classes, ``.`` any character but a line feed, no look-around and no back-references.
-A continuation is always also a match in ``re``, but for ``\\w``, which has marks that Python's lacks.
+Regular expressions are Rust's: classes are Unicode, ``.`` is any character but a line feed, and there are no look-arounds or back-references.
+Every continuation also matches in Python's ``re``, except that ``\\w`` here includes marks that Python's ``\\w`` lacks.
 """
 
 import functools
@@ -23,17 +23,17 @@ from wire.faults import DataFault
 from wire.messages import Constraint
 
 KEPT = 64
-"""Compiled constraints kept: a run uses a handful, a server's clients may each bring their own."""
+"""The number of compiled constraints that are kept. A run uses a few, but each client of a server may have its own."""
 LONGEST = 50_000
-"""Characters of a constraint: a larger one would hold up every other sample while it compiles."""
+"""The most characters of a constraint. Compiling a longer one would delay every other sample."""
 _SHOWN = 200
 """Characters of a constraint shown in an error."""
 _JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
-"""Between JSON tokens. Bounded, because a weak model may never leave a whitespace that it may always continue."""
+"""The whitespace between JSON tokens. It is bounded, because a weak model might otherwise never stop writing whitespace."""
 
 
 class Matcher:
-    """Follows one continuation. ``mask``, then ``accept`` what was sampled, until ``done``."""
+    """Follows one continuation: call ``mask``, sample a token, call ``accept`` with it, and repeat until ``done``."""
 
     def __init__(self, inner: llguidance.LLMatcher, end_tokens: frozenset[int]):
         self._inner, self._end_tokens = inner, end_tokens
@@ -41,7 +41,7 @@ class Matcher:
     def mask(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to -inf, in place. logits: [vocabulary], on any device, of any float type.
 
-        End tokens stay allowed exactly where a match may end, and where nothing else is possible.
+        End tokens are allowed only where a match may end or where no other token is allowed.
         """
         allowed = self._allowed(len(logits))
         if not allowed.any():
@@ -49,25 +49,25 @@ class Matcher:
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """Go on behind ``token``, which the mask allowed. A forbidden one sets ``problem`` and ends the match."""
+        """Continue after ``token``, which the mask must have allowed. A forbidden token sets ``problem`` and ends the match."""
         self._inner.consume_token(token)
 
     @property
     def done(self) -> bool:
-        """Nothing but an end token can follow."""
+        """Whether only an end token can follow."""
         return self._inner.is_stopped()
 
     @property
     def problem(self) -> str:
-        """Why the match was given up (a grammar that grew too large on the way, a forbidden token); "" while all is well."""
+        """The reason why the match was given up (the grammar grew too large, or a token was forbidden), "" if it was not."""
         return _reason(self._inner.get_error()) if self._inner.is_error() else ""
 
     def copy(self) -> "Matcher":
-        """Another continuation from the same point."""
+        """Return a matcher for another continuation from the same point."""
         return Matcher(self._inner.deep_copy(), self._end_tokens)
 
     def allowed(self, vocabulary: int) -> list[int]:
-        """The tokens that may come next, for tests and for reading."""
+        """Return the tokens that may come next, for tests and for people."""
         return np.flatnonzero(self._allowed(vocabulary)).tolist()
 
     def _allowed(self, vocabulary: int) -> np.ndarray:
@@ -85,12 +85,12 @@ class Grammar:
         self._compiled = functools.lru_cache(KEPT)(self._compile)
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """A new match of ``constraint``. Raises DataFault naming what is wrong with it."""
+        """Return a new matcher of ``constraint``. Raises DataFault, which says what is wrong with the constraint."""
         return self._compiled(constraint).copy()
 
     @functools.cached_property
     def _words(self) -> llguidance.LLTokenizer:
-        """The tokenizer as bytes by token; built when the first constraint comes (a second for a large vocabulary)."""
+        """The bytes of each token. Built for the first constraint, because it takes a second for a large vocabulary."""
         size = max(self._vocabulary, 1 + max(self._tokenizer.get_vocab().values()))
         return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._end_tokens))
 
@@ -105,7 +105,9 @@ class Grammar:
             )
         inner = llguidance.LLMatcher(self._words, _source(constraint, named), log_level=0)
         matcher = Matcher(inner, self._end_tokens)
-        first = set(matcher.allowed(self._vocabulary))  # what is too large shows itself here, not at the first token
+        first = set(
+            matcher.allowed(self._vocabulary)
+        )  # computed now, so that a grammar that is too large is refused before the first token
         if matcher.problem:
             raise DataFault(f"{named}: {matcher.problem}")
         if first <= self._end_tokens and not inner.is_accepting():
@@ -114,7 +116,7 @@ class Grammar:
 
 
 def _source(constraint: Constraint, named: str) -> str:
-    """The constraint in the library's own grammar language."""
+    """Return the constraint in the library's own grammar language."""
     if constraint.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(constraint.text)
     try:
@@ -126,9 +128,9 @@ def _source(constraint: Constraint, named: str) -> str:
 
 
 def _reason(error: str) -> str:
-    """The library's message in one line, without the dump of its state and without the constraint, which is named anyway."""
-    said = " ".join(re.split(r"<state>|\d* \| start: /", error)[0].split())
-    if "NoExtension" in said:
+    """Return the library's message in one line, without the dump of its state and without the constraint, which our message already names."""
+    reason = " ".join(re.split(r"<state>|\d* \| start: /", error)[0].split())
+    if "NoExtension" in reason:
         return "no text of this tokenizer matches it"
-    said = said.rpartition("error: ")[2] if "error: " in said else said.rpartition("(in regex): ")[2]
-    return said[:_SHOWN]
+    reason = reason.rpartition("error: ")[2] if "error: " in reason else reason.rpartition("(in regex): ")[2]
+    return reason[:_SHOWN]

@@ -1,12 +1,12 @@
 """The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache, exact on any machine.
 
-A prompt's new tokens are prefilled once, whatever the number of samples and children, in chunks beside the samples that decode; a
-decode step reads a prefix once for all its branches. Weights are swapped between two steps: running samples keep the keys and values
-they have, their later tokens carry the new version, and the prefix cache starts anew, so no request reads another version's cache.
+A prompt's new tokens are prefilled once for all its samples and children, in chunks beside the samples that decode. A decode step reads a
+prefix once for all its branches. Weights are swapped between two steps: running samples keep their keys and values, their later tokens
+carry the new version, and the prefix cache is emptied, so that no request reads another version's cache.
 
-All compute runs on one thread; the coroutines only pass messages to it. What is where: ``thread`` what happens to what is asked when
-something fails, ``admission`` what starts, ``memory`` where keys and values stand, ``attend`` and ``decoder`` the forward of a step,
-``samples`` the requests themselves, ``sampling`` their next tokens.
+All computation runs on one thread, and the coroutines only pass messages to it. The parts: ``thread`` runs the steps and handles failures,
+``admission`` decides which requests start, ``memory`` holds keys and values, ``attend`` and ``decoder`` are the forward of a step,
+``samples`` holds the requests, and ``sampling`` draws their next tokens.
 """
 
 import asyncio
@@ -35,17 +35,17 @@ from actors.engines.sampling import pick, uniforms
 from actors.engines.thread import EngineThread
 from wire.faults import DataFault, InfrastructureFault
 from wire.hardware import compute_dtype
-from wire.messages import (
-    Constraint,
-    GenerateRequest,
-    GenerateResult,
-    LoadRequest,
-    LoadResult,
-)
+from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 
 class LocalEngine:
-    """Implements ``actors.engines.base.Engine`` for Llama, Qwen2, Qwen3 and models built like them."""
+    """Implements ``actors.engines.base.Engine`` for Llama, Qwen2, Qwen3 and models built like them.
+
+    engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
+    await engine.start()
+    result = await engine.generate(GenerateRequest(np.array([1, 2, 3], np.int32), 4, Sampling(max_tokens=16)))  # 4 samples
+    await engine.close()  # aborts open requests
+    """
 
     def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0):
         self.folder, self.config, self.seed = Path(model), config, seed
@@ -57,14 +57,14 @@ class LocalEngine:
         self._running = 0
         self._thread = EngineThread(self._has_work, self._timed_step, self._fail_open)
         self._open: set[Waiting] = set()
-        """Requests that have arrived at the thread and have not left it; the thread's own."""
+        """Requests that have arrived at the thread and have not left it. Only the thread may use this set."""
         self._loading = asyncio.Lock()
         self._requests = 0
 
     # ------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Load the model. Raises MemoryError before loading when it does not fit, ValueError for an unsupported model."""
+        """Load the model. Raises MemoryError, before loading, when the model does not fit, and ValueError when it is not supported."""
         await asyncio.to_thread(self._load_model)
         self._thread.tell(self._set_up_thread)
         self._thread.start()
@@ -93,13 +93,12 @@ class LocalEngine:
         self._stops, self._stream = StopStrings(self.tokenizer), Stream()
 
     def _set_up_thread(self) -> None:
-        """What torch keeps for each thread."""
+        """Set what torch keeps separately for each thread."""
         torch.set_grad_enabled(False)
         torch.set_num_threads(self.config.threads)
 
     @property
     def cache(self) -> RadixCache:
-        """The prefix cache."""
         return self.memory.cache
 
     def _check_fits(self, settings: Any) -> None:
@@ -122,16 +121,16 @@ class LocalEngine:
             )
 
     async def died(self) -> str:
-        """Returns, with the reason, when an error has ended the thread; never after ``close``."""
+        """Return the reason when an error has ended the thread. After ``close`` this never returns."""
         return await self._thread.died()
 
     @property
     def ended(self) -> str:
-        """Why nothing is served any more; "" until then."""
+        """The reason why the engine no longer serves, "" while it does."""
         return self._thread.ended
 
     async def close(self) -> None:
-        """Stop the thread; open requests are aborted."""
+        """Stop the thread. Open requests are aborted."""
         await self._thread.close()
 
     # ------------------------------------------------------------------------------------------ requests
@@ -139,14 +138,14 @@ class LocalEngine:
     async def generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None = None, *, on_top: OnTop | None = None
     ) -> GenerateResult:
-        """``request.n`` continuations of one prefix; cancelling the coroutine aborts them. Give one of ``on_tokens`` and ``on_top``."""
+        """Sample ``request.n`` continuations of one prefix. Cancelling aborts them. At most one of ``on_tokens`` and ``on_top`` may be set."""
         self._check(request)
         constraint, matcher = request.sampling.constraint, None
         if constraint is not None:
             matcher = await asyncio.to_thread(self._matcher, constraint)
         self._requests += 1
-        told = on_top if on_tokens is None else _without_top(on_tokens)
-        stream = (asyncio.get_running_loop(), told) if told is not None else None
+        callback = on_top if on_tokens is None else _without_top(on_tokens)
+        stream = (asyncio.get_running_loop(), callback) if callback is not None else None
         waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream)
         self._thread.ask(waiting.future, lambda: self._arrive(waiting))
         try:
@@ -156,7 +155,7 @@ class LocalEngine:
             raise
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Verify, then swap between two steps; loads are done in the order in which they are asked for."""
+        """Verify the weights, then swap them between two steps. Several loads take place in the order of their calls."""
         start = time.monotonic()
         async with self._loading:
             kind, path = await asyncio.to_thread(weights.verified_file, Path(request.path), request.digest)
@@ -164,7 +163,7 @@ class LocalEngine:
         return LoadResult(request.version, request.digest, time.monotonic() - start)
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges; see ``actors.engines.base``. kv_cache_bytes are the prefix cache's, kv_running_bytes the rest."""
+        """Return counters and gauges, see ``actors.engines.base``. kv_cache_bytes: the prefix cache. kv_running_bytes: running requests."""
         return {
             **self.counts,
             "evicted_tokens": self.cache.evicted_tokens,
@@ -214,7 +213,7 @@ class LocalEngine:
         self._admission.waiting.append(waiting)
 
     def _fail_open(self, reason: str) -> int:
-        """Free all memory, also what a failure left half changed; then every request that had arrived learns of it. How many did."""
+        """Free all memory, including memory that a failure left half changed, then fail every open request. Return their number."""
         failed, self._open = self._open, set()
         self._admission.clear()
         self.memory.clear()
@@ -224,11 +223,11 @@ class LocalEngine:
         return len(failed)
 
     def _decoding(self) -> list[Running]:
-        """The running samples in the order of their rows."""
+        """Return the running samples in the order of their rows."""
         return [tail.owner for shelf in self.memory.tails.values() for tail in shelf.held]
 
     def _step(self) -> None:
-        """Admit, one forward of all decoding rows and of this step's chunks, one more token for every sample."""
+        """Admit requests, run one forward over all decoding rows and this step's chunks, and sample one more token for every sample."""
         self._admission.admit(self.version)
         chunks = self._admission.chunks()
         decoding = self._decoding()
@@ -254,7 +253,7 @@ class LocalEngine:
             self._sample(decoding, logits)
 
     def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
-        """Final hidden states [rows, hidden]: a row for each decoding sample, then the chunks' tokens."""
+        """Return final hidden states [rows, hidden]: one row for each decoding sample, then one for each token of the chunks."""
         plan = attend.Plan([shelf for shelf in self.memory.tails.values() if shelf.held], chunks)
         tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
         positions = [np.array([r.position for r in decoding], np.int64)]
@@ -266,21 +265,23 @@ class LocalEngine:
         return self._decoder.forward(ids, where, plan)
 
     def _branch(self, waiting: Waiting) -> list[Running]:
-        """Keep the prompt in the cache and start the samples."""
-        if waiting.version == self.version:  # mixed keys and values must not enter the new version's cache
+        """Keep the prompt in the cache and start the request's samples."""
+        if (
+            waiting.version == self.version
+        ):  # keys and values of an older version must not enter the new version's cache
 
             def read(start: int, end: int) -> torch.Tensor:
                 return waiting.prefix.view(start, end).clone()
 
             self.memory.keep(waiting.prompt, read, waiting.ending)
-        made = [Running(waiting, index, waiting.tails.put(None)) for index in range(waiting.request.n)]
-        for running in made:
+        branches = [Running(waiting, index, waiting.tails.put(None)) for index in range(waiting.request.n)]
+        for running in branches:
             running.tail.owner = running
-        self._running += len(made)
-        return made
+        self._running += len(branches)
+        return branches
 
     def _sample(self, running: list[Running], logits: torch.Tensor) -> None:
-        """One more token for each; finished samples leave."""
+        """Sample one more token for each sample and remove the finished samples."""
         for row, one in enumerate(running):
             if one.matcher is not None:
                 one.matcher.mask(logits[row])
@@ -313,7 +314,7 @@ class LocalEngine:
         return "length" if len(running.tokens) >= sampling.max_tokens else ""
 
     def _leave(self, running: Running, finish: Any) -> None:
-        """Free a sample's rows, keep its keys and values in the cache, answer when it was the last of its request."""
+        """Move a sample's keys and values to the cache and free its row. Answer the request if this was its last sample."""
         waiting = running.owner
         if finish != "abort":
             if waiting.version == self.version:
@@ -352,5 +353,5 @@ def _without_top(on_tokens: OnTokens) -> OnTop:
 
 
 def _ends(chunks: Iterable[attend.Chunk]) -> list[int]:
-    """Where each chunk's rows end."""
+    """Return the end of each chunk's rows."""
     return np.cumsum([chunk.count for chunk in chunks]).tolist()

@@ -1,10 +1,10 @@
-"""Memory of keys and values under one budget: prefixes and tails of running requests on shelves, the rest in the radix cache.
+"""Memory of keys and values under one budget: prefixes and tails of running requests stand on shelves, everything else in the radix cache.
 
-Invariant: the bytes of all shelves and of the cache never exceed the budget (a shelf that grows is copied, and for that moment exists
-twice). What a request may need is reserved when it is admitted, so no running sample is ever stopped for memory.
+Invariant: the bytes of all shelves and of the cache never exceed the budget (while a shelf grows, it is copied and briefly exists twice).
+When a request is admitted, all the memory that it may need is reserved, so no running sample is ever stopped for lack of memory.
 
-A request's prefix is held once for all its samples; each sample has only its own tail of new tokens: on a shelf of tails, or, where it is
-the only sample, behind the prefix in the same row, so that one call of attention reads both.
+All samples of a request share its prefix. Each sample has only its own tail of new tokens. Several samples have tails on a shelf of tails; the
+tail of an only sample stands behind the prefix in the same row, so that one call of attention reads both.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from actors.engines.radix import RadixCache, Read
 
 SHORTEST_PREFIX, SHORTEST_TAIL = 128, 16
-"""Tokens of the smallest rows: shorter ones together make fewer calls, and a call costs more than their padding."""
+"""The least tokens in a row. Short prefixes of one row size share a call, and calls cost more than padding."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What one token's keys and values are."""
+    """The shape, number type and device of one token's keys and values."""
 
     layers: int
     kv_heads: int
@@ -34,7 +34,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Stretch:
-    """``length`` tokens in row ``row`` of a shelf, for ``owner``."""
+    """The first ``length`` tokens in row ``row`` of a shelf, which belong to ``owner``. It lives from ``Shelf.put`` to ``Shelf.drop``."""
 
     __slots__ = ("length", "owner", "row", "shelf")
 
@@ -49,7 +49,7 @@ class Stretch:
         self.length = end
 
     def view(self, start: int, end: int) -> torch.Tensor:
-        """Tokens ``start`` to ``end``, [layers, 2, kv_heads, tokens, head_dim]."""
+        """Return a view of tokens ``start`` to ``end``, [layers, 2, kv_heads, tokens, head_dim]."""
         return self.shelf.kv[:, :, self.row, :, start:end]
 
 
@@ -59,7 +59,7 @@ class Tail(Stretch):
     __slots__ = ()
 
     def view(self, start: int, end: int) -> torch.Tensor:
-        """As ``Stretch.view``."""
+        """Like ``Stretch.view``."""
         prefix: Stretch = self.owner.owner.prefix
         return prefix.view(prefix.length + start, prefix.length + end)
 
@@ -67,8 +67,8 @@ class Tail(Stretch):
 class Shelf:
     """Rows of ``capacity`` tokens each: kv [layers, 2, rows, kv_heads, capacity, head_dim].
 
-    Rows 0 to ``len(held) - 1`` are in use (a freed one is filled from the end), so attention reads one view. ``promised`` rows are
-    in use or reserved. behind: the tails in the same rows.
+    Rows 0 to ``len(held) - 1`` are in use, so attention reads one view; the last row moves into a freed row. ``promised`` counts the rows in
+    use and the reserved rows. A row is promised, then ``put`` and ``drop`` use and free it. behind: the tails in the same rows.
     """
 
     def __init__(self, shape: Shape, capacity: int, behind: "Behind | None" = None):
@@ -91,13 +91,13 @@ class Shelf:
         self.kv[:, :, :kept] = before[:, :, :kept]
 
     def put(self, owner: Any) -> Stretch:
-        """An empty row, of those promised."""
+        """Return an empty row, which must have been promised."""
         stretch = Stretch(self, len(self.held), owner)
         self.held.append(stretch)
         return stretch
 
     def drop(self, stretch: Stretch) -> None:
-        """Free a row and its promise; the last row moves there."""
+        """Free a row and its promise. The last row moves into it."""
         last = self.held.pop()
         if last is not stretch:
             end = last.length + (self.behind.tokens(last) if self.behind is not None else 0)
@@ -107,30 +107,32 @@ class Shelf:
         self.promised -= 1
 
     def _rows(self, rows: int) -> torch.Tensor:
-        # Zeros: padding is masked, but what is masked must still be finite.
+        # The rows are zeroed, because padding is masked but must still be finite.
         s = self.shape
         return torch.zeros(s.layers, 2, rows, s.kv_heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
 
 
 class Behind(Shelf):
-    """The tails in the rows of a shelf of prefixes: a shelf without memory of its own."""
+    """The tails behind the prefixes of another shelf, in the same rows. This shelf has no memory of its own."""
 
     def __init__(self, shape: Shape):
         super().__init__(shape, 0)
 
     def put(self, owner: Any) -> Stretch:
-        """As ``Shelf.put``; ``owner`` is a sample, or becomes one before the tail is used."""
+        """Like ``Shelf.put``. ``owner`` must be a sample, or be set to one before the tail is used."""
         tail = Tail(self, len(self.held), owner)
         self.held.append(tail)
         return tail
 
     def tokens(self, prefix: Stretch) -> int:
-        """How many of the row of ``prefix`` are behind it."""
+        """Return the number of tokens behind ``prefix`` in its row."""
         return next((tail.length for tail in self.held if tail.owner.owner.prefix is prefix), 0)
 
 
 class Memory:
-    """The cache and the shelves. ``longest``: most tokens of a prompt and its continuation."""
+    """The cache and the shelves. A request's memory is first reserved, then used; its tokens may be kept in the cache.
+
+    longest: most tokens of a prompt and its continuation."""
 
     def __init__(self, shape: Shape, budget: int, longest: int):
         self.shape, self.budget, self.longest = shape, budget, longest
@@ -143,12 +145,12 @@ class Memory:
         return sum(shelf.kv.nbytes for shelf in self._shelves())
 
     def needed(self, prompt: int, n: int, new: int) -> int:
-        """Bytes of one request with nothing else running."""
+        """Return the bytes that one request needs when nothing else runs."""
         rows, behind, tail = self._rows(prompt, n, new)
         return (rows + behind + n * tail) * self.shape.bytes_per_token
 
     def reserve(self, prompt: int, n: int, new: int) -> tuple[Shelf, Shelf] | None:
-        """The shelves of a request's prefix and of its ``n`` tails, with rows promised; None when it must wait."""
+        """Promise rows and return the shelves of a request's prefix and of its ``n`` tails. Return None when the request must wait."""
         rows, behind, tail_rows = self._rows(prompt, n, new)
         key = (rows, behind, _power(n, 1))
         if (prefix := self.prefixes.get(key)) is None:
@@ -165,7 +167,7 @@ class Memory:
         return prefix, tail
 
     def keep(self, tokens: np.ndarray, read: Read, ending: torch.Tensor | None = None) -> None:
-        """Put into the cache; shelves that nobody uses make room first."""
+        """Put tokens into the cache. If the cache is full, unused shelves are freed first."""
         full = self.cache.bytes + len(tokens) * self.shape.bytes_per_token > self.cache.budget
         if full and any(shelf.rows and not shelf.promised for shelf in self._shelves()):
             self._forget_idle()
@@ -173,14 +175,14 @@ class Memory:
         self.cache.insert(tokens, read, ending)
 
     def clear(self) -> None:
-        """Free all rows and the cache, as when every request has failed: what a failure interrupted may be half changed."""
+        """Free all rows and the cache, after every request has failed, because the failure may have left memory half changed."""
         self.prefixes.clear()
         self.tails.clear()
         self.cache.clear()
         self.cache.limit(self.budget)
 
     def _grow(self, asked: dict[Shelf, int]) -> bool:
-        """Rows for ``asked``: twice as many as before where memory is free, else just enough, at the cost of the cache."""
+        """Make room for ``asked`` more rows: double the shelves if memory is free, otherwise take just enough from the cache."""
         wanted = {shelf: shelf.promised + more for shelf, more in asked.items()}
         if all(rows <= shelf.rows for shelf, rows in wanted.items()):
             return True
@@ -202,7 +204,7 @@ class Memory:
         return True
 
     def _after(self, rows: dict[Shelf, int]) -> int:
-        """Bytes of all shelves were these to have so many rows."""
+        """Return the bytes of all shelves if these shelves had ``rows`` rows."""
         return sum(rows.get(shelf, shelf.rows) * shelf.row_bytes for shelf in self._shelves())
 
     def _forget_idle(self) -> None:
@@ -213,12 +215,12 @@ class Memory:
         return [*self.prefixes.values(), *self.tails.values()]
 
     def _rows(self, prompt: int, n: int, new: int) -> tuple[int, int, int]:
-        """Tokens of the row of a prefix, of the tail behind it there, and of the row of a tail that stands elsewhere."""
+        """Return the tokens of three places: a prefix, the tail behind it in the same row, and the row of a tail on a shelf of tails."""
         rows = min(_power(prompt, SHORTEST_PREFIX), max(prompt, self.longest))
         tail = min(_power(new, SHORTEST_TAIL), max(new, self.longest))
         return (rows, tail, 0) if n == 1 else (rows, 0, tail)
 
 
 def _power(count: int, least: int) -> int:
-    """The least power of two times ``least`` that holds ``count``."""
+    """Return the smallest ``least`` * 2^k that is at least ``count``."""
     return least << max(0, -(-count // least) - 1).bit_length()

@@ -1,10 +1,10 @@
-"""A radix tree of token sequences that keeps their keys and values: a prefix is computed once and found by all its children.
+"""A radix tree of token sequences with their keys and values: a prefix is computed once, and all its children use it.
 
-Invariant: in the order of eviction every segment stands before its parent, so the first is always a leaf, the whole of an unused
-subtree goes before its root, and a parent was used at least as recently as any child. Each segment owns its memory (a split copies
-both halves), so that an eviction frees exactly the bytes it counts; whoever matches copies at once, so nothing is pinned.
+Invariant: in the order of eviction every segment precedes its parent. The first segment is therefore always a leaf, an unused subtree is
+evicted before its root, and a parent was used at least as recently as any of its children. Each segment owns its memory (a split copies
+both halves), so an eviction frees exactly the bytes that it counts. A caller copies the matched pieces at once, so no segment is pinned.
 
-Without keys and values it is a plain set of prefixes, which counts what an ideal cache would compute.
+A tree without keys and values is a plain set of prefixes; it counts the tokens that an ideal cache would compute.
 """
 
 from collections import OrderedDict
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 Read = Callable[[int, int], torch.Tensor]
-"""Keys and values of tokens ``start`` to ``end`` in memory of their own: [layers, 2, kv_heads, tokens, head_dim]."""
+"""Returns a copy of the keys and values of tokens ``start`` to ``end``: [layers, 2, kv_heads, tokens, head_dim]."""
 
 
 class Match(msgspec.Struct):
-    """The longest cached prefix: its length in tokens, its pieces in order (to be copied at once) and the final hidden state
-    [hidden] after its last token, where that is the whole of what was looked for and a prompt had ended just there."""
+    """The longest cached prefix: its length in tokens and its pieces in order, which must be copied at once. ``ending`` is the final hidden
+    state [hidden] after the last token, if the cache holds the whole sequence and an earlier prompt ended at the same token."""
 
     length: int
     pieces: list[torch.Tensor]
@@ -43,7 +43,7 @@ class Segment:
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0
@@ -51,7 +51,7 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 class RadixCache:
-    """Keys and values of one policy version under ``budget`` bytes."""
+    """The keys and values of one policy version, of at most ``budget`` bytes. A new version must begin with ``clear``."""
 
     def __init__(self, budget: int):
         self.budget = budget
@@ -59,13 +59,13 @@ class RadixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, as for a new policy version; this is no eviction."""
+        """Forget everything, as for a new policy version. This does not count as eviction."""
         self.bytes = 0
         self._root = Segment(np.empty(0, np.int32), None, None)
         self._order: OrderedDict[Segment, None] = OrderedDict()
 
     def match(self, tokens: np.ndarray) -> Match:
-        """The longest cached prefix of ``tokens``, int32 [tokens]; it counts as used now."""
+        """Return the longest cached prefix of ``tokens``, int32 [tokens], and mark it as used now."""
         path, length, shared = self._walk(tokens)
         self._touch(path)
         pieces = [segment.kv for segment in path if segment.kv is not None]
@@ -75,9 +75,9 @@ class RadixCache:
         return Match(length, pieces, path[-1].ending if whole and length == len(tokens) else None)
 
     def insert(self, tokens: np.ndarray, read: Read | None = None, ending: torch.Tensor | None = None) -> int:
-        """Keep ``tokens`` and what ``read`` gives for those that are new; returns how many are.
+        """Keep ``tokens``, with the keys and values that ``read`` returns for the new ones. Return the number of new tokens.
 
-        ending: the final hidden state after the last token, in memory of its own.
+        ending: the final hidden state after the last token, as a copy.
         """
         path, length, shared = self._walk(tokens)
         new = len(tokens) - length
@@ -97,7 +97,7 @@ class RadixCache:
         return new
 
     def limit(self, budget: int) -> None:
-        """Make ``budget`` bytes the bound from now on; the least recently used leaves go."""
+        """Set the bound to ``budget`` bytes and evict the least recently used leaves until it holds."""
         self.budget = budget
         while self.bytes > budget:
             oldest, _ = self._order.popitem(last=False)
@@ -107,7 +107,7 @@ class RadixCache:
             self.evicted_tokens += len(oldest.tokens)
 
     def _walk(self, tokens: np.ndarray) -> tuple[list[Segment], int, int]:
-        """The segments that hold a prefix of ``tokens``, its length, and how much of the last segment it takes."""
+        """Return the segments of the longest cached prefix of ``tokens``, its length, and its length within the last segment."""
         path: list[Segment] = []
         node, length, shared = self._root, 0, 0
         while length < len(tokens):
@@ -132,7 +132,7 @@ class RadixCache:
         self._order[segment] = None
 
     def _split(self, segment: Segment, at: int) -> Segment:
-        """Cut an edge in two and return its head, which the caller touches."""
+        """Cut an edge in two and return its first part, which the caller must touch."""
         head = Segment(segment.tokens[:at].copy(), _part(segment.kv, 0, at), segment.parent)
         self._hang(head)
         segment.kv, segment.tokens, segment.parent = (

@@ -1,4 +1,4 @@
-"""The engines by name; one of a user's own is "module:Class" (docs/extend.md). An engine's module is imported only where it runs."""
+"""The engines by name. A user's own engine is named "module:Class" (docs/extend.md). An engine's module is imported only where it runs."""
 
 import importlib.util
 import inspect
@@ -14,22 +14,24 @@ KNOWN = {"local": "actors.engines.local:LocalEngine", "sglang": "actors.engines.
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Refuse a name that no engine has, without importing the engine. Raises ValueError."""
-    what = f"actors.engine = {name!r}"
+    """Raises ValueError for a name that no engine has. The engine is not imported."""
+    setting = f"actors.engine = {name!r}"
     if ":" not in name:
-        known(what, name, KNOWN, ", or module:Class")
+        known(setting, name, KNOWN, ", or module:Class")
         if options:
-            raise ValueError(f"actors.engine_options {sorted(options)} have no effect with {what}: remove them")
+            raise ValueError(f"actors.engine_options {sorted(options)} have no effect with {setting}: remove them")
         return
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     module = name.partition(":")[0]
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise ValueError(f"{what}: there is no module {module!r} importable from {Path.cwd()}; expected module:Class")
+        raise ValueError(
+            f"{setting}: there is no module {module!r} importable from {Path.cwd()}; expected module:Class"
+        )
 
 
 def load(process: ActorProcess) -> Engine:
-    """The engine of an actor process, not started. Raises ValueError for options that it does not take."""
+    """Return the engine of an actor process, which is not started yet. Raises ValueError for options that the engine does not take."""
     name = process.actors.engine
     kind = imported(f"actors.engine = {name!r}", KNOWN.get(name, name))
     own = {"model": process.model, "config": process.actors, "seed": process.seed, "place": process.place}

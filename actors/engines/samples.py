@@ -1,4 +1,4 @@
-"""A request and its samples while they live: waiting, prefilling (its prefix grows chunk by chunk), then n samples that decode."""
+"""A request and its samples. The request waits, is prefilled (its prefix grows chunk by chunk), then has n samples that decode."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ from wire.messages import GenerateRequest, GenerateResult, Sample
 
 
 class Waiting:
-    """A request until its last sample is done.
+    """A request, from its arrival until its last sample is done.
 
-    prefix: where its prompt's keys and values stand, once admitted; tails: the shelf where its samples' will. ending: the final hidden
-    state of its last prompt token where it is known without a forward. version: the policy version when it was admitted.
+    prefix: the place of the prompt's keys and values, set when the request is admitted. tails: the shelf for the keys and values of its
+    samples. ending: the final hidden state of the last prompt token, if known. version: the policy version when it was admitted.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class Waiting:
         self.ending: torch.Tensor | None = None
 
     def answer(self, result: GenerateResult) -> None:
-        """Give the result, unless the caller has left."""
-        with contextlib.suppress(InvalidStateError):  # a caller may leave at any moment, on its own thread
+        """Give the caller the result, unless the caller has left."""
+        with contextlib.suppress(InvalidStateError):  # the caller may leave at any moment, on its own thread
             self.future.set_result(result)
 
     def fail(self, fault: Fault) -> None:
-        """Give the fault, unless the caller has left or was answered."""
+        """Give the caller the fault, unless the caller has left or was answered."""
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(fault)
 
 
 class Running:
-    """One sample that decodes: its sampled tokens, and a tail with the keys and values of all of them but the last."""
+    """One sample that decodes: its sampled tokens, and a tail with the keys and values of all these tokens but the last."""
 
     def __init__(self, owner: Waiting, index: int, tail: Stretch):
         self.owner, self.index, self.tail, self.key = owner, index, tail, owner.keys[index]
@@ -69,11 +69,11 @@ class Running:
 
     @property
     def position(self) -> int:
-        """Where the last token stands (it is not in the tail yet)."""
+        """The position of the last token, which is not in the tail yet."""
         return len(self.owner.prompt) + len(self.tokens) - 1
 
     def grow(self, token: int, logprob: float, version: int, top: dict[int, float] | None) -> None:
-        """Take a sampled token. top: see ``Sample.top``."""
+        """Append a sampled token. top: see ``Sample.top``."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -81,38 +81,38 @@ class Running:
             self.top.append(top)
 
     def context(self) -> np.ndarray:
-        """The tokens whose keys and values are kept, int32 [tokens]."""
+        """Return the tokens whose keys and values exist, int32 [tokens]."""
         return np.concatenate([self.owner.prompt, np.array(self.tokens[:-1], np.int32)])
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Keys and values of a part of ``context``, copied: [layers, 2, kv_heads, tokens, head_dim]."""
+        """Return a copy of the keys and values of a part of ``context``: [layers, 2, kv_heads, tokens, head_dim]."""
         prompt = len(self.owner.prompt)
         if start >= prompt:
             return self.tail.view(start - prompt, end - prompt).clone()
         return torch.cat((self.owner.prefix.view(start, prompt), self.tail.view(0, end - prompt)), 3)
 
     def sample(self, finish: Any) -> Sample:
-        """What is handed out."""
+        """Return the sample as the caller gets it."""
         tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
         return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish, self.top)
 
 
 class StopStrings:
-    """Looks for stop strings of any length where a token ends.
+    """Looks for stop strings of any length after each token.
 
-    A token can complete a stop string only if its own text has the string's last character, or is a part of a character: few do, and
-    only then the end of the sample is decoded, from far enough back.
+    A token can complete a stop string only if its own text has the string's last character or is a part of a character. Few tokens do, and
+    only then is the end of the sample decoded.
     """
 
     MARGIN = 8
-    """Characters beyond the longest stop string: the first few of a part may differ from those within the whole text."""
+    """Characters decoded in addition to the longest stop string, because decoding from the middle may change the first few."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def found(self, tokens: list[int], stops: Sequence[str]) -> bool:
-        """Whether the text of ``tokens`` holds one of ``stops``, when that of all but the last did not."""
+        """Return whether the text of ``tokens`` has one of ``stops``. The text without the last token must not have had one."""
         text = self._text(tokens[-1])
         if not any(not stop or stop[-1] in text for stop in stops) and "\ufffd" not in text:
             return False
@@ -130,18 +130,18 @@ class StopStrings:
         return self._texts[token]
 
 
-_Told = tuple[Waiting, int, int, float, list[dict[int, float]]]
-"""A request, which of its samples, a new token, its log-probability, and the most probable ones where they are asked for."""
+_NewToken = tuple[Waiting, int, int, float, list[dict[int, float]]]
+"""A request, the index of its sample, a new token, its log-probability, and the most probable tokens if they are asked for."""
 
 
 class Stream:
-    """New tokens of a step on their way to the callers that asked for them as they come."""
+    """The new tokens of a step, for the callers that want tokens as soon as they are sampled: ``add`` for each sample, then ``send``."""
 
     def __init__(self) -> None:
-        self._new: dict[asyncio.AbstractEventLoop, list[_Told]] = {}
+        self._new: dict[asyncio.AbstractEventLoop, list[_NewToken]] = {}
 
     def add(self, running: Running) -> None:
-        """Note the last token of a sample."""
+        """Note the last token of a sample, if its caller wants it."""
         owner = running.owner
         if owner.stream is not None:
             top = [] if running.top is None else running.top[-1:]
@@ -149,15 +149,15 @@ class Stream:
             self._new.setdefault(owner.stream[0], []).append(entry)
 
     def send(self) -> None:
-        """One call into each event loop; before any result of the step, so that a caller has its tokens before its result."""
+        """Call once into each event loop. This must precede the step's results, so that a caller gets its tokens before its result."""
         for loop, entries in self._new.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
                 loop.call_soon_threadsafe(_deliver, loop, entries)
         self._new = {}
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, entries: list[_Told]) -> None:
+def _deliver(loop: asyncio.AbstractEventLoop, entries: list[_NewToken]) -> None:
     for owner, index, token, logprob, top in entries:
         if owner.stream is not None and not owner.future.cancelled():
-            # One by one: a callback that raises leaves the others be.
+            # Each callback is scheduled alone, so that one that raises does not stop the others.
             loop.call_soon(owner.stream[1], index, [token], [logprob], top)

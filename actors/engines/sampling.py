@@ -1,7 +1,7 @@
-"""Sampling one token for each row of logits, with the log-probability of the distribution really sampled from.
+"""Sample one token for each row of logits, with its log-probability under the distribution that was really sampled from.
 
-Draws are by inversion from one uniform number a token, which follows from the sample's own key and the token's place alone: a sample's
-tokens depend on its own seed only.
+Each token is drawn by inversion from one uniform number, which depends only on the sample's key and the token's place. The tokens of a
+sample therefore depend only on its own seed.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ from wire.messages import Sampling
 _STEP, _MIX = np.uint64(0x9E3779B97F4A7C15), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 _BLOCK = 64
-"""Tokens that are summed before one of them is looked for."""
+"""The number of tokens in a block; a draw chooses a block first, then a token in it."""
 
 
 def key(seed: int, index: int) -> int:
-    """The 64-bit key of sample ``index`` of a request with ``seed``."""
+    """Return the 64-bit key of sample ``index`` of a request with ``seed``."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
-    """float64 [rows] in [0, 1): number ``places[i]`` of the stream ``keys[i]`` (SplitMix64, Steele et al. 2014)."""
+    """Return float64 [rows] in [0, 1): number ``places[i]`` of the stream ``keys[i]`` (SplitMix64, Steele et al. 2014)."""
     state = np.array(keys, np.uint64) + (np.array(places, np.uint64) + np.uint64(1)) * _STEP
     state = (state ^ (state >> np.uint64(30))) * _MIX[0]
     state = (state ^ (state >> np.uint64(27))) * _MIX[1]
@@ -35,9 +35,9 @@ def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
 def pick(
     logits: torch.Tensor, sampling: Sequence[Sampling], draws: Sequence[float] | np.ndarray
 ) -> tuple[list[int], list[float], dict[int, dict[int, float]]]:
-    """Next tokens, their log-probabilities (rounded to float32), and the most probable ones of each row that asks (``_top``).
+    """Return the next tokens, their log-probabilities (rounded to float32), and the most probable tokens of each row that asks (``_top``).
 
-    logits: float [rows, vocabulary], overwritten; one Sampling and one uniform a row.
+    logits: float [rows, vocabulary], which are overwritten. sampling, draws: one Sampling and one uniform number per row.
     """
     scores = logits.float()
     heat = [s.temperature or 1.0 for s in sampling]
@@ -51,9 +51,8 @@ def pick(
         scores[rows] = restrict(torch.log_softmax(scores[rows], -1), top_p, top_k)
     cold = [s.temperature == 0 for s in sampling]
     greedy = scores.argmax(-1, keepdim=True) if any(cold) else None
-    weights = scores.sub_(
-        scores.amax(-1, keepdim=True)
-    ).exp_()  # in place: with a large vocabulary new memory costs more than the work
+    # In place, because with a large vocabulary new memory costs more than the computation.
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     tokens, total = _drawn(weights, torch.as_tensor(draws, dtype=torch.float64, device=scores.device)[:, None])
     if greedy is not None:
         tokens = torch.where(torch.tensor(cold, device=scores.device)[:, None], greedy, tokens)
@@ -62,26 +61,26 @@ def pick(
 
 
 def _logprobs(weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """float32, of ``weights`` [rows, any] of ``total`` [rows, 1]; a token has the same one as the sampled and as a top one."""
+    """Return the float32 log-probabilities of ``weights`` [rows, any] given ``total`` [rows, 1]. Sampled and top tokens both use this."""
     return (weights.double() / total).log().float()
 
 
 def _top(weights: torch.Tensor, total: torch.Tensor, counts: dict[int, int]) -> dict[int, dict[int, float]]:
-    """By row, the ``counts[row]`` tokens of most weight and their log-probabilities, descending; none whose weight is zero."""
+    """Return, by row, the ``counts[row]`` most probable tokens and their log-probabilities, descending, without tokens of zero weight."""
     if not counts:
         return {}
     rows = list(counts)
     most, ids = weights[rows].topk(min(max(counts.values()), weights.shape[1]))
     logprobs = _logprobs(most, total[rows])
-    made: dict[int, dict[int, float]] = {}
+    top: dict[int, dict[int, float]] = {}
     for row, tokens, values in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
         pairs = zip(tokens[: counts[row]], values, strict=False)
-        made[row] = {token: value for token, value in pairs if value > -math.inf}
-    return made
+        top[row] = {token: value for token, value in pairs if value > -math.inf}
+    return top
 
 
 def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token [rows, 1] of each row of ``weights`` [rows, vocabulary] by inversion, and the weights' sums: first a block, then in it."""
+    """Draw a token [rows, 1] from each row of ``weights`` [rows, vocabulary] by inversion (block, then token). Also return the sums."""
     rows, vocabulary = weights.shape
     whole = vocabulary - vocabulary % _BLOCK
     parts = [weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)]
@@ -95,14 +94,14 @@ def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, to
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     inside = weights.gather(1, places.clamp_max(vocabulary - 1)).double().masked_fill_(places >= vocabulary, 0.0)
     within = inside.cumsum(-1)
-    # Rounding must not carry a draw beyond the last token of its block that has any weight.
+    # Rounding must not move a draw beyond the last token of its block that has any weight.
     drawn = torch.minimum(drawn, within[:, -1:] * (1 - 2.0**-50))
     token = torch.searchsorted(within, drawn, right=True).clamp_max_(_BLOCK - 1)
     return places.gather(1, token).clamp_max_(vocabulary - 1), total
 
 
 def restrict(logprobs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """Renormalised log-probabilities [..., vocabulary] after top-k, then top-p (the smallest set whose mass reaches top_p)."""
+    """Return renormalised log-probabilities [..., vocabulary] after top-k, then top-p (the smallest set whose mass reaches top_p)."""
     values, order = logprobs.sort(descending=True)
     keep = torch.ones_like(values, dtype=torch.bool)
     if top_k > 0:

@@ -1,8 +1,8 @@
-"""SGLang as an engine: a server that the actor launches, an engine inside its process, or servers that run already.
+"""SGLang as an engine: a server that the actor launches, an engine inside the actor's process, or servers that already run.
 
-Log-probabilities: SGLang gives those of the distribution after temperature; where top-p or top-k cut it, its sampling mask gives those of
-what was left; a constraint masks before either. At temperature 0 they are of the untempered distribution. Each request's cache entries
-carry the policy version as their salt (and an update that retracts flushes the cache), so no request reads what another version computed.
+SGLang's log-probabilities refer to the distribution after temperature. If top-p or top-k cut the distribution, its sampling mask gives the
+log-probabilities of the rest; a constraint is applied before both. At temperature 0 they refer to the untempered distribution. The policy
+version salts each request's cache entries (and an update that retracts flushes the cache), so no request reads another version's cache.
 """
 
 import asyncio
@@ -23,21 +23,14 @@ from actors.engines.sglang_inside import Inside
 from actors.engines.sglang_remote import Remote
 from actors.engines.sglang_server import Launched
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    LoadRequest,
-    LoadResult,
-    Sample,
-    Sampling,
-)
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample, Sampling
 
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
 _PREFIX = "-prefix"
 
 
 def ways(model: str, config: ActorsConfig, place: int) -> Way:
-    """The way that ``config.sglang`` names, for the actor at ``place`` (from 0)."""
+    """Return the way that ``config.sglang`` names, for the actor at ``place`` (from 0)."""
     settings = config.sglang
     if settings.way == "server":
         return Launched(model, config)
@@ -51,7 +44,9 @@ def ways(model: str, config: ActorsConfig, place: int) -> Way:
 
 
 class SGLangEngine:
-    """Implements ``actors.engines.base.Engine``. ``on_tokens`` sees a sample's tokens in one piece, when it is done."""
+    """Implements ``actors.engines.base.Engine``. ``on_tokens`` gets all tokens of a sample at once, when the sample is done.
+
+    serving --whole weights--> requests wait --success--> serving; after a failure every request fails until a load succeeds."""
 
     def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, place: int = 0):
         self.folder, self.config, self.seed = Path(model), config, seed
@@ -72,13 +67,13 @@ class SGLangEngine:
     # ------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start or reach SGLang. Raises InfrastructureFault with the end of its log when it does not come up."""
+        """Start SGLang or connect to it. Raises InfrastructureFault, with the end of SGLang's log if there is one, when this fails."""
         await self.way.start()
         try:
             self.facts = facts = await self.way.facts()
             self.longest = min(self.config.max_context, facts.context or self.config.max_context)
             await self.weights.start(facts)
-            if facts.updated:  # by a run before, or in this actor's life before
+            if facts.updated:  # an earlier run did it, or this actor before it was restarted
                 self._broken = f"it holds weight version {facts.version} from before and waits for this run's weights; start it anew for a new run"
         except BaseException:
             await self.way.close()
@@ -86,23 +81,23 @@ class SGLangEngine:
         self._open.set()
 
     async def close(self) -> None:
-        """End what was started here."""
+        """Unload this engine's adapters and end the SGLang that it started."""
         await self.weights.close()
         await self.way.close()
 
     async def died(self) -> str:
-        """Returns, with the reason, when SGLang is gone."""
+        """Return the reason when SGLang is gone."""
         return await self.way.died()
 
     # ------------------------------------------------------------------------------------------ requests
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """``request.n`` continuations of one prefix; when the coroutine is cancelled, or one fails, none goes on."""
+        """Sample ``request.n`` continuations of one prefix. When one fails or the coroutine is cancelled, all are aborted."""
         checks.request(request, self.config.max_batch, self.longest)
         checks.tokens(request.tokens, self.facts.vocabulary, self.folder)
         if request.sampling.top_logprobs:
             raise DataFault(
-                f"top_logprobs {request.sampling.top_logprobs}: expected 0, SGLang's are not known to be of the distribution really sampled"
+                f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may not be of the distribution really sampled"
                 ' from; ask the embedded engine (actors.engine = "local", tools/serve-model)'
             )
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
@@ -126,9 +121,9 @@ class SGLangEngine:
         return GenerateResult(samples, len(request.tokens), cached)
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Verify, update every server, prove it, go on. After a failure this engine serves nothing until a load succeeds.
+        """Verify the weights, update every server, and prove the update. After a failure this engine serves nothing until a load succeeds.
 
-        Requests are held back only while whole weights are on their way; an adapter comes into force between two requests.
+        New requests wait only while whole weights are moved. An adapter comes into force between two requests.
         """
         async with self._updating:
             start = time.monotonic()
@@ -143,7 +138,7 @@ class SGLangEngine:
             return LoadResult(request.version, request.digest, time.monotonic() - start, update.proof)
 
     async def _update(self, ready: sglang_weights.Ready) -> sglang_weights.Update:
-        """The step that changes something; the version is named in the step in which its weights come into force."""
+        """Change the weights. ``version`` changes in the same step of the event loop in which the weights come into force."""
         version = ready.request.version
         if ready.chosen != "adapter":
             self._open.clear()
@@ -161,7 +156,7 @@ class SGLangEngine:
             self._open.set()
 
     def stats(self) -> dict[str, float]:
-        """Counters; see ``actors.engines.base``. busy_s: time with at least one request in flight."""
+        """Return counters and gauges, see ``actors.engines.base``. busy_s: seconds with at least one open request."""
         busy = self._busy_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
         gauges = {"version": self.version, "running": self._in_flight, "kv_capacity_tokens": self.facts.capacity}
         return {**self.counts, "busy_s": busy, **gauges}
@@ -169,7 +164,7 @@ class SGLangEngine:
     # ------------------------------------------------------------------------------------------ bodies
 
     async def _prefill(self, tokens: np.ndarray, name: str) -> dict[str, Any]:
-        """Compute the prefix once, before its samples are asked for together."""
+        """Compute the prefix once, before all its samples are requested together."""
         body = {"input_ids": tokens.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}, "rid": name}
         return (await self._ask(body))[0]
 
@@ -194,7 +189,7 @@ class SGLangEngine:
         return body | {"input_ids": [tokens] * request.n, "rid": names, "sampling_params": rows}
 
     def _most(self, sampling: Sampling) -> int:
-        """A top-k that SGLang can give the mask of; without one in the request, one that cuts nothing off."""
+        """Return a top-k for which SGLang can report the mask. If the request has no top-k, it is one that cuts nothing off."""
         limit = self.facts.mask
         wanted = sampling.top_k or self.facts.vocabulary or limit + 1
         if wanted > limit:
@@ -205,13 +200,13 @@ class SGLangEngine:
         return wanted
 
     def _seeded(self, settings: dict[str, Any], sampling: Sampling, index: int) -> dict[str, Any]:
-        """SGLang uses the seed when it was started with enable_deterministic_inference; siblings must not share one."""
+        """Add a seed, different for each sibling. SGLang uses it only if it was started with enable_deterministic_inference."""
         if sampling.seed is None:
             return settings
         return settings | {"sampling_seed": (sampling.seed * 1000003 + index) % 2**31}
 
     async def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answers of one or several sequences, under the version now in force."""
+        """Return the answers for one or several sequences, sampled with the version now in force."""
         await self._open.wait()
         if self._broken:
             raise InfrastructureFault(f"{self.way.name}: {self._broken}")
@@ -224,16 +219,16 @@ class SGLangEngine:
         try:
             answer = await self.way.generate(body)
         except DataFault as fault:
-            if "never been loaded" in str(fault):  # the adapter: somebody else started the server anew
+            if "never been loaded" in str(fault):  # somebody else has restarted the server
                 raise InfrastructureFault(f"{self.way.name} lost adapter {adapter}: {fault}") from None
             raise
-        if self._failures != failures:  # the server may have held this request during the update, and sampled it since
+        if self._failures != failures:  # the server may have sampled this request after the failed update
             raise InfrastructureFault(f"{self.way.name}: {self._broken or 'an update failed meanwhile'}")
         answers = answer if isinstance(answer, list) else [answer]
         for row in answers:
             if not isinstance(row, dict) or not isinstance(row.get("meta_info"), dict):
                 raise self._strange(TypeError(f"{str(answer)[:200]}"))
-            if adapter:  # it serves a request from its first to its last token
+            if adapter:  # one adapter serves a request from its first to its last token
                 row["meta_info"] |= {"weight_version": salt, "weight_versions": None}
             elif self._number(row["meta_info"].get("weight_version")) < version:
                 raise InfrastructureFault(f"{self.way.name} went back to an older version: somebody started it anew")
@@ -251,7 +246,7 @@ class SGLangEngine:
             finish = _FINISH[meta["finish_reason"]["type"]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None
-        if finish == "abort":  # by a failed update, or by SGLang itself: half an action is none
+        if finish == "abort":  # a failed update or SGLang itself aborted it; a part of an action is useless
             raise InfrastructureFault(
                 f"{self.way.name} aborted a request: {meta['finish_reason'].get('message') or 'no reason given'}"
             )
@@ -262,7 +257,7 @@ class SGLangEngine:
         return Sample(tokens, logprobs, self._versions(meta, len(tokens)), finish)  # pyright: ignore[reportArgumentType]
 
     def _versions(self, meta: dict[str, Any], count: int) -> np.ndarray:
-        """int32 [count]: the policy version of each sampled token. Raises InfrastructureFault for a version that is no number."""
+        """Return int32 [count], the policy version of each sampled token. Raises InfrastructureFault for a version that is not a number."""
         spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or [
             {"version": meta.get("weight_version"), "start": 0, "end": count}
         ]
@@ -276,7 +271,7 @@ class SGLangEngine:
         return versions
 
     def _number(self, version: Any) -> int:
-        if version in (None, "default"):  # a server that was started by others and has not been updated
+        if version in (None, "default"):  # somebody else started the server, and it was never updated
             return 0
         try:
             return int(version)
@@ -286,9 +281,9 @@ class SGLangEngine:
             ) from None
 
     def _count(self, answers: list[dict[str, Any]], prefix: dict[str, Any] | None) -> int:
-        """Note a request's prompt once and what was computed of it, samples included; how much of it was cached.
+        """Count a request's prompt once, and the tokens computed for the prompt and all samples. Return the cached tokens of the prompt.
 
-        prefix: the pass that computed it for several samples; each of them computes its last token again.
+        prefix: the answer of ``_prefill`` for several samples. Each sample computes the last token of the prefix again.
         """
         first = (prefix or answers[0])["meta_info"]
         prompt, cached = int(first.get("prompt_tokens") or 0), int(first.get("cached_tokens") or 0)
@@ -318,5 +313,5 @@ class SGLangEngine:
 
 
 def _cut(sampling: Sampling) -> bool:
-    """Whether top-p or top-k leave less than the whole distribution; greedy sampling is not cut, its argmax is the same."""
+    """Return whether top-p or top-k cut the distribution. They never cut greedy sampling, whose argmax stays the same."""
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)

@@ -1,4 +1,4 @@
-"""The calls of an SGLang server, and what the three ways to reach SGLang share: the protocol, the facts, the arguments."""
+"""The calls of an SGLang server, and the parts that the three ways to reach SGLang share: protocol, facts and arguments."""
 
 import json
 from pathlib import Path
@@ -12,17 +12,17 @@ from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 
 NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-"""Variables unless the user sets them: SGLang would spend 65 s on dumps, answering nobody, before it ends after a child of it has."""
+"""Environment variables, unless the user sets them. Without them, after a child has died SGLang spends 65 s on dumps before it ends."""
 
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-"""Variables whatever the user's shell holds: with this one set, log-probabilities would be those before temperature."""
+"""Environment variables, whatever the user sets. If this one were 1, log-probabilities would be those before temperature."""
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What SGLang says of itself. capacity, context: tokens. vocabulary: rows of the embedding, 0 when unknown.
+    """What SGLang reports about itself. capacity, context: tokens. vocabulary: rows of the embedding, 0 when unknown.
 
-    version: of the weights it holds, as it was last told; "" or "default" when nobody told it. mask: the most tokens that top-p and top-k may
-    leave for it to say which.
+    version: the name of its weights that it was last told; "" or "default" when nobody told it. mask: SGLang can list the tokens that top-p
+    and top-k leave only if they are at most this many.
     """
 
     capacity: int = 0
@@ -36,7 +36,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     @property
     def updated(self) -> bool:
-        """Whether somebody has changed its weights since it started."""
+        """Whether somebody has changed SGLang's weights since it started."""
         return self.version not in ("", "default", "0")
 
 
@@ -46,18 +46,18 @@ class Api(Protocol):
     name: str
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
-        """POST. Raises InfrastructureFault when it fails or takes longer."""
+        """Return the answer to POST ``path``. Raises InfrastructureFault when the call fails or takes longer than ``timeout_s``."""
         ...
 
 
 class Way(Protocol):
-    """How one engine reaches SGLang. servers: all that take part in an update."""
+    """How one engine reaches SGLang. servers: all servers that take part in an update."""
 
     name: str
 
     @property
     def servers(self) -> "list[Any]":
-        """Each an ``Api``."""
+        """The servers, each an ``Api``."""
         ...
 
     async def start(self) -> None: ...
@@ -74,7 +74,7 @@ class Way(Protocol):
 
 
 class Http:
-    """One server by URL."""
+    """One server, reached by its URL."""
 
     def __init__(self, url: str, key: str, timeout_s: float, concurrency: int):
         self.url, self.name = url.rstrip("/"), f"SGLang at {url.rstrip('/')}"
@@ -91,11 +91,11 @@ class Http:
         await self._client.close()
 
     async def healthy(self) -> bool:
-        """Whether it answers /health now: not while it starts, nor while its generation pauses."""
+        """Return whether the server answers /health. It does not while it starts or while its generation pauses."""
         return await self._answers("/health")
 
     async def alive(self) -> bool:
-        """Whether its process answers, paused or not."""
+        """Return whether the server's process answers, even while generation pauses."""
         return await self._answers("/model_info")
 
     async def _answers(self, path: str) -> bool:
@@ -106,13 +106,13 @@ class Http:
         return True
 
     async def facts(self, model: str = "") -> Facts:
-        """What it says of itself; the vocabulary is that of the folder ``model``, since an update changes what it calls its model."""
+        """Return what the server reports. The vocabulary is read from the folder ``model``, because an update changes the model's name."""
         info = await self._client.get("/server_info", timeout_s=30.0, attempts=3)
-        info |= await self._client.get("/model_info", timeout_s=30.0, attempts=3)  # what updates have changed since
+        info |= await self._client.get("/model_info", timeout_s=30.0, attempts=3)  # has what updates have changed since
         return read_facts(model, info)
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
-        """POST. SGLang answers 400 to an update that failed, which is no fault of the data."""
+        """Return the answer to POST ``path``. SGLang answers a failed update with 400, which here is not a DataFault."""
         try:
             text = await self._client.send("POST", path, body, timeout_s=timeout_s, attempts=attempts)
             answer = msgspec.json.decode(text) if text else {}
@@ -131,11 +131,11 @@ class Http:
         return answer or {}
 
     async def send(self, path: str) -> None:
-        """POST without a body, of what answers in words (/flush_cache)."""
+        """POST without a body to a path whose answer is not JSON (/flush_cache)."""
         await self._client.send("POST", path, attempts=1)
 
     async def abort(self, names: list[str]) -> None:
-        """Stop requests; one that has ended already is no error."""
+        """Stop requests. A request that has already ended is not an error."""
         for name in names:
             try:
                 await self.call("/abort_request", {"rid": name}, 10.0)
@@ -144,9 +144,9 @@ class Http:
 
 
 def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
-    """Of sglang's ServerArgs: what the settings of an actor mean there, and the user's own."""
-    given = config.sglang.arguments
-    derived = given.get("enable_lora") and "lora_target_modules" not in given
+    """Return the fields of sglang's ServerArgs that follow from the actor's settings, and the user's own arguments, which take precedence."""
+    own = config.sglang.arguments
+    derived = own.get("enable_lora") and "lora_target_modules" not in own
     adapters = {"lora_target_modules": linear_layers(Path(model))} if derived else {}
     return {
         "model_path": model,
@@ -156,7 +156,7 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
         "chunked_prefill_size": config.prefill_tokens,
         "enable_cache_report": True,
         **adapters,
-    } | given
+    } | own
 
 
 def linear_layers(model: Path) -> list[str]:
@@ -167,7 +167,7 @@ def linear_layers(model: Path) -> list[str]:
 
 
 def read_facts(model: str, info: dict[str, Any]) -> Facts:
-    """Facts from SGLang's description of itself and, where the model folder is at hand, its configuration."""
+    """Return the facts in SGLang's description of itself and, if the folder ``model`` exists, in the model's configuration."""
     settings: dict[str, Any] = {}
     path = Path(model) / "config.json"
     if path.is_file():

@@ -1,7 +1,7 @@
-"""SGLang inside the actor's process: ``sglang.Engine`` behind the calls that its HTTP server offers.
+"""SGLang inside the actor's process: ``sglang.Engine``, called like SGLang's HTTP server.
 
-The engine's tokenizer manager lives in the event loop of whoever calls it first, so it is called by its coroutines; the blocking methods of
-``sglang.Engine`` would run a loop inside ours. Its children are spawned: the main module must be importable without running.
+The engine's tokenizer manager belongs to the event loop that calls it first. This module therefore awaits the manager's coroutines; the blocking
+methods of ``sglang.Engine`` would run a second loop. The engine spawns its children, so importing the main module must not run it.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _CALLS = {
     "/weights_checker": ("CheckWeightsReqInput", "check_weights"),
     "/update_weight_version": ("UpdateWeightVersionReqInput", "update_weight_version"),
 }
-"""Path of the HTTP server -> request struct and coroutine of the tokenizer manager."""
+"""By path of the HTTP server: the request struct and the coroutine of the tokenizer manager."""
 _ONE_ARGUMENT = frozenset({"pause_generation", "continue_generation", "update_weight_version"})
 _STEP_S = 0.5
-"""Between two looks at the children, seconds."""
+"""Seconds between two checks of the children."""
 
 
 class Inside:
-    """The way "inside". One server, which is also the front."""
+    """The way "inside": one engine, loaded by ``start`` and ended by ``close``, which is the only server."""
 
     def __init__(self, model: str, config: ActorsConfig):
         self.config = config.sglang
@@ -48,9 +48,9 @@ class Inside:
         self._children: list[BaseProcess] = []
 
     async def start(self) -> None:
-        """Load the model, on this thread: the children end with the thread that started them. It serves nothing yet.
+        """Load the model, on this thread, because the children end with the thread that started them. Nothing is served yet.
 
-        Raises InfrastructureFault when it does not come up, or ends this process where a child of SGLang fails.
+        Raises InfrastructureFault when the engine does not start. If a child of SGLang fails, SGLang may end this process instead.
         """
         for name, value in NO_DUMPS.items():
             os.environ.setdefault(name, value)
@@ -73,12 +73,12 @@ class Inside:
         self._children = multiprocessing.active_children()
 
     async def facts(self) -> Facts:
-        """What the engine says of itself."""
+        """Return what the engine reports about itself."""
         info = self._engine.server_args.resolved_dict() | self._engine._scheduler_init_result.scheduler_infos[0]
         return read_facts(self.arguments["model_path"], info | self._engine.get_model_info())
 
     async def generate(self, body: dict[str, Any]) -> Any:
-        """One or several sequences, as POST /generate."""
+        """Generate one or several sequences, like POST /generate."""
         from fastapi import HTTPException  # pyright: ignore[reportMissingImports]
         from sglang.srt.managers.io_struct import GenerateReqInput  # pyright: ignore[reportMissingImports]
 
@@ -86,9 +86,8 @@ class Inside:
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 async for answer in self._engine.tokenizer_manager.generate_request(GenerateReqInput(**body), None):
-                    answers.append(
-                        answer
-                    )  # one; it is run to its end, where it lets go of the lock that updates wait for
+                    # There is one answer. The loop must run to its end, which releases the lock that updates wait for.
+                    answers.append(answer)
         except TimeoutError:
             raise InfrastructureFault(f"{self.name}: no answer within {self.config.request_timeout_s:g} s") from None
         except HTTPException as error:
@@ -103,7 +102,7 @@ class Inside:
             self._engine.tokenizer_manager.abort_request(rid=name)
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
-        """What POST ``path`` of the server does. Raises InfrastructureFault when it fails or takes longer."""
+        """Do what POST ``path`` of the server does. Raises InfrastructureFault when this fails or takes longer than ``timeout_s``."""
         from sglang.srt.managers import io_struct  # pyright: ignore[reportMissingImports]
 
         manager = self._engine.tokenizer_manager
@@ -113,7 +112,7 @@ class Inside:
         kind, method = _CALLS[path]
         request = getattr(io_struct, kind)(**body)
         arguments = (request,) if method in _ONE_ARGUMENT else (request, None)
-        if self._late:  # its answer, when it comes, would be taken for that of the next call of its kind
+        if self._late:  # its late answer would be taken for the answer to the next call of its kind
             raise InfrastructureFault(
                 f"{self.name}: {self._late} was given up and has not ended: this actor must start anew"
             )
@@ -129,13 +128,13 @@ class Inside:
         return _answer(path, done, self.name)
 
     def _caught_up(self, ended: "asyncio.Future[Any]") -> None:
-        """The call that nobody waits for any more is over."""
+        """Note that the call which took too long has ended."""
         self._late = ""
         if not ended.cancelled():
             ended.exception()
 
     async def died(self) -> str:
-        """Returns when a child has ended. Where one was killed or failed, SGLang may end this whole process first."""
+        """Return the reason when a child has ended. If a child was killed or failed, SGLang may end this whole process first."""
         while True:
             for child in self._children:
                 if not child.is_alive():
@@ -149,7 +148,7 @@ class Inside:
 
 
 def _answer(path: str, done: Any, name: str) -> dict[str, Any]:
-    """The JSON that the server would answer. Raises InfrastructureFault where it would say that it failed."""
+    """Return the JSON that the server would answer. Raises InfrastructureFault where that answer would report a failure."""
     if done is None:
         return {}
     if isinstance(done, tuple):  # success, message, and for the checker ranks and checksum

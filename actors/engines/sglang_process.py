@@ -1,7 +1,7 @@
 """The SGLang server as a child process: ``python -m actors.engines.sglang_process < ARGUMENTS.json``.
 
-The arguments come through standard input, so that the API key is in no process list. Runs under the interpreter that has sglang, which
-need not have anything of ours: only the standard library is imported here.
+The arguments come through standard input, so that no process list shows the API key. The process runs under the interpreter that has
+sglang, which need not have Coppice's packages. This module therefore imports only the standard library.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until killed; ends when the actor that started it is gone, whatever killed that."""
+    """Serve until killed. The process also ends when the actor that started it is gone, whatever killed the actor."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1:  # it was gone before that call
+    if os.getppid() == 1:  # the actor was gone before that call
         sys.exit("the actor that started this server is gone")
     arguments = json.load(sys.stdin)
     try:

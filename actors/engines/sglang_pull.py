@@ -1,6 +1,6 @@
-"""Weights out of the learner's memory into one SGLang server, bucket by bucket, agreed on at the learner's rendezvous (``learner.giver``).
+"""Move weights from the learner's memory into one SGLang server, bucket by bucket, as agreed at the learner's rendezvous (``learner.giver``).
 
-SGLang takes handles of shared memory as a pickle of its own making; it goes from the learner to the server, and nothing of ours reads it.
+SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner to the server, and Coppice never reads it.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from wire.published import Memory
 log = logging.getLogger("actors.sglang")
 
 _CLEANUP_S = 30.0
-"""Of a call that puts a server in order after a failure: a longer wait would only hide the failure's cause."""
+"""The limit of a call that cleans up a server after a failure. A longer wait would only delay the report of the failure."""
 
 
 class Pull:
-    """One server's share in an update: asked for while generation goes on, taken while it pauses."""
+    """One server's part of an update: ``asked`` while generation goes on, then ``take`` while it pauses, or ``release`` to give up."""
 
-    def __init__(self, server: Any, talk: "Talk", ask: dict[str, Any], told: dict[str, Any], config: SGLangConfig):
-        self.server, self.talk, self.ask, self.told, self.config = server, talk, ask, told, config
+    def __init__(self, server: Any, talk: "Talk", ask: dict[str, Any], offer: dict[str, Any], config: SGLangConfig):
+        self.server, self.talk, self.ask, self.offer, self.config = server, talk, ask, offer, config
 
     @classmethod
     async def asked(cls, server: Any, chosen: str, version: int, memory: Memory, config: SGLangConfig) -> "Pull":
-        """Ask the learner. Raises InfrastructureFault when it does not give this version."""
+        """Ask the learner for a version. Raises InfrastructureFault when the learner does not offer it."""
         facts = await server.facts()
         gpus = memory.device == facts.device == "cuda"
         ask = {"version": version, "transport": chosen, "ranks": facts.tp, "backend": "nccl" if gpus else "gloo"}
@@ -38,11 +38,11 @@ class Pull:
         return cls(server, talk, ask, await asyncio.to_thread(talk.ask, ask), config)
 
     async def take(self) -> int:
-        """Move everything; bytes. Whatever fails, the server's session and group and the learner's share are given up."""
+        """Move all weights and return their bytes. After a failure the server's session and group and the learner's offer are released."""
         try:
             await self._begin()
-            for index, bucket in enumerate(self.told["buckets"]):
-                await self._bucket(bucket, index == len(self.told["buckets"]) - 1)
+            for index, bucket in enumerate(self.offer["buckets"]):
+                await self._bucket(bucket, index == len(self.offer["buckets"]) - 1)
             await self._call("/end_weight_update", {})
         except BaseException:
             await self._tidy("/end_weight_update", {})
@@ -51,16 +51,16 @@ class Pull:
             await self.release()
             if self.ask["transport"] == "distributed":
                 await self._tidy("/destroy_weights_update_group", {"group_name": self.ask["group"]})
-        return sum(bucket["bytes"] for bucket in self.told["buckets"])
+        return sum(bucket["bytes"] for bucket in self.offer["buckets"])
 
     async def release(self) -> None:
-        """The learner may let go of what it holds for this."""
+        """Tell the learner that it may free what it holds for this pull."""
         await asyncio.to_thread(self.talk.done)
 
     async def _begin(self) -> None:
         if self.ask["transport"] == "distributed":
             await self._call("/init_weights_update_group", {
-                "master_address": self.told["address"], "master_port": self.told["port"], "rank_offset": 1,
+                "master_address": self.offer["address"], "master_port": self.offer["port"], "rank_offset": 1,
                 "world_size": 1 + self.ask["ranks"], "group_name": self.ask["group"], "backend": self.ask["backend"],
             })  # fmt: skip
         try:
@@ -68,7 +68,7 @@ class Pull:
         except InfrastructureFault as fault:
             if "already open" not in str(fault):
                 raise
-            await self._call("/end_weight_update", {})  # of an update that was cut off
+            await self._call("/end_weight_update", {})  # ends an earlier update that was cut off
             await self._call("/begin_weight_update", {})
 
     async def _bucket(self, bucket: dict[str, Any], last: bool) -> None:
@@ -86,7 +86,7 @@ class Pull:
         await self.server.call(path, body, self.config.update_timeout_s)
 
     async def _tidy(self, path: str, body: dict[str, Any]) -> None:
-        """A call that must not replace the failure which made it necessary."""
+        """Make a call after a failure. If this call fails too, it is only logged, so that the first failure is the one reported."""
         try:
             await self.server.call(path, body, min(_CLEANUP_S, self.config.update_timeout_s))
         except InfrastructureFault as fault:
@@ -94,7 +94,7 @@ class Pull:
 
 
 class Talk:
-    """One conversation with the learner's rendezvous. Blocking; every wait has an end."""
+    """One conversation with the learner's rendezvous: ``ask``, then ``done``. Its calls block, and every wait has a limit."""
 
     def __init__(self, memory: Memory, timeout_s: float):
         from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -109,7 +109,7 @@ class Talk:
         self._number = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The learner's answer. Raises InfrastructureFault when it gives another version by now, or does not answer."""
+        """Return the learner's answer. Raises InfrastructureFault when the learner already offers another version, or does not answer."""
         try:
             self._number = self._store.add("asked", 1)
             self._store.set(f"ask/{self._number}", json.dumps(request))
@@ -117,10 +117,10 @@ class Talk:
         except (RuntimeError, ValueError) as error:
             raise InfrastructureFault(f"the learner at {self.memory.store} did not answer: {error}") from None
         if "error" in answer or not answer.get("buckets"):
-            raise InfrastructureFault(f"the learner at {self.memory.store}: {answer.get('error', 'gives nothing')}")
+            raise InfrastructureFault(f"the learner at {self.memory.store}: {answer.get('error', 'offers no weights')}")
         return answer
 
     def done(self) -> None:
-        """The weights were taken, or the attempt is over."""
-        with contextlib.suppress(RuntimeError):  # it may be gone, and holds nothing then
+        """Tell the learner that the weights were taken or the attempt is over."""
+        with contextlib.suppress(RuntimeError):  # a learner that is gone holds nothing
             self._store.set(f"done/{self._number}", "1")

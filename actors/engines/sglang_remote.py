@@ -1,4 +1,4 @@
-"""SGLang servers that run already, by URL."""
+"""SGLang servers that already run, reached by URL."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ from actors.engines.sglang_api import Facts, Http
 from wire.faults import InfrastructureFault
 
 _EACH = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path")
-"""Fields of /generate that are lists when several sequences are asked for."""
+"""Fields of /generate that are lists when a request asks for several sequences."""
 
 
 class Remote:
-    """The way "url": servers that run already. Behind a router, the workers take the weights."""
+    """The way "url": servers that already run and go on after ``close``. Behind a router, the workers take the weights."""
 
     def __init__(self, url: str, model: str, config: ActorsConfig):
         settings, self.model = config.sglang, model
@@ -32,7 +32,7 @@ class Remote:
         self._all = [self.front, *workers]
 
     async def start(self) -> None:
-        """Open the connections. Raises InfrastructureFault when a server does not answer; none stays open then."""
+        """Open the connections. When a server does not answer, all are closed again and InfrastructureFault is raised."""
         try:
             for server in self._all:
                 await server.start()
@@ -43,7 +43,7 @@ class Remote:
 
     async def _ready(self) -> None:
         for server in self.servers:
-            for path in ("/end_weight_update", "/continue_generation"):  # an actor before may have died in an update
+            for path in ("/end_weight_update", "/continue_generation"):  # an earlier actor may have died in an update
                 with contextlib.suppress(InfrastructureFault):
                     await server.call(path, {}, 10.0)
         for server in self._all:
@@ -51,12 +51,12 @@ class Remote:
                 raise InfrastructureFault(f"{server.name} does not answer /health: is it running there?")
 
     async def facts(self) -> Facts:
-        """Of the first server; capacity is that of all."""
+        """Return the facts of the first server, with the capacity of all servers together."""
         each = [await server.facts(self.model) for server in self.servers]
         return msgspec.structs.replace(each[0], capacity=sum(facts.capacity for facts in each))
 
     async def generate(self, body: dict[str, Any]) -> Any:
-        """POST /generate. SGLang's router takes one sequence a request: behind it, those asked for together go out side by side."""
+        """Return the answer to POST /generate. SGLang's router takes one sequence per request, so several sequences become parallel requests."""
         if self.front in self.servers or not isinstance(body["input_ids"][0], list):
             return await self.front.call("/generate", body, self.timeout_s)
         listed = [name for name in _EACH if isinstance(body.get(name), list)]
@@ -65,7 +65,7 @@ class Remote:
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:  # what one of them failed with is the answer of all
+            for task in tasks:  # one failure is the answer of the whole request
                 task.cancel()
             raise
 
@@ -75,7 +75,7 @@ class Remote:
             await server.abort(names)
 
     async def died(self) -> str:
-        """Returns when a server no longer answers three times in a row."""
+        """Return the reason when some server was silent three times in a row."""
         silent = 0
         while silent < 3:
             await asyncio.sleep(10.0)
@@ -84,11 +84,11 @@ class Remote:
         return f"{self.name} no longer answers /model_info"
 
     async def close(self) -> None:
-        """Close the connections; the servers go on."""
+        """Close the connections. The servers go on."""
         for server in self._all:
             await server.close()
 
     def is_here(self) -> bool:
-        """Whether all servers run on this host."""
+        """Return whether all servers run on this host."""
         hosts = {urlparse(server.url).hostname for server in self.servers}
         return hosts <= {"127.0.0.1", "localhost", "::1", socket.gethostname()}

@@ -1,4 +1,4 @@
-"""An SGLang server as the actor's own child: started on a free port of the loopback with a key of its own, watched, ended with it."""
+"""An SGLang server as a child of the actor, which starts it on a free loopback port with a key of its own, watches it and ends it."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,16 @@ log = logging.getLogger("actors.sglang.server")
 _ROOT = Path(__file__).resolve().parents[2]
 _STEP_S = 0.5
 _GRACE_S = 7.0
-"""Below what the launcher gives an actor to end."""
+"""Seconds that the server gets to end. They are fewer than the launcher gives an actor to end."""
 _LONGEST_LINE = 2**20
 _OWN = ("model_path", "host", "port", "api_key", "weight_version")
-"""Arguments that an actor sets itself."""
+"""Arguments that an actor sets itself and a user must not set."""
 _TAIL = 40
 """Lines of the server's log kept for error messages."""
 
 
 class Launched:
-    """The way "server". Its output goes to this process's log, line by line."""
+    """The way "server": ``start`` starts the server and waits for it, ``close`` ends it. Each line of its output goes to this process's log."""
 
     def __init__(self, model: str, config: ActorsConfig):
         self.config = config.sglang
@@ -50,7 +50,7 @@ class Launched:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start and wait until it answers. Raises InfrastructureFault with the end of its log when it does not."""
+        """Start the server and wait until it answers. Raises InfrastructureFault with the end of its log when it does not."""
         own = {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
         environment = NO_DUMPS | os.environ | own | self.config.environment
         if "PYTHONPATH" in self.config.environment:
@@ -96,11 +96,11 @@ class Launched:
         while True:
             try:
                 line = await self._process.stdout.readline()
-            except ValueError:  # longer than the limit; what is left of it comes next
+            except ValueError:  # the line is longer than the limit; the rest of it is read next
                 continue
             if not line:
                 return
-            text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")  # it prints its arguments
+            text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")  # the server prints its arguments
             self._log.append(text)
             log.info("%s", text)
 
@@ -108,11 +108,11 @@ class Launched:
         return "\n".join(self._log) or "(it wrote nothing)"
 
     async def facts(self) -> Facts:
-        """What the server says of itself."""
+        """Return what the server reports about itself."""
         return await self.front.facts(self.arguments["model_path"])
 
     async def generate(self, body: dict[str, Any]) -> Any:
-        """POST /generate."""
+        """Return the answer to POST /generate."""
         return await self.front.call("/generate", body, self.config.request_timeout_s, attempts=1)
 
     async def abort(self, names: list[str]) -> None:
@@ -120,7 +120,7 @@ class Launched:
         await self.front.abort(names)
 
     async def died(self) -> str:
-        """Returns when the server has ended, with its last words."""
+        """Return the server's exit status and the end of its log, once the server has ended."""
         assert self._process is not None
         status = await self._process.wait()
         return f"the SGLang server ended with status {status}:\n{self._said()}"
@@ -129,14 +129,13 @@ class Launched:
         """End the server and its children."""
         await self.front.close()
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(
-                signal.SIGTERM
-            )  # it ends its own children; one that finds them dead waits to diagnose it
+            # The signal goes to the server alone: it ends its children itself, but waits to diagnose children that it finds dead.
+            self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _GRACE_S)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its scheduler and detokenizer share its session
+                os.killpg(self._process.pid, signal.SIGKILL)  # its scheduler and detokenizer are in the same session
             await self._process.wait()
         if self._reading is not None:
             self._reading.cancel()

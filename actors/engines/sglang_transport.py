@@ -1,6 +1,6 @@
-"""How whole weights reach SGLang: from the version's file, out of the learner's memory on the same GPU, or by a broadcast between GPUs.
+"""How whole weights reach SGLang: from the version's file, from the learner's memory on the same GPU, or by a broadcast between GPUs.
 
-The last two are in ``sglang_pull``.
+The last two transports are in ``sglang_pull``.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ Transport = Literal["disk", "merged", "adapter", "tensor", "distributed"]
 
 
 def choose(manifest: Manifest, facts: Facts, config: SGLangConfig, host: str, gpus: frozenset[str]) -> Transport:
-    """The transport of one version. host, gpus: where SGLang runs ("" and empty when unknown).
+    """Return the transport of one version. host, gpus: where SGLang runs ("" and empty when unknown).
 
-    Raises InfrastructureFault when what the config asks for cannot be had.
+    Raises InfrastructureFault when the version is not published in the way that the config asks for.
     """
     if manifest.kind == "lora":
         return config.lora
@@ -47,9 +47,9 @@ def choose(manifest: Manifest, facts: Facts, config: SGLangConfig, host: str, gp
 
 
 async def prepare(chosen: Transport, way: Way, manifest: Manifest, config: SGLangConfig) -> list[Pull]:
-    """What must be had before generation pauses: the learner's word that it gives this version, a server at a time.
+    """Prepare the pulls before generation pauses: for each server in turn, ask the learner to offer this version.
 
-    Raises InfrastructureFault when it does not; nothing has changed then.
+    Raises InfrastructureFault when the learner does not offer it, and then nothing has changed.
     """
     if chosen not in ("tensor", "distributed"):
         return []
@@ -66,9 +66,9 @@ async def prepare(chosen: Transport, way: Way, manifest: Manifest, config: SGLan
 
 
 async def move(chosen: Transport, way: Way, folder: Path, version: int, config: SGLangConfig, pulls: list[Pull]) -> int:
-    """Bytes that reached each server, from the file in ``folder`` or out of the learner's memory.
+    """Move the weights from the file in ``folder`` or from the learner's memory, and return the bytes that reached each server.
 
-    Raises InfrastructureFault when any server does not confirm.
+    Raises InfrastructureFault when a server does not confirm them.
     """
     if chosen in ("disk", "merged"):
         return await _from_disk(way, folder, version, config)
@@ -76,7 +76,7 @@ async def move(chosen: Transport, way: Way, folder: Path, version: int, config: 
 
 
 async def gathered(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of all; raises the first failure once none of them runs any more."""
+    """Return the results of all calls. The first failure is raised after every call has ended."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in done:
         if isinstance(outcome, BaseException):
@@ -94,7 +94,7 @@ async def _from_disk(way: Way, folder: Path, version: int, config: SGLangConfig)
 
 
 def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder with the weights that an adapter changes as a file of their own, in the base model's number type."""
+    """Write the weights that an adapter changes, merged, to a file in a new folder, in the base model's number type."""
     from safetensors.torch import save_file
 
     from actors.engines.weights import BaseWeights, merged
@@ -110,7 +110,7 @@ def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def here(config: SGLangConfig, way: Way) -> tuple[str, frozenset[str]]:
-    """Host and GPUs of SGLang as far as this process knows them."""
+    """Return the host and the GPUs of SGLang, as far as this process knows them."""
     if config.way == "url":
         return (socket.gethostname() if way.is_here() else ""), frozenset()  # pyright: ignore[reportAttributeAccessIssue]
     shown = config.environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,7 +1,7 @@
-"""A policy version into SGLang: pause, move the weights, prove that they arrived, go on.
+"""Load a policy version into SGLang: pause generation, move the weights, prove that they arrived, and continue.
 
-Every server of one engine takes part in each step, and a step that fails anywhere fails the update: no server goes on with weights that the
-others do not have. Transports are in ``sglang_transport``; adapters travel alone as the small files they are.
+Every server of one engine takes part in each step. A step that fails on any server fails the update, so that no server continues with
+weights that the others do not have. Transports are in ``sglang_transport``. Adapters are small files and are loaded without a pause.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from wire.messages import LoadRequest
 log = logging.getLogger("actors.sglang")
 
 MOVING = "moving-"
-"""What a server's weight version begins with while an update is on its way."""
+"""The beginning of a server's weight version while an update is in progress."""
 _ADAPTERS_KEPT = 2
-"""The newest adapter, and the one before, which requests that began earlier still use."""
+"""The newest adapter and the previous one, which requests that began earlier still use."""
 
 
 class Refused(Exception):
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A version that was verified and has what its transport needs. folder: of its file; scratch: that folder, where it was made here."""
+    """A verified version that is ready for its transport. folder: holds its file. scratch: the same folder if it was created for this update."""
 
     request: LoadRequest
     chosen: transport.Transport
@@ -47,7 +47,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What an update moved. proof: of SGLang's own checksum of its weights, and of an adapter's digest; the same on every server."""
+    """What an update moved. proof: a hash of SGLang's checksum of its weights and of the adapter's digest, the same on every server."""
 
     transport: str
     bytes: int
@@ -57,7 +57,9 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Weights:
-    """The weights of one engine's servers. ``adapter`` is the adapter that requests name ("" for none)."""
+    """The weights of one engine's servers: ``start``, then for each version ``prepare``, ``update`` and ``tidy``, at the end ``close``.
+
+    ``adapter`` is the name of the adapter that requests must use ("" for none)."""
 
     def __init__(self, way: Way, base: Path, config: SGLangConfig):
         self.way, self.base, self.config = way, base, config
@@ -65,29 +67,29 @@ class Weights:
         self.facts = Facts()
         self._adapters: list[str] = []
         self._held = ""
-        """Checksum of the whole weights that the servers hold, without adapters."""
+        """The checksum of the whole weights that the servers hold, without adapters."""
         self._digest = ""
-        """Of the version they are; "" until the first."""
+        """The digest of the version of these weights, "" before the first update."""
 
     async def start(self, facts: Facts) -> None:
-        """Note what the servers hold; servers that hold different weights are refused."""
+        """Note the checksum of the servers' weights. Raises InfrastructureFault when the servers hold different weights."""
         self.facts = facts
         self._held = self._agreed(await self._all("/weights_checker", {"action": "checksum"}))
 
     async def close(self) -> None:
-        """Take this engine's adapters from servers that go on."""
+        """Unload this engine's adapters, because the servers may outlive this actor."""
         while self._adapters:
             await self._unload(self._adapters.pop())
 
     async def prepare(self, request: LoadRequest) -> Ready:
-        """All that can be done while requests go on. Raises Refused; nothing was changed then."""
+        """Do everything that can be done while requests go on. Raises Refused, and then nothing was changed."""
         begun, folder, scratch = time.monotonic(), Path(request.path), None
         try:
             manifest = published.read(folder, request.digest)
             chosen = transport.choose(manifest, self.facts, self.config, *transport.here(self.config, self.way))
             if chosen == "adapter" and self.facts.updated and not self._digest:
                 raise InfrastructureFault(
-                    f"{self.way.name} holds weight version {self.facts.version} from before, and an adapter is one of the base model's weights:"
+                    f"{self.way.name} holds weight version {self.facts.version} from before, but an adapter needs the base model's weights:"
                     " start it anew"
                 )
             if chosen in ("adapter", "disk", "merged"):
@@ -101,9 +103,9 @@ class Weights:
         return Ready(request, chosen, folder, pulls, scratch, begun)
 
     async def update(self, ready: Ready) -> Update:
-        """Bring the version into force. Raises InfrastructureFault when something may have changed.
+        """Bring the version into force. Raises InfrastructureFault, and then the weights may have changed.
 
-        An adapter needs no pause: requests may go on meanwhile. Whole weights pause generation, and no request may be sent until this is over.
+        An adapter needs no pause, and requests may go on meanwhile. Whole weights pause generation; no request may be sent until this returns.
         """
         request, chosen = ready.request, ready.chosen
         try:
@@ -122,23 +124,23 @@ class Weights:
         return Update(chosen, size, seconds, pause, proof)
 
     async def tidy(self) -> None:
-        """Take adapters that no new request names from the servers. SGLang waits for requests that still use one."""
+        """Unload adapters that no new request uses. SGLang waits for the requests that still use such an adapter."""
         while len(self._adapters) > _ADAPTERS_KEPT:
             await self._unload(self._adapters.pop(0))
 
     def _verify(self, folder: Path, expected: str) -> None:
-        """The file is whole, and of this model: SGLang dies of a wrong shape, and says nothing of a missing or unknown name."""
+        """Refuse a damaged file and weights of another model. SGLang would die of a wrong shape and ignore a missing or unknown name."""
         kind, path = weights.verified_file(folder, expected)
         weights.check(kind, path, weights.BaseWeights(self.base).shapes())
 
     # ------------------------------------------------------------------------------------------ whole weights
 
     async def _paused(self, ready: Ready) -> tuple[int, float]:
-        """Bytes moved and seconds paused. Generation goes on whatever happens; after a failure running requests are aborted first."""
+        """Return the bytes moved and the seconds paused. Generation always continues; after a failure the running requests are aborted first."""
         begun, moved = time.monotonic(), False
         try:
             await self._all("/pause_generation", {"mode": self.config.pause})
-            # What is sampled before the whole version is there bears a name that no version has.
+            # Tokens sampled before all weights have arrived get a weight version that is not a policy version.
             between = {"new_version": f"{MOVING}{ready.request.version}", "abort_all_requests": False}
             await self._all("/update_weight_version", between)
             size = await transport.move(
@@ -155,7 +157,7 @@ class Weights:
         return size, time.monotonic() - begun
 
     async def _go_on(self, abort: bool) -> None:
-        """Every server generates again. One that does not answer is told in the log: it must not hide the failure before."""
+        """Let every server generate again. After a failed update, further failures are only logged, so that they do not hide the first."""
         paths = [("/abort_request", {"rid": "", "abort_all": True})] if abort else []
         for path, body in [*paths, ("/continue_generation", {})]:
             try:
@@ -166,9 +168,9 @@ class Weights:
                 log.warning("%s", fault)
 
     async def _prove(self, ready: Ready) -> None:
-        """Raises InfrastructureFault unless all servers hold the same weights, others than before, and where it can be seen, those of the file.
+        """Raises InfrastructureFault unless all servers hold the same new weights and, on a CPU, those of the file.
 
-        On a GPU SGLang's checksum cannot be computed from a file; there the learner's watch sees weights that differ from its own.
+        On a GPU SGLang's checksum cannot be computed from a file. There, the learner's watch notices weights that differ from its own.
         """
         request = ready.request
         answers = await self._all("/weights_checker", {"action": "checksum"})
@@ -178,28 +180,28 @@ class Weights:
                 raise InfrastructureFault(
                     f"{self.way.name} reports success, but its weights are those from before version {request.version}"
                 )
-            log.warning("version %d left the weights as they were at the start", request.version)
+            log.warning("version %d did not change the weights that the servers started with", request.version)
         if ready.chosen in ("disk", "merged") and self.facts.device == "cpu" and self.facts.tp == 1:
             path = ready.folder / published.FILES["full"]
             for answer in answers:
-                found = answer["ranks"][0]["checksums"]
-                await asyncio.to_thread(_compare, path, found, _STORED.get(self.facts.dtype, ""))
+                checksums = answer["ranks"][0]["checksums"]
+                await asyncio.to_thread(_compare, path, checksums, _STORED.get(self.facts.dtype, ""))
         self._held, self._digest = held, request.digest
 
     def _agreed(self, answers: list[dict[str, Any]]) -> str:
-        """SGLang's checksum of its weights. Raises InfrastructureFault unless all servers give the same."""
-        found = [str(answer.get("per_engine_checksum") or "") for answer in answers]
-        if len(set(found)) != 1 or not found[0]:
-            listed = ", ".join(f"{s.name}: {f[:16] or 'none'}" for s, f in zip(self.way.servers, found, strict=True))
+        """Return SGLang's checksum of its weights. Raises InfrastructureFault unless all servers report the same checksum."""
+        sums = [str(answer.get("per_engine_checksum") or "") for answer in answers]
+        if len(set(sums)) != 1 or not sums[0]:
+            listed = ", ".join(f"{s.name}: {one[:16] or 'none'}" for s, one in zip(self.way.servers, sums, strict=True))
             raise InfrastructureFault(f"servers of one engine hold different weights ({listed}): start them anew")
-        return found[0]
+        return sums[0]
 
     # ------------------------------------------------------------------------------------------ adapters
 
     async def _adapter(self, request: LoadRequest, folder: Path) -> tuple[int, float]:
-        """Load an adapter onto the weights that it was made for; requests from now on use it, running ones keep theirs.
+        """Load an adapter onto its base weights. New requests use it, running requests keep theirs. Return the bytes and a pause of 0 seconds.
 
-        Its name is of this engine's life only: servers outlive actors, and refuse a name that they know. Returns bytes, and no pause.
+        The adapter's name is random, because servers outlive actors and refuse a name that they already know.
         """
         size = (folder / published.FILES["lora"]).stat().st_size
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
@@ -215,28 +217,28 @@ class Weights:
         return size, 0.0
 
     async def _unload(self, name: str) -> None:
-        """SGLang waits for the requests that still use it; an adapter that stays costs its memory and nothing else."""
+        """Unload an adapter; SGLang first waits for the requests that use it. A failure is only logged, since an adapter costs only memory."""
         try:
             await self._all("/unload_lora_adapter", {"lora_name": name})
         except InfrastructureFault as fault:
             log.warning("adapter %s stays loaded: %s", name, fault)
 
     async def _all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The same call to every server at once; all have answered or failed when it returns or raises."""
+        """Make the same call to every server at once. All have answered or failed when this returns or raises."""
         timeout = self.config.update_timeout_s
         return await transport.gathered(server.call(path, body, timeout) for server in self.way.servers)
 
 
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Names of number types, of torch and of safetensors."""
+"""The name of a number type in safetensors, by its name in torch."""
 _PADDED = ("embed_tokens", "lm_head")
 
 
 def _compare(path: Path, held: dict[str, str], dtype: str) -> None:
-    """Tensors that a CPU server holds as the file does must have the file's checksum. Raises InfrastructureFault.
+    """Raises InfrastructureFault unless the tensors that a CPU server holds under the file's names have the file's checksums.
 
-    There SGLang's checksum of a tensor is the first eight bytes of its SHA-256. Tensors that it fuses, or wraps for adapters, have names of
-    their own there and are passed over, as are those whose rows it pads.
+    On a CPU, SGLang's checksum of a tensor is the first eight bytes of its SHA-256. Tensors that SGLang fuses or wraps for adapters have
+    other names and are skipped. Tensors whose rows it pads are also skipped.
     """
     wrong = [
         name

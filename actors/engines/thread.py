@@ -1,8 +1,8 @@
-"""One thread that does what is asked of it, in order, and steps while there is work; it knows nothing of what a step is.
+"""A thread that carries out commands in order, and runs steps while there is work. It does not know what a step does.
 
-Invariant: whatever is asked is answered or failed. A RuntimeError or ValueError (memory, a model that fails) fails what is open, and the
-thread goes on; any other error ends it, as does one that never goes away: ``FAILED_STEPS`` steps that fail with none between that succeeds.
-A thread that has ended fails everything and takes nothing more; unless it was closed, ``died`` tells why.
+Invariant: every request is answered or failed. A RuntimeError or ValueError (no memory, a failing model) fails the open requests, and the
+thread goes on. Any other error ends the thread, and so do ``FAILED_STEPS`` failed steps without a successful one between them. A thread
+that has ended fails all requests and accepts no more. Unless it was closed, ``died`` returns the reason.
 
     serving --failed step--> serving          serving --close--> ended          serving --other error, or one that stays--> ended, died
 """
@@ -21,15 +21,15 @@ from wire.faults import InfrastructureFault
 log = logging.getLogger("actors.engines.thread")
 
 FAILED_STEPS = 3
-"""So many, one after another, end the thread: memory that was short fails one step, after a CUDA assert none succeeds in this process."""
+"""This many failed steps in a row end the thread. Too little memory fails one step; after a CUDA assert every step in this process fails."""
 _CLOSED = "the engine's thread has ended: it was closed"
 
 
 class EngineThread:
-    """Runs three functions of its owner, on its thread only.
+    """Runs three functions of its owner, only on its own thread.
 
-    busy: is there a step to do? step: do it. fail: free what open requests hold, also what a failure left half changed, and fail them with
-    this reason; how many there were.
+    busy: return whether there is a step to run. step: run a step. fail: free the memory of open requests, even if a failure left it half
+    changed, fail these requests with the reason, and return their number.
     """
 
     def __init__(self, busy: Callable[[], bool], step: Callable[[], None], fail: Callable[[str], int]):
@@ -37,37 +37,37 @@ class EngineThread:
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self.ended = ""
-        """Why nothing is taken any more; "" until then."""
+        """The reason why the thread accepts no more requests, "" while it does."""
         self._death: Future[str] = Future()
         self._gate = threading.Lock()
         self._unanswered: set[Future[Any]] = set()
-        """Of all that was asked, under the gate."""
+        """The futures of all open requests. The gate must be held to use them."""
 
     # ------------------------------------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Begin with what was asked before."""
+        """Start the thread, which begins with the commands given before."""
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
-        """End when all that was asked before is done; what is open then is failed."""
+        """End the thread after the commands given before. Requests that are still open then are failed."""
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
     async def died(self) -> str:
-        """Returns, with the reason, when an error has ended the thread; never after ``close``."""
-        return await asyncio.shield(asyncio.wrap_future(self._death))  # who stops listening must not cancel it
+        """Return the reason when an error has ended the thread. After ``close`` this never returns."""
+        return await asyncio.shield(asyncio.wrap_future(self._death))  # a caller that stops waiting must not cancel it
 
     def tell(self, command: Callable[[], None]) -> None:
-        """Have ``command`` done, for which nobody waits; nothing once the thread has ended."""
+        """Have ``command`` carried out without waiting for it. A thread that has ended ignores it."""
         self._commands.put(command)
 
     def ask(self, future: Future[Any], command: Callable[[], None]) -> None:
-        """Have ``command`` done, after which ``future`` is answered sooner or later; should the thread end before, that fails it.
+        """Have ``command`` carried out, which must lead to an answer in ``future``. If the thread ends before, ``future`` is failed.
 
-        Raises InfrastructureFault when the thread has ended.
+        Raises InfrastructureFault when the thread has already ended.
         """
         with self._gate:
             if self.ended:
@@ -77,11 +77,11 @@ class EngineThread:
         future.add_done_callback(self._answered)
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns. Raises InfrastructureFault when it fails in a way that leaves the thread as it was."""
+        """Run ``work`` on the thread and return its result. Raises InfrastructureFault when ``work`` fails without harm to the thread."""
         future: Future[Any] = Future()
 
         def command() -> None:
-            if not future.set_running_or_notify_cancel():  # its caller has left
+            if not future.set_running_or_notify_cancel():  # the caller has left
                 return
             try:
                 future.set_result(work())
@@ -98,27 +98,27 @@ class EngineThread:
     # ------------------------------------------------------------------------------------------ the thread
 
     def _work(self) -> None:
-        """Whatever ends it, nobody waits for ever."""
+        """Serve, then fail everything that is still open, whatever ended the thread, so that nobody waits forever."""
         try:
             self._serve()
             self._fail(_CLOSED)
         except BaseException as error:
             self._end(f"the engine's thread has ended: {error!r}")
             self._death.set_result(self.ended)
-            raise  # its traceback goes to standard error
+            raise  # Python prints the traceback to standard error
         self._end(_CLOSED)
 
     def _end(self, reason: str) -> None:
-        """Take nothing more, and fail all that is not answered."""
+        """Accept no more requests, and fail all that are not answered."""
         with self._gate:
             self.ended = reason
             left = list(self._unanswered)
         for future in left:
-            with contextlib.suppress(InvalidStateError):  # its caller left just now
+            with contextlib.suppress(InvalidStateError):  # the caller left just now
                 future.set_exception(InfrastructureFault(reason))
 
     def _serve(self) -> None:
-        """Commands as they come, else a step; until closed. Raises RuntimeError when steps fail one after another."""
+        """Carry out commands as they arrive, otherwise steps, until closed. Raises RuntimeError when too many steps fail in a row."""
         failed_steps = 0
         while True:
             try:

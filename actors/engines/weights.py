@@ -1,7 +1,6 @@
-"""A published policy version put into a running model, proven by its digest before any weight changes.
+"""Put a published policy version into a running model. The version's digest is verified before any weight changes.
 
-A version folder is described in ``wire.published``; an adapter (kind "lora") is merged into the base weights, read anew from the model
-folder.
+``wire.published`` describes a version folder. An adapter (kind "lora") is merged into the base weights, which are read from the model folder.
 """
 
 import json
@@ -17,7 +16,7 @@ from wire.faults import InfrastructureFault
 
 
 def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
-    """Kind and weights file of a version folder. Raises InfrastructureFault when it is missing or its digest disagrees."""
+    """Return the kind and the weights file of a version folder. Raises InfrastructureFault when it is missing or its digest disagrees."""
     manifest = published.read(folder, expected)
     if not manifest.file:
         raise InfrastructureFault(
@@ -25,37 +24,37 @@ def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
         )
     path = folder / published.FILES[manifest.kind]
     try:
-        found = digest.safetensors_file(path)
+        actual = digest.safetensors_file(path)
     except (OSError, ValueError) as error:
         raise InfrastructureFault(f"weights {folder} cannot be read: {type(error).__name__}: {error}") from None
-    if found != expected:
+    if actual != expected:
         raise InfrastructureFault(
-            f"weights {folder}: digest {found[:16]}, expected {expected[:16]}; the old weights stay in force"
+            f"weights {folder}: digest {actual[:16]}, expected {expected[:16]}; the old weights stay in force"
         )
     return manifest.kind, path
 
 
 class Mixed(Exception):
-    """A model holds the new weights in part only: it must not be used again."""
+    """A model holds only a part of the new weights and must not be used again."""
 
 
 @torch.inference_mode()
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
     """Copy the weights of ``path`` into ``model`` in place.
 
-    Raises ValueError, before any change, for weights of another model; Mixed when the copying fails midway.
+    Raises ValueError, before any change, when the weights belong to another model, and Mixed when the copying fails midway.
     """
     parameters = dict(model.named_parameters())
     check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
     try:
         for name, tensor in whole(path) if kind == "full" else merged(base, path):
             parameters[name].copy_(tensor)
-    except Exception as error:  # whatever it was, the model is a mixture now
+    except Exception as error:  # after any error here, the model is a mixture of two versions
         raise Mixed(f"{path} was taken in part: {type(error).__name__}: {error}") from error
 
 
 def whole(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a file."""
+    """Yield the names and tensors of a file."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             yield name, file.get_tensor(name)
@@ -77,7 +76,7 @@ def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
 
 
 def adapter_targets(path: Path) -> dict[str, list[int]]:
-    """Names and shapes of the weights that an adapter changes. Raises ValueError for one that is not merged by its scale alone."""
+    """Return the names and shapes of the weights that an adapter changes. Raises ValueError for an adapter that is not a plain LoRA."""
     _check_plain(json.loads((path.parent / "adapter_config.json").read_bytes()), path)
     with safe_open(path, framework="pt") as adapter:
         return {
@@ -89,7 +88,7 @@ def adapter_targets(path: Path) -> dict[str, list[int]]:
 
 @torch.inference_mode()
 def merged(base: Path, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that an adapter changes, as float32 with it merged in, by name."""
+    """Yield the names and merged weights (float32) that an adapter changes."""
     settings = json.loads((path.parent / "adapter_config.json").read_bytes())
     scale = settings["lora_alpha"] / settings["r"]
     weights = BaseWeights(base)
@@ -106,15 +105,17 @@ def _target(name: str) -> str:
 
 
 _UNMERGED = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""Settings of an adapter under which its weights are not base + lora_alpha / r * B A."""
+"""If one of these settings of an adapter is on, the merged weights are not base + lora_alpha / r * B A."""
 
 
 def _check_plain(settings: dict[str, Any], path: Path) -> None:
-    found = {name: settings[name] for name in _UNMERGED if settings.get(name)}
+    unmerged = {name: settings[name] for name in _UNMERGED if settings.get(name)}
     if settings.get("bias", "none") != "none":
-        found["bias"] = settings["bias"]
-    if found:
-        raise ValueError(f"{path}: adapter settings {found} cannot be merged here: expected a plain LoRA, none taken")
+        unmerged["bias"] = settings["bias"]
+    if unmerged:
+        raise ValueError(
+            f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA, none taken"
+        )
 
 
 def _shape(file: Any, name: str) -> list[int]:

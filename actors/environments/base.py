@@ -1,4 +1,4 @@
-"""The environment contract: states are immutable values and stepping is pure, so branching is free and a crash loses nothing."""
+"""The environment contract. States are immutable values and stepping is pure, so branching is free and a crash loses nothing."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ import msgspec
 from wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
-"""In a prompt's content: before it stands what every turn of the episode shares, after it the state of this turn."""
+"""A separator in a prompt's content. The text before it is the same in every turn of the episode; the text after it shows this turn's state."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem: as it stands in a task file, or made from ``seed`` by a game.
+    """One problem, either read from a task file or made from ``seed`` by a game.
 
-    ``evidence``: the supporting passages "Title\\nField: value", one a hop.
+    evidence: the supporting passages "Title\\nField: value", one per hop.
     """
 
     id: str
@@ -28,7 +28,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """A task that cannot work, with the reason: it is quarantined, never silently dropped."""
+    """A task that cannot work, with the reason. It is quarantined, never silently dropped."""
 
     where: str
     reason: str
@@ -37,8 +37,8 @@ class Rejected(msgspec.Struct, frozen=True):
 class Action(msgspec.Struct, frozen=True):
     """A parsed action.
 
-    kind: "search" or "answer" (search QA), "move" (a legal move of a game), "illegal" (well-formed, against the rules) or
-    "invalid" (not readable). move: the game's own integers, None when there is none.
+    kind: "search" or "answer" (search QA), "move" (a legal move of a game), "illegal" (readable, but against the rules) or
+    "invalid" (not readable). move: the integers that the game uses for a move, None when there is no move.
     """
 
     kind: str
@@ -54,10 +54,10 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """What a step leads to; ``observation`` is the text appended for the policy to read ("" when done, and in games).
+    """The result of a step. observation: the text that is appended for the policy to read ("" when done, and in games).
 
-    outcome: the episode's return when it ends here and the rules alone decide it. measures: named results of a finished episode,
-    such as success and completion.
+    outcome: the episode's return, if the episode ends here and its rules alone decide the return. measures: named results of a finished
+    episode, such as success and completion.
     """
 
     state: Any
@@ -68,66 +68,66 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class Tools(Protocol):
-    """The slow services an environment may await while it steps, and its randomness."""
+    """The slow services that an environment may await while it steps, and the source of its randomness."""
 
     rng: random.Random
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]: ...
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
-        """The move of the opponent served as ``player.<player>``."""
+        """Return the move of the opponent that is served as ``player.<player>``."""
         ...
 
 
 class Environment(Protocol):
-    """Pure rules of one kind of task; holds no state of any episode. States are frozen, hashable structs.
+    """The pure rules of one kind of task, without the state of any episode. States are frozen, hashable structs.
 
-    A subclass writes ``initial``, ``prompt``, ``read`` and ``step``; what it does not say otherwise holds for a game whose rules end the
-    episode and whose judge gives the reward (docs/extend.md).
+    A subclass writes ``initial``, ``prompt``, ``read`` and ``step``. The defaults of everything else suit a game whose rules end the episode
+    and whose judge gives the reward (docs/extend.md).
     """
 
     name: str
     stop: list[str] = []
     """Strings that end an action."""
     forced_prefix: str = ""
-    """Text that forces a final answer once the budget of steps is used up; "": episodes end by the rules alone."""
+    """Text that forces a final answer once the budget of steps is used up. With "", episodes end only by the rules."""
     outcome_judge: str = ""
-    """The judge that gives the outcome of a finished episode; "": the last transition says it."""
+    """The judge that gives the outcome of a finished episode. With "", the last transition gives it."""
     measured: Sequence[str] = ()
     """Score columns that the last turn of an episode has beside "outcome": the keys of ``Transition.measures``."""
     headline: str = "return"
-    """The measure to look at first."""
+    """The most important measure."""
     fresh: bool = True
-    """Each turn is a new prompt that shows the state; otherwise observations are appended to one growing text."""
+    """If True, each turn is a new prompt that shows the state. If False, observations are appended to one growing text."""
     rewarded_by_judge: bool = True
-    """The judge sees every action and its column "reward" is the reward; otherwise SLATE's composite of its columns is."""
+    """If True, the judge sees every action and its column "reward" is the reward. If False, the reward is SLATE's composite."""
 
     def initial(self, task: Task) -> Any:
-        """The first state; may take long (a generated puzzle)."""
+        """Return the first state. This may take long (a generated puzzle)."""
         ...
 
     async def open(self, state: Any, tools: Tools) -> Any:
-        """The state in which the policy acts first (an opponent that begins has moved)."""
+        """Return the state in which the policy acts first (after the move of an opponent that begins)."""
         return state
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
-        """Chat messages for the policy to act on; ``SPLIT`` separates what all turns share."""
+        """Return the chat messages to which the policy replies. ``SPLIT`` ends the part that all turns share."""
         ...
 
     def read(self, state: Any, text: str) -> Action:
-        """The action that generated text means in ``state``."""
+        """Return the action that generated text means in ``state``."""
         ...
 
     def parse_forced(self, text: str) -> Action:
-        """The action generated after ``forced_prefix``."""
+        """Return the action generated after ``forced_prefix``."""
         return Action("invalid", text)
 
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
-        """What ``action`` leads to."""
+        """Return the result of ``action``."""
         ...
 
     def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
-        """What a judge or an oracle sees of ``action`` taken in ``state``."""
+        """Return what a judge or an oracle sees of ``action`` taken in ``state``."""
         return JudgedTurn(
             question=task.question or task.id,
             golds=task.golds,
@@ -140,9 +140,9 @@ class Environment(Protocol):
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Named results of a finished episode from its turns' score columns, in order; "forced" is 1 for a forced answer.
+        """Return named results of a finished episode. turns: the score columns of its turns, in order; "forced" is 1 for a forced answer.
 
-        By default: return, turns, what the last turn measured, and per turn valid and oracle (its reward; of a binary oracle a share).
+        By default: return, turns, the measures of the last turn, and per turn "valid" and "oracle" (its reward; a share if it is binary).
         """
         last = turns[-1]
         results = {"return": [last["outcome"]], "turns": [float(len(turns))]}
@@ -155,5 +155,5 @@ class Generator(Protocol):
     """An environment that makes its own tasks."""
 
     def task(self, seed: int) -> Task:
-        """The task of ``seed``: the same on every machine."""
+        """Return the task of ``seed``, which is the same on every machine."""
         ...

@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub: ``owner/name[:split]``, or a folder of one, ``owner/name/folder[:split]``, with a file a split.
+"""Data sets of the Hugging Face hub: ``owner/name[:split]``, or ``owner/name/folder[:split]`` for a folder with one file per split.
 
-The hub is only reached for names without a file of this machine behind them. Every error is a FileNotFoundError or ValueError that
-names the set and the remedy.
+The hub is asked only when no file of this machine has the name. Every error is a FileNotFoundError or ValueError that names the data set
+and the remedy.
 """
 
 import re
@@ -15,7 +15,7 @@ _NAME = re.compile(r"([\w-]+/[\w.-]+)(?:/([\w-]+))?(?::(\w+))?")
 
 
 class HubSet(msgspec.Struct, frozen=True):
-    """A data set by its name. folder: "" for one whose splits are its own. split: "" where the name has none."""
+    """The name of a data set. folder: "" if the data set itself has the splits. split: "" if the name has no split."""
 
     repository: str
     folder: str
@@ -23,61 +23,62 @@ class HubSet(msgspec.Struct, frozen=True):
 
 
 def named(source: str) -> HubSet | None:
-    """The set that a source names by its form; None for what can only be a path."""
-    found = _NAME.fullmatch(source)
-    if found is None or (not found[2] and "." in found[1]):
+    """Return the data set that a source names, None when the source can only be a path."""
+    match = _NAME.fullmatch(source)
+    if match is None or (not match[2] and "." in match[1]):
         return None
-    return HubSet(found[1], found[2] or "", found[3] or "")
+    return HubSet(match[1], match[2] or "", match[3] or "")
 
 
 def chosen(source: str, splits: Sequence[str]) -> str:
-    """A set named without a split as the same with the first of ``splits`` that it has; any other source as it is."""
-    there = None if Path(source).exists() else named(source)
-    if there is None or there.split:
+    """Return a data set named without a split with the first of ``splits`` that it has. Any other source is returned unchanged."""
+    hub_set = None if Path(source).exists() else named(source)
+    if hub_set is None or hub_set.split:
         return source
-    if there.folder:
-        return f"{source}:{_first(there, splits)[0]}"
-    known = _asked(source, lambda hub: hub.get_dataset_split_names(there.repository))
+    if hub_set.folder:
+        return f"{source}:{_first(hub_set, splits)[0]}"
+    known = _asked(source, lambda hub: hub.get_dataset_split_names(hub_set.repository))
     for split in splits:
         if split in known:
             return f"{source}:{split}"
     raise ValueError(f"it has the splits {sorted(known)}, none of {', '.join(splits)}: name one, owner/name:split")
 
 
-def file_of(there: HubSet) -> Path:
-    """The file of a folder's split (without one: train), from the hub or its cache."""
-    return _first(there, (there.split or "train",))[1]
+def file_of(hub_set: HubSet) -> Path:
+    """Return the file of a folder's split (default: train), from the hub or its cache."""
+    return _first(hub_set, (hub_set.split or "train",))[1]
 
 
-def rows_of(there: HubSet) -> Iterator[dict[str, Any]]:
-    """The rows of a set without a folder, of its split (without one: train)."""
-    yield from _asked(there.repository, lambda hub: hub.load_dataset(there.repository, split=there.split or "train"))
+def rows_of(hub_set: HubSet) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the split (default: train) of a data set without a folder."""
+    split = hub_set.split or "train"
+    yield from _asked(hub_set.repository, lambda hub: hub.load_dataset(hub_set.repository, split=split))
 
 
-def _first(there: HubSet, splits: Sequence[str]) -> tuple[str, Path]:
-    """The first split that the folder has, and its file."""
+def _first(hub_set: HubSet, splits: Sequence[str]) -> tuple[str, Path]:
+    """Return the first split that the folder has, and its file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    folder = there.folder
+    folder = hub_set.folder
     for split in splits:
         try:
-            return split, Path(hf_hub_download(there.repository, f"{folder}/{split}.jsonl", repo_type="dataset"))
-        except LocalEntryNotFoundError:  # no network: another split must not stand in for this one
+            return split, Path(hf_hub_download(hub_set.repository, f"{folder}/{split}.jsonl", repo_type="dataset"))
+        except LocalEntryNotFoundError:  # without a network, another split must not replace this one
             raise FileNotFoundError(
                 f"the hub cannot be reached and {folder}/{split}.jsonl is not in its cache: give a path instead"
             ) from None
         except EntryNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise _failed(there.repository, error) from None
+            raise _failed(hub_set.repository, error) from None
     raise FileNotFoundError(
-        f"{there.repository} has no {folder}/{' or '.join(splits)}.jsonl: give a path, or owner/name/folder:split"
+        f"{hub_set.repository} has no {folder}/{' or '.join(splits)}.jsonl: give a path, or owner/name/folder:split"
     )
 
 
 def _asked(name: str, ask: Any) -> Any:
-    """What the library ``datasets`` says of a set."""
+    """Return what the library ``datasets`` answers about a data set."""
     try:
         import datasets  # pyright: ignore[reportMissingImports] (only sets without a folder need it)
     except ImportError:

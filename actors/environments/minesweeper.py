@@ -1,8 +1,8 @@
-"""Minesweeper: reveal every cell without a mine, at most one cell or one flag a turn (methods.md 3.4).
+"""Minesweeper: reveal every cell without a mine, with one reveal or one flag per turn (methods.md 3.4).
 
-The first reveal places the mines, from the seed of the state, outside the 3x3 around it, so that it always opens a region. By default
-that is a free reveal of the centre before turn 1; a board that it already solves leaves nothing to play and is drawn again. The mines
-that a player has to reckon with are as likely as before, since a board drawn again would have shown other numbers.
+The first reveal places the mines, from the seed of the state, outside the 3x3 around the revealed cell, so that it always opens a region. By
+default the first reveal is a free one, of the centre, before turn 1. If it already solves the board, the board is drawn again. This does not
+change the odds of the mines that a player faces, because a solved board would have shown other numbers.
 """
 
 import random
@@ -19,13 +19,13 @@ from wire.faults import DataFault
 from wire.messages import JudgedTurn
 
 HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
-"""On a board beside the digits 1..8: unknown, flagged by the player, no mine around, and the mine that ended the game."""
+"""The marks on a board beside the digits 1..8: unknown, flagged by the player, no mine around, and the mine that ended the game."""
 MINE, SAFE = "*", "."
-"""In a layout."""
+"""The marks of a layout."""
 REVEAL, MARK = 0, 1
 """The first integer of a move."""
 TRIES, STRIDE = 256, 1_000_003
-"""Try n of a task draws its mines from seed + n * STRIDE, as in Sudoku."""
+"""Try n of a task draws its mines with the seed ``seed + n * STRIDE``, as in Sudoku."""
 
 _MOVE = re.compile(r"\s*(reveal|open|click|flag|mark)[\s,]+([0-9]{1,4})[\s,]+([0-9]{1,4})\s*", re.ASCII | re.IGNORECASE)
 
@@ -33,9 +33,9 @@ _MOVE = re.compile(r"\s*(reveal|open|click|flag|mark)[\s,]+([0-9]{1,4})[\s,]+([0
 class State(msgspec.Struct, frozen=True):
     """A game under way. Boards are ``rows * columns`` characters row by row.
 
-    board: what the player sees, "#" hidden, "F" flagged, "." for 0, "1".."8". layout: "*" where a mine is; empty before the first
-    reveal. flag_all: every mine must be flagged as well. turn: turns used. past: the last moves with their results. over: nothing
-    can be played any more.
+    board: what the player sees: "#" hidden, "F" flagged, "." for 0, "1".."8". layout: "*" where a mine is; empty before the first reveal.
+    flag_all: every mine must also be flagged. turn: turns used. past: the last moves with their results. over: no move can be played any
+    more.
     """
 
     rows: int
@@ -53,8 +53,8 @@ class State(msgspec.Struct, frozen=True):
 class Minesweeper(Game):
     """The Minesweeper rules. prompt, history, boxed, stop_at_action: see ``Game``.
 
-    centre_start: the centre is revealed before turn 1. success_rule: "reveal", all safe cells are revealed; "flags", GEM's: also every
-    mine is flagged, and nothing else. Both are measured. max_turns: turns until the episode ends with outcome 0.
+    centre_start: the centre is revealed before turn 1. success_rule: with "reveal" all safe cells must be revealed; with "flags", GEM's rule,
+    also exactly the mines must be flagged. Both are measured. max_turns: turns until the episode ends with outcome 0.
     """
 
     name = "minesweeper"
@@ -92,7 +92,7 @@ class Minesweeper(Game):
         self.centre_start, self.flag_all, self.max_turns = centre_start, success_rule == "flags", max_turns
 
     def initial(self, task: Task) -> State:
-        """The first board of the task's seed. Raises DataFault when the free reveal solves the board in every try."""
+        """Return the first board of the task's seed. Raises DataFault when the free reveal solves the board in every try."""
         board = HIDDEN * (self.rows * self.columns)
         state = State(self.rows, self.columns, self.mines, task.seed, board, flag_all=self.flag_all)
         if not self.centre_start:
@@ -108,7 +108,7 @@ class Minesweeper(Game):
         )
 
     def view(self, state: State) -> dict[str, str]:
-        """{board}: a labelled grid; {row}: its characters alone; {mines}; {flags_left}: mines without a flag; {goal}; {rows}, {columns}."""
+        """{board}: a labelled grid. {row}: its characters alone. {flags_left}: mines minus flags. Also {mines}, {goal}, {rows}, {columns}."""
         return {
             "board": labelled(state.board, state.columns),
             "row": state.board,
@@ -120,32 +120,32 @@ class Minesweeper(Game):
         }
 
     def move(self, text: str) -> tuple[int, int, int] | None:
-        """Text "reveal R C" or "flag R C", counted from 1, as (kind, row, column) with row and column from 0. Aliases: open, click; mark."""
-        found = _MOVE.fullmatch(text)
-        if found is None:
+        """Read "reveal R C" (or open, click) or "flag R C" (or mark), counted from 1, as (kind, row, column) with row and column from 0."""
+        match = _MOVE.fullmatch(text)
+        if match is None:
             return None
-        kind = MARK if found[1].lower() in ("flag", "mark") else REVEAL
-        return kind, int(found[2]) - 1, int(found[3]) - 1
+        kind = MARK if match[1].lower() in ("flag", "mark") else REVEAL
+        return kind, int(match[2]) - 1, int(match[3]) - 1
 
     def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """A hidden cell may be revealed or flagged, a flagged one only unflagged."""
+        """Return whether the move is legal: a hidden cell may be revealed or flagged, a flagged cell only unflagged."""
         return cell_of(state, move) is not None
 
     def moves(self, state: State) -> list[tuple[int, ...]]:
-        """Every reveal, row by row, then every flag."""
+        """Return every reveal, row by row, then every flag."""
         if state.over:
             return []
         cells = [(mark, divmod(cell, state.columns)) for cell, mark in enumerate(state.board)]
-        made: list[tuple[int, ...]] = [(REVEAL, *place) for mark, place in cells if mark == HIDDEN]
-        return made + [(MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)]
+        reveals: list[tuple[int, ...]] = [(REVEAL, *place) for mark, place in cells if mark == HIDDEN]
+        return reveals + [(MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        """Text "reveal R C" or "flag R C", counted from 1."""
+        """Return "reveal R C" or "flag R C", counted from 1."""
         kind, row, column = move
         return f"{'flag' if kind == MARK else 'reveal'} {row + 1} {column + 1}"
 
     async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
-        """Toggle a flag or reveal a cell: solved 1, a mine -1, out of turns 0 (methods.md 3.4, 3.6)."""
+        """Toggle a flag or reveal a cell. The outcome is 1 when solved, -1 after a mine, 0 when out of turns (methods.md 3.4, 3.6)."""
         after = played(state, move)
         cell = move[1] * state.columns + move[2]
         result = {HIT: "mine", FLAG: "flagged", HIDDEN: "unflagged"}.get(after.board[cell], "safe")
@@ -165,7 +165,7 @@ class Minesweeper(Game):
         return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
 
     def lost(self, state: State) -> dict[str, float]:
-        """success: by the chosen rule; success_reveal, success_flags: by either; completion: the share of safe cells revealed."""
+        """Return success by the chosen rule, success_reveal and success_flags by each rule, and completion, the share of revealed safe cells."""
         safe = state.rows * state.columns - state.mines
         return {
             "success": float(solved(state)),
@@ -175,11 +175,11 @@ class Minesweeper(Game):
         }
 
     def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
-        """As every game's; the budget of turns is the game's own."""
+        """Like every game, but with this game's own budget of turns."""
         return super().judged(task, state, action, step, self.max_turns)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Those of ``Game``, and success by either rule."""
+        """Return the measures of ``Game`` and success by each rule."""
         both = ("success_reveal", "success_flags")
         return super().measures(task, turns) | {name: [turns[-1][name]] for name in both if name in turns[-1]}
 
@@ -189,7 +189,7 @@ class Minesweeper(Game):
 
 @cache
 def neighbours(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """By cell: the up to eight cells around it, ascending."""
+    """Return for each cell the up to eight cells around it, in ascending order."""
     return tuple(
         tuple(
             r * columns + c
@@ -203,14 +203,14 @@ def neighbours(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
 
 
 def lay(rows: int, columns: int, mines: int, cell: int, seed: int) -> str:
-    """A layout whose mines are drawn uniformly outside the 3x3 around ``cell``."""
+    """Return a layout whose mines are drawn uniformly outside the 3x3 around ``cell``."""
     kept = {cell, *neighbours(rows, columns)[cell]}
     laid = set(random.Random(seed).sample([other for other in range(rows * columns) if other not in kept], mines))
     return "".join(MINE if other in laid else SAFE for other in range(rows * columns))
 
 
 def cell_of(state: State, move: Sequence[int]) -> int | None:
-    """The cell of a legal move, None when the move is not legal."""
+    """Return the cell of a legal move, None when the move is not legal."""
     if state.over or len(move) != 3:
         return None
     kind, row, column = move
@@ -221,7 +221,7 @@ def cell_of(state: State, move: Sequence[int]) -> int | None:
 
 
 def played(state: State, move: Sequence[int]) -> State:
-    """The board after a legal move."""
+    """Return the state after a legal move."""
     kind, row, column = move
     cell = row * state.columns + column
     if kind == REVEAL:
@@ -231,7 +231,7 @@ def played(state: State, move: Sequence[int]) -> State:
 
 
 def revealed(state: State, cell: int) -> State:
-    """The hidden ``cell`` revealed, and from a cell without mines around it all its neighbours, except those with a flag."""
+    """Reveal the hidden ``cell``. A revealed cell without mines around it also reveals all its neighbours without a flag, and so on."""
     layout = state.layout or lay(state.rows, state.columns, state.mines, cell, state.seed)
     near, board, reached = neighbours(state.rows, state.columns), list(state.board), [cell]
     while reached:
@@ -246,24 +246,24 @@ def revealed(state: State, cell: int) -> State:
 
 
 def all_revealed(state: State) -> bool:
-    """Is every cell without a mine revealed?"""
+    """Return whether every cell without a mine is revealed."""
     left = sum(map(state.board.count, (HIDDEN, FLAG, HIT)))
     return state.layout != "" and left == state.mines
 
 
 def all_flagged(state: State) -> bool:
-    """Has every mine a flag, and nothing else?"""
+    """Return whether exactly the mines have flags."""
     flags = [cell for cell, mark in enumerate(state.board) if mark == FLAG]
     return state.layout != "" and len(flags) == state.mines and all(state.layout[cell] == MINE for cell in flags)
 
 
 def solved(state: State) -> bool:
-    """Is the game won by its own rule?"""
+    """Return whether the game is won by its own rule."""
     return all_revealed(state) and (not state.flag_all or all_flagged(state))
 
 
 def labelled(board: str, columns: int) -> str:
-    """The board as a grid with R1.. and C1.. labels."""
+    """Return the board as a grid with R1.. and C1.. labels."""
     rows = len(board) // columns
     side, width = len(f"R{rows}"), len(f"C{columns}")
     lines = [" ".join([" " * side, *(f"C{column + 1}".rjust(width) for column in range(columns))])]

@@ -1,4 +1,4 @@
-"""The built-in environments by name. One of your own is ``module:Class``."""
+"""The built-in environments by name. The name of your own environment is ``module:Class``."""
 
 from typing import Any
 
@@ -14,18 +14,18 @@ KNOWN = {
 
 
 def load(name: str, options: dict[str, Any]) -> Environment:
-    """The environment ``name`` with its constructor's options. Raises ValueError or FileNotFoundError saying what was expected."""
-    what = f"data.environment = {name!r}"
+    """Return the environment ``name`` with these options. Raises ValueError or FileNotFoundError, which say what was expected."""
+    setting = f"data.environment = {name!r}"
     if ":" not in name:
-        known(what, name, KNOWN, ", or module:Class")
-    made = imported(what, KNOWN.get(name, name))
-    given = checked("data.options", name, made.__init__, options, ("self",))
+        known(setting, name, KNOWN, ", or module:Class")
+    kind = imported(setting, KNOWN.get(name, name))
+    arguments = checked("data.options", name, kind.__init__, options, ("self",))
     try:
-        return made(**given)
+        return kind(**arguments)
     except ValueError as error:
         raise ValueError(f"data.options of {name}: {error}") from None
 
 
 def makes_tasks(environment: Environment) -> bool:
-    """Does it make its own tasks (``Generator``), or read task files?"""
+    """Return whether the environment makes its own tasks (``Generator``). Otherwise tasks come from task files."""
     return hasattr(environment, "task")

@@ -1,6 +1,6 @@
-"""Question answering with a search tool: think, then search or answer; a search appends its passages (methods.md 1.4, 1.5).
+"""Question answering with a search tool: think, then search or answer. A search appends its passages (methods.md 1.4, 1.5).
 
-Action: ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer> answer </answer>``.
+An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer> answer </answer>``.
 """
 
 import re
@@ -23,11 +23,11 @@ INVALID_NOTICE = (
 
 _OPENS = re.compile(r"\s*<think>")
 _TURN = re.compile(r"</think>\s*<(search|answer)>")
-"""Where a thought ends and a block begins."""
+"""The end of a thought and the beginning of a block."""
 _BLOCK = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 _THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _RETRIEVED_CHARACTERS = 300
-"""How much of an observation the judge's context shows (methods.md 1.3)."""
+"""The number of characters of an observation that the judge's context shows (methods.md 1.3)."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """Everything an episode has seen so far."""
+    """Everything that happened in an episode so far."""
 
     question: str
     steps: tuple[Step, ...] = ()
@@ -47,10 +47,10 @@ class State(msgspec.Struct, frozen=True):
 
 
 class SearchQA(Environment):
-    """The search-QA rules. prompt: name of a file in prompts/ or a path; topk: passages a search shows.
+    """The search-QA rules. prompt: the name of a file in prompts/, or a path. topk: the number of passages that a search shows.
 
-    think: whether an action without a think block right before it is invalid ("required", SLATE) or the first search or answer block
-    counts whatever stands before it ("optional", Search-R1 and PPR). newlines: around an information block (SLATE 1, PPR 2).
+    think: with "required" (SLATE), a block without a think block right before it is invalid; with "optional" (Search-R1, PPR), the first
+    search or answer block counts, whatever precedes it. newlines: line feeds before and after an information block (SLATE 1, PPR 2).
     """
 
     name = "search_qa"
@@ -88,23 +88,23 @@ class SearchQA(Environment):
 
     @property
     def shown(self) -> list[Any]:
-        """All that the text of an episode depends on beside question, actions and passages."""
+        """Everything, besides question, actions and passages, on which the text of an episode depends."""
         return [self.template, self.topk, self.max_observation_characters, self.newlines]
 
     def initial(self, task: Task) -> State:
-        """The state before the first action."""
+        """Return the state before the first action."""
         return State(task.question)
 
     def prompt(self, task: Task, state: State | None = None) -> list[dict[str, str]]:
-        """Chat messages that open the episode."""
+        """Return the chat messages that open the episode."""
         return [{"role": "user", "content": self.template.replace("{question}", task.question)}]
 
     def read(self, state: State, text: str) -> Action:
-        """What the text means does not depend on the state."""
+        """Like ``parse``, because the meaning of the text does not depend on the state."""
         return self.parse(text)
 
     def parse(self, text: str) -> Action:
-        """The action in generated text: one think block (unless optional), then one search or answer block; else it is invalid."""
+        """Return the action in generated text: a think block (unless optional), then a search or answer block; otherwise it is invalid."""
         parts = _strict(text) if self.think == "required" else _free(text)
         if parts is None:
             return Action("invalid", text)
@@ -114,11 +114,11 @@ class SearchQA(Environment):
         return Action("answer", text, think=think, answer=content)
 
     def parse_forced(self, text: str) -> Action:
-        """The answer generated after ``forced_prefix``: the text up to the closing tag, from the last opening tag on."""
+        """Return the answer generated after ``forced_prefix``: the text from the last opening tag to the closing tag."""
         return Action("answer", text, answer=_last(text.split("</answer>")[0], "answer").strip())
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
-        """Answering ends the episode, searching shows passages, an invalid action shows a notice; a step is used each time."""
+        """An answer ends the episode, a search shows passages, and an invalid action shows a notice. Each of them uses one step."""
         if action.kind == "answer":
             return Transition(msgspec.structs.replace(state, done=True), "", True)
         if action.kind == "search":
@@ -130,14 +130,14 @@ class SearchQA(Environment):
         return Transition(msgspec.structs.replace(state, steps=(*state.steps, step)), observation, False)
 
     def render(self, passages: list[Passage]) -> str:
-        """The information block of methods.md 1.5, cut at ``max_observation_characters``."""
+        """Return the information block of methods.md 1.5, cut at ``max_observation_characters``."""
         lines = "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1))
         lines = lines[: self.max_observation_characters] or "No results found."
         around = "\n" * self.newlines
         return f"{around}<information>{lines}</information>{around}"
 
     def context(self, state: State) -> str:
-        """The judge's context string of methods.md 1.3: the bare question, then each past step."""
+        """Return the judge's context of methods.md 1.3: the bare question, then each past step."""
         lines = [f"Question: {state.question}"]
         for step in state.steps:
             retrieved = re.sub(r"</?information>", "", step.observation).strip()[:_RETRIEVED_CHARACTERS]
@@ -145,7 +145,7 @@ class SearchQA(Environment):
         return "\n".join(lines)
 
     def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
-        """What a judge sees of ``action`` taken in ``state``; ``step`` counts from 1."""
+        """Return what a judge sees of ``action`` taken in ``state``. ``step`` counts from 1."""
         return JudgedTurn(
             question=task.question,
             golds=task.golds,
@@ -162,17 +162,16 @@ class SearchQA(Environment):
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """em, f1 (also by hops), valid actions, answered without force, turns, searches.
+        """Return em (also by hops), f1, valid actions, answered (without force), turns and searches.
 
-        Where turns have rewards: return, their sum. Where they were judged after their search came back (PPR): process, and
-        judge_valid, of each.
+        If turns have rewards, also return their sum as "return". If turns were judged after their search (PPR), also return their process
+        and judge_valid.
         """
         own = [turn for turn in turns if not turn["forced"]]
         em, f1 = turns[-1].get("outcome", 0.0), turns[-1].get("f1", 0.0)
-        some = {
-            name: [turn[name] for turn in own if name in turn] for name in ("process", "judge_valid", "response_tokens")
-        }
-        made = {
+        optional = ("process", "judge_valid", "response_tokens")
+        some = {name: [turn[name] for turn in own if name in turn] for name in optional}
+        results = {
             "em": [em],
             f"em_{task.hops}_hop": [em],
             "f1": [f1],
@@ -182,14 +181,14 @@ class SearchQA(Environment):
             "searches": [own[-1].get("searches", float(sum("query" in turn for turn in own)))],
         } | {name: values for name, values in some.items() if values}
         if any("reward" in turn for turn in own):
-            made["return"] = [fsum(turn.get("reward", 0.0) for turn in own)]
-        return made
+            results["return"] = [fsum(turn.get("reward", 0.0) for turn in own)]
+        return results
 
 
 def _strict(text: str) -> tuple[str, str, str] | None:
-    """Think, kind and content of a text that begins with a think block and goes on with a search or answer block.
+    """Return think, kind and content of a text that has a think block and then a search or answer block, None for any other text.
 
-    The block ends at its first closing tag and begins at the last opening tag before that, as ``judges.exact_match`` reads answers.
+    The block ends at its first closing tag and begins at the last opening tag before that tag, as ``judges.exact_match`` reads answers.
     """
     opened = _OPENS.match(text)
     if opened is None:
@@ -204,15 +203,15 @@ def _strict(text: str) -> tuple[str, str, str] | None:
 
 
 def _free(text: str) -> tuple[str, str, str] | None:
-    """The same of the first search or answer block, whatever stands before it; the last think block there, if any."""
-    found = _BLOCK.search(text)
-    if found is None:
+    """Return the same for the first search or answer block, whatever precedes it, with the last think block before it, if any."""
+    block = _BLOCK.search(text)
+    if block is None:
         return None
-    thoughts, closing, _ = text[: found.start()].rpartition("</think>")  # what no tag closes is not looked through
+    thoughts, closing, _ = text[: block.start()].rpartition("</think>")  # text that no tag closes is not searched
     thinks = _THINK.findall(thoughts + closing)
-    return thinks[-1] if thinks else "", found[1], found[2]
+    return thinks[-1] if thinks else "", block[1], block[2]
 
 
 def _last(content: str, kind: str) -> str:
-    """What follows the last opening tag in a block's text: one that was left open or only spoken of is no part of the answer."""
+    """Return the text after the last opening tag in a block. An earlier tag, left open or only mentioned, is not part of the answer."""
     return content.rsplit(f"<{kind}>", 1)[-1]

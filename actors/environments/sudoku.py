@@ -1,8 +1,8 @@
-"""Sudoku, 9x9 or 4x4: one digit a turn; a wrong digit is not written and costs the turn (methods.md 3.3).
+"""Sudoku, 9x9 or 4x4: one digit per turn. A wrong digit is not written and costs the turn (methods.md 3.3).
 
-The puzzle is GEM's: a random full grid, cells emptied in random order while the solution stays unique, and as many attempts as blanks
-are wanted. Only puzzles in which every attempt succeeded have all their blanks, so a try is one uniqueness check of the grid with all
-of them emptied: were one of the removals refused, the grid without that cell, and with it this one, would have a second solution.
+Puzzles are made like GEM's: in a random full grid, cells are emptied in random order as long as the solution stays unique, with one attempt
+per blank wanted. A puzzle gets all its blanks only if every attempt succeeds, so a try is one uniqueness check of the grid with all these
+cells empty. (If GEM refused a removal, the grid without that cell would have a second solution, and so would this emptier grid.)
 """
 
 import random
@@ -20,9 +20,9 @@ from wire.messages import JudgedTurn
 
 BLANK = "."
 MOST_BLANKS = {4: 12, 9: 64}
-"""By size; no puzzle with fewer than 4 (4x4) or 17 (9x9) clues has one solution."""
+"""The most blanks by size: a puzzle with fewer than 4 (4x4) or 17 (9x9) clues has more than one solution."""
 TRIES, STRIDE = 256, 1_000_003
-"""Try n of a task draws from seed + n * STRIDE (methods.md 3.3)."""
+"""Try n of a task uses the seed ``seed + n * STRIDE`` (methods.md 3.3)."""
 
 _MOVE = re.compile(r"\s*([0-9]{1,3})[\s,]+([0-9]{1,3})[\s,]+([0-9]{1,3})\s*")
 
@@ -30,7 +30,7 @@ _MOVE = re.compile(r"\s*([0-9]{1,3})[\s,]+([0-9]{1,3})[\s,]+([0-9]{1,3})\s*")
 class State(msgspec.Struct, frozen=True):
     """A puzzle under way. Boards are ``size * size`` characters row by row, "." for a blank.
 
-    turn: turns used. past: the last moves, each with "right" or "wrong". over: nothing can be played any more.
+    turn: turns used. past: the last moves, each with "right" or "wrong". over: no move can be played any more.
     """
 
     size: int
@@ -45,7 +45,7 @@ class State(msgspec.Struct, frozen=True):
 class Sudoku(Game):
     """The Sudoku rules. size: 9 or 4. blanks: cells to fill. max_turns: turns until the episode ends with outcome 0.
 
-    terminate_on_wrong: a wrong digit ends the episode as a loss; otherwise it is refused and the episode goes on.
+    terminate_on_wrong: if True, a wrong digit ends the episode as a loss; otherwise the digit is refused and the episode goes on.
     """
 
     name = "sudoku"
@@ -73,12 +73,12 @@ class Sudoku(Game):
         self.terminate_on_wrong, self.max_turns = terminate_on_wrong, max_turns
 
     def initial(self, task: Task) -> State:
-        """The puzzle of the task's seed. Raises DataFault when no try gives all blanks."""
+        """Return the puzzle of the task's seed. Raises DataFault when no try gives all blanks."""
         puzzle, solution = generate(self.size, self.blanks, task.seed)
         return State(self.size, puzzle, solution, puzzle)
 
     def view(self, state: State) -> dict[str, str]:
-        """{board}: a labelled grid; {row}: its characters alone; {blanks}: how many are left; {empty}: where; {size}, {box}."""
+        """{board}: a labelled grid. {row}: its characters alone. {blanks}: the number of empty cells. {empty}: their places. {size}, {box}."""
         empty = [divmod(cell, state.size) for cell in empty_cells(state.board)]
         return {
             "board": labelled(state.board),
@@ -90,28 +90,28 @@ class Sudoku(Game):
         }
 
     def move(self, text: str) -> tuple[int, int, int] | None:
-        """ROW COL DIGIT, counted from 1 and separated by spaces or commas, as (row, column, digit) with row and column from 0."""
-        found = _MOVE.fullmatch(text)
-        return None if found is None else (int(found[1]) - 1, int(found[2]) - 1, int(found[3]))
+        """Read "ROW COL DIGIT", counted from 1 and separated by spaces or commas, as (row, column, digit) with row and column from 0."""
+        match = _MOVE.fullmatch(text)
+        return None if match is None else (int(match[1]) - 1, int(match[2]) - 1, int(match[3]))
 
     def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """Any digit may be tried in a blank cell."""
+        """Return whether the cell is blank. Any digit may be tried there."""
         row, column, digit = move
         cell = cell_of(state.size, row, column, digit)
         return cell is not None and not state.over and state.board[cell] == BLANK
 
     def moves(self, state: State) -> list[tuple[int, ...]]:
-        """Every digit in every blank cell, row by row."""
+        """Return every digit in every blank cell, row by row."""
         cells = [] if state.over else [divmod(cell, state.size) for cell in empty_cells(state.board)]
         return [(row, column, digit) for row, column in cells for digit in range(1, state.size + 1)]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        """ROW COL DIGIT, counted from 1."""
+        """Return "ROW COL DIGIT", counted from 1."""
         row, column, digit = move
         return f"{row + 1} {column + 1} {digit}"
 
     async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
-        """Write a right digit, refuse a wrong one; solved 1, lost -1, out of turns 0 (methods.md 3.6)."""
+        """Write a right digit or refuse a wrong one. The outcome is 1 when solved, -1 when lost, 0 when out of turns (methods.md 3.6)."""
         row, column, digit = move
         cell = row * state.size + column
         right = state.solution[cell] == str(digit)
@@ -133,12 +133,12 @@ class Sudoku(Game):
         return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
 
     def lost(self, state: State) -> dict[str, float]:
-        """success: all blanks are filled; completion: the share of the puzzle's blanks that are."""
+        """Return success (1 when all blanks are filled) and completion (the share of the puzzle's blanks that are filled)."""
         blanks, left = state.puzzle.count(BLANK), state.board.count(BLANK)
         return {"success": float(left == 0), "completion": (blanks - left) / blanks}
 
     def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
-        """As every game's; the budget of turns is the game's own."""
+        """Like every game, but with this game's own budget of turns."""
         return super().judged(task, state, action, step, self.max_turns)
 
 
@@ -146,18 +146,18 @@ class Sudoku(Game):
 
 
 def cell_of(size: int, row: int, column: int, digit: int) -> int | None:
-    """The cell of a move, None when row, column or digit is outside the grid."""
+    """Return the cell of a move, None when the row, the column or the digit is outside the grid."""
     inside = 0 <= row < size and 0 <= column < size and 1 <= digit <= size
     return row * size + column if inside else None
 
 
 def empty_cells(board: str) -> list[int]:
-    """The blank cells of a board, row by row."""
+    """Return the blank cells of a board, row by row."""
     return [cell for cell, content in enumerate(board) if content == BLANK]
 
 
 def labelled(board: str) -> str:
-    """The board as a grid with R1.. and C1.. labels and lines between the boxes."""
+    """Return the board as a grid with R1.. and C1.. labels and lines between the boxes."""
     size = isqrt(len(board))
     box = isqrt(size)
 
@@ -179,14 +179,14 @@ Masks = tuple[list[int], list[int], list[int]]
 
 @cache
 def _places(size: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Cell, row, column and box of every cell."""
+    """Return the number, row, column and box of every cell."""
     box = isqrt(size)
     cells = (divmod(cell, size) for cell in range(size * size))
     return tuple((r * size + c, r, c, r // box * box + c // box) for r, c in cells)
 
 
 def _free(board: str) -> Masks:
-    """By row, column and box: a bit mask of the digits (bit d - 1) that it does not hold."""
+    """Return for each row, column and box a bit mask of the digits that it does not hold (bit d - 1 for digit d)."""
     size = isqrt(len(board))
     every = (1 << size) - 1
     rows, columns, boxes = [every] * size, [every] * size, [every] * size
@@ -200,23 +200,23 @@ def _free(board: str) -> Masks:
 
 
 def candidates(board: str) -> dict[int, int]:
-    """By blank cell: how many digits its row, column and box leave."""
+    """Return for each blank cell how many digits its row, column and box leave."""
     rows, columns, boxes = _free(board)
     places = _places(isqrt(len(board)))
     return {cell: (rows[r] & columns[c] & boxes[b]).bit_count() for cell, r, c, b in places if board[cell] == BLANK}
 
 
 def solutions(board: str, limit: int) -> list[str]:
-    """At most ``limit`` solutions: depth first, always in the cell with the fewest candidates. None if digits clash."""
-    size, cells, found = isqrt(len(board)), list(board), list[str]()
+    """Return at most ``limit`` solutions, none if digits clash. Searches depth first, always in the cell with the fewest candidates."""
+    size, cells, solved = isqrt(len(board)), list(board), list[str]()
     rows, columns, boxes = masks = _free(board)
     filled = size * size - board.count(BLANK)
     if any(sum(size - free.bit_count() for free in units) != filled for units in masks):
-        return found
+        return solved
 
     def search(blank: list[tuple[int, int, int, int]]) -> None:
         if not blank:
-            found.append("".join(cells))
+            solved.append("".join(cells))
             return
         best, fewest = 0, size + 1
         for place, (_, row, column, box) in enumerate(blank):
@@ -228,7 +228,7 @@ def solutions(board: str, limit: int) -> list[str]:
         cell, row, column, box = blank[best]
         rest = blank[:best] + blank[best + 1 :]
         digits = rows[row] & columns[column] & boxes[box]
-        while digits and len(found) < limit:
+        while digits and len(solved) < limit:
             bit = digits & -digits
             digits ^= bit
             cells[cell] = str(bit.bit_length())
@@ -241,11 +241,11 @@ def solutions(board: str, limit: int) -> list[str]:
             boxes[box] ^= bit
 
     search([place for place in _places(size) if board[place[0]] == BLANK])
-    return found
+    return solved
 
 
 def full_grid(size: int, rng: random.Random) -> str:
-    """A solved grid: cells in order, digits in random order, backwards where none fits."""
+    """Return a solved grid. Cells are filled in order with digits in random order, by backtracking."""
     places, cells = _places(size), [0] * (size * size)
     rows, columns, boxes = _free(BLANK * (size * size))
 
@@ -275,7 +275,7 @@ def full_grid(size: int, rng: random.Random) -> str:
 
 
 def generate(size: int, blanks: int, seed: int) -> tuple[str, str]:
-    """A puzzle with exactly ``blanks`` blanks and one solution, and that solution. Raises DataFault after ``TRIES`` tries."""
+    """Return a puzzle with exactly ``blanks`` blanks and one solution, and the solution. Raises DataFault after ``TRIES`` tries."""
     for attempt in range(TRIES):
         rng = random.Random(seed + attempt * STRIDE)
         solution = full_grid(size, rng)

@@ -1,7 +1,7 @@
-"""Task files in the Search-R1 / FlashRAG format (methods.md 1.8), JSONL or Parquet, by path or by hub name, one or several.
+"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8), JSONL or Parquet, from one or several paths or hub names.
 
-A row without question or gold answer is rejected with its place and reason; a line that is not JSON likewise. Nothing is
-dropped in silence.
+A row without a question or a gold answer is rejected with its place and the reason, and so is a line that is not JSON. No row is dropped
+silently.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from actors.environments.base import Rejected, Task
 EXPECTED = "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"
 
 
-def listed(given: str | Sequence[str]) -> list[str]:
-    """The sources of a setting that takes one or several. Raises ValueError for none, and for one that is given twice."""
-    sources = [given] if isinstance(given, str) else list(given)
+def listed(setting: str | Sequence[str]) -> list[str]:
+    """Return the sources of a setting that takes one or several. Raises ValueError when there is none or one is named twice."""
+    sources = [setting] if isinstance(setting, str) else list(setting)
     if not sources:
         raise ValueError(f"[] names no source: expected {EXPECTED}, or several")
     if twice := sorted({source for source in sources if sources.count(source) > 1}):
@@ -27,20 +27,20 @@ def listed(given: str | Sequence[str]) -> list[str]:
 
 
 def check_form(source: str) -> None:
-    """Raises ValueError for what can be no source, without reading or reaching anything."""
+    """Raises ValueError for a text that cannot be a source. No file is read and no hub is asked."""
     path = Path(source)
     if path.suffix not in (".jsonl", ".parquet") and not path.is_file() and hub.named(source) is None:
         raise ValueError(f"{source!r}: expected {EXPECTED}")
 
 
-def load_tasks(given: str | Sequence[str]) -> tuple[list[Task], list[Rejected]]:
-    """Tasks of a source, or of several one after the other; and the rows that cannot work.
+def load_tasks(setting: str | Sequence[str]) -> tuple[list[Task], list[Rejected]]:
+    """Return the tasks of one source or of several sources in turn, and the rejected rows.
 
-    A source is a .jsonl or .parquet file, a hub dataset ``owner/name[:split]``, or a folder of one, ``owner/name/folder[:split]``;
-    without a split it is train. Tasks of several sources have ids ``source#id``, since each may count from 0.
-    Raises FileNotFoundError or ValueError (with the remedy) when a source as a whole cannot be read or holds no task.
+    A source is a .jsonl or .parquet file, a hub dataset ``owner/name[:split]``, or a folder of such a dataset, ``owner/name/folder[:split]``;
+    the default split is train. Tasks of several sources get ids ``source#id``, because each source may count from 0.
+    Raises FileNotFoundError or ValueError (with the remedy) when a source cannot be read at all or has no usable task.
     """
-    sources = listed(given)
+    sources = listed(setting)
     tasks: list[Task] = []
     rejected: list[Rejected] = []
     for source in sources:
@@ -56,11 +56,11 @@ def _load(source: str) -> tuple[list[Task], list[Rejected]]:
     rejected: list[Rejected] = []
     for number, row in enumerate(_rows(source), 1):
         where = f"{source}:{number}"
-        made = row if isinstance(row, Rejected) else _task(row, where)
-        if isinstance(made, Task):
-            tasks.append(made)
+        task = row if isinstance(row, Rejected) else _task(row, where)
+        if isinstance(task, Task):
+            tasks.append(task)
         else:
-            rejected.append(msgspec.structs.replace(made, where=where))
+            rejected.append(msgspec.structs.replace(task, where=where))
     if not tasks:
         first = f"; the first reason: {rejected[0].reason}" if rejected else ""
         raise ValueError(f"{source} holds no usable task ({len(rejected)} rejected{first})")
@@ -68,17 +68,17 @@ def _load(source: str) -> tuple[list[Task], list[Rejected]]:
 
 
 def _rows(source: str) -> Iterator[dict[str, Any] | Rejected]:
-    path, there = Path(source), hub.named(source)
+    path, hub_set = Path(source), hub.named(source)
     if path.is_dir():
         raise ValueError(f"{source} is a folder: give a .jsonl or .parquet file of it")
     if path.is_file():
         yield from _file_rows(path)
-    elif there is None:
+    elif hub_set is None:
         raise FileNotFoundError(f"task file {source!r} does not exist: give {EXPECTED}")
-    elif there.folder:
-        yield from _file_rows(hub.file_of(there))
+    elif hub_set.folder:
+        yield from _file_rows(hub.file_of(hub_set))
     else:
-        yield from hub.rows_of(there)
+        yield from hub.rows_of(hub_set)
 
 
 def _file_rows(path: Path) -> Iterator[dict[str, Any] | Rejected]:
@@ -134,13 +134,13 @@ def _task(row: dict[str, Any], where: str) -> Task | Rejected:
 
 
 def _inside(row: dict[str, Any], key: str) -> dict[str, Any]:
-    """The object under a key; an empty one where there is none."""
-    found = row.get(key)
-    return found if isinstance(found, dict) else {}
+    """Return the object under a key, or an empty object if there is none."""
+    value = row.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _prompt_question(prompt: Any) -> str | None:
-    """Search-R1 rows hold the rendered prompt only: the question stands after its last "Question:"."""
+    """Return the question in a Search-R1 row, which has only the rendered prompt: the text after its last "Question:"."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[-1], dict):
         return None
     content = prompt[-1].get("content", "")

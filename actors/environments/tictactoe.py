@@ -1,7 +1,7 @@
 """Tic-Tac-Toe against an opponent (methods.md 3.2).
 
-Action: ``<action>N</action>``, N a cell number 1..9, row by row from the top left (the v2 format, methods.md 3.1). Inside the program
-a move is ``(cell,)`` with the cell counted from 0. A board is a string of nine characters of "XO."; X moves first.
+An action is ``<action>N</action>``, where N is a cell number from 1 to 9, row by row from the top left (the v2 format, methods.md 3.1). Inside
+the program a move is ``(cell,)``, and cells count from 0. A board is a string of nine characters of "XO."; X moves first.
 """
 
 import random
@@ -19,9 +19,9 @@ from wire.faults import InfrastructureFault
 EMPTY = "." * 9
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 RANDOM = "random"
-"""The opponent that is played in the environment; every other name is a service."""
+"""The opponent that the environment itself plays. Every other name is a service."""
 MOST_OPENING = 3
-"""Plies. After a fourth the opponent could win before the policy has acted."""
+"""The most plies of an opening. After a fourth ply the opponent could win before the policy has acted."""
 
 _CELL = re.compile(r"\s*([1-9])\s*")
 
@@ -29,42 +29,42 @@ _CELL = re.compile(r"\s*([1-9])\s*")
 
 
 def to_move(board: str) -> str:
-    """The mark that moves next, also after the end."""
+    """Return the mark that would move next, even after the end of the game."""
     return "X" if board.count("X") == board.count("O") else "O"
 
 
 def winner(board: str) -> str:
-    """The mark that has a line, "" when none has."""
+    """Return the mark that has a line, "" when neither has."""
     return next((board[a] for a, b, c in LINES if board[a] != "." and board[a] == board[b] == board[c]), "")
 
 
 def legal_cells(board: str) -> tuple[int, ...]:
-    """The cells that may be played, ascending; none when the game is over."""
+    """Return the cells that may be played in ascending order, none when the game is over."""
     return () if winner(board) else tuple(cell for cell, mark in enumerate(board) if mark == ".")
 
 
 def play(board: str, cell: int) -> str:
-    """The board after the side to move has taken ``cell``, which must be legal."""
+    """Return the board after the side to move has taken ``cell``, which must be legal."""
     return board[:cell] + to_move(board) + board[cell + 1 :]
 
 
 def returns(board: str, mark: str) -> float:
-    """What a finished game gives ``mark``: 1 won, 0 drawn, -1 lost."""
+    """Return the result of a finished game for ``mark``: 1 for a win, 0 for a draw, -1 for a loss."""
     won = winner(board)
     return 0.0 if not won else 1.0 if won == mark else -1.0
 
 
 @cache  # 5,478 boards
 def value(board: str) -> int:
-    """The exact minimax value for the side to move: 1 won, 0 drawn, -1 lost."""
+    """Return the exact minimax value for the side to move: 1 for a win, 0 for a draw, -1 for a loss."""
     if winner(board):
-        return -1  # by the move before
+        return -1  # the other side won with the last move
     return max((-value(play(board, cell)) for cell in legal_cells(board)), default=0)
 
 
 @cache
 def optimal(board: str) -> tuple[int, ...]:
-    """The legal cells that keep the minimax value, ascending."""
+    """Return the legal cells that keep the minimax value, in ascending order."""
     return tuple(cell for cell in legal_cells(board) if -value(play(board, cell)) == value(board))
 
 
@@ -72,7 +72,7 @@ def optimal(board: str) -> tuple[int, ...]:
 
 
 class State(msgspec.Struct, frozen=True):
-    """A position of an episode. me: the policy's mark; opponent: who plays the other; past: the last moves of the policy, as written."""
+    """A position of an episode. me: the policy's mark. opponent: the other player's name. past: the last moves of the policy, as written."""
 
     board: str
     me: str
@@ -83,9 +83,9 @@ class State(msgspec.Struct, frozen=True):
 class TicTacToe(Game):
     """The game for one policy. prompt, history, boxed, stop_at_action: see ``Game``.
 
-    opponents: weights from which each episode draws its opponent: "random", or the name of a served player; by default half
-    "tictactoe_mcts", half "random" (methods.md 3.2). second: share of the episodes that the opponent begins. opening: random plies,
-    0 to 3, before the one who begins acts, so that after an odd number the first to act plays O.
+    opponents: by name, the weight with which an episode draws its opponent: "random", or the name of a served player. The default is half
+    "tictactoe_mcts", half "random" (methods.md 3.2). second: the share of the episodes that the opponent begins. opening: the number of random
+    plies (0 to 3) before the first player acts; after an odd number this player has O.
     """
 
     name = "tictactoe"
@@ -114,7 +114,7 @@ class TicTacToe(Game):
         self.second, self.opening = second, opening
 
     def initial(self, task: Task) -> State:
-        """The position after the opening; the opponent's turn when it begins."""
+        """Return the position after the opening. If the opponent begins, it is the opponent's turn."""
         rng = random.Random(f"tictactoe/{task.seed}")
         opponent = rng.choices(list(self.opponents), list(self.opponents.values()))[0]
         begins = rng.random() >= self.second
@@ -124,13 +124,13 @@ class TicTacToe(Game):
         return State(board, to_move(board) if begins else _other(to_move(board)), opponent)
 
     async def open(self, state: State, tools: Tools) -> State:
-        """The position in which the policy acts first."""
+        """Return the position in which the policy acts first."""
         if to_move(state.board) == state.me:
             return state
         return msgspec.structs.replace(state, board=await _reply(state, tools))
 
     def view(self, state: State) -> dict[str, str]:
-        """board: 3 lines; row: the board in one line; legal: the free cells' numbers; me and opponent_mark: X or O."""
+        """{board}: 3 lines. {row}: the board in one line. {legal}: the numbers of the free cells. {me}, {opponent_mark}: X or O."""
         return {
             "board": "\n".join(state.board[i : i + 3] for i in (0, 3, 6)),
             "row": state.board,
@@ -140,24 +140,24 @@ class TicTacToe(Game):
         }
 
     def move(self, text: str) -> tuple[int, ...] | None:
-        """A cell number 1..9, counted from 0 inside."""
-        found = _CELL.fullmatch(text)
-        return (int(found[1]) - 1,) if found else None
+        """Read a cell number from 1 to 9 as a cell from 0 to 8."""
+        match = _CELL.fullmatch(text)
+        return (int(match[1]) - 1,) if match else None
 
     def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """Is the game on and the cell free?"""
+        """Return whether the game is on and the cell is free."""
         return move in self.moves(state)
 
     def moves(self, state: State) -> list[tuple[int, ...]]:
-        """The free cells, ascending."""
+        """Return the free cells, in ascending order."""
         return [(cell,) for cell in legal_cells(state.board)]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        """The cell's number, 1..9."""
+        """Return the cell's number, 1 to 9."""
         return str(move[0] + 1)
 
     async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
-        """The policy's move, then the opponent's while the game goes on. Raises InfrastructureFault when that is not legal."""
+        """Play the policy's move and, if the game goes on, the opponent's. Raises InfrastructureFault when the opponent's is not legal."""
         past = self.remember(state.past, self.notation(move))
         after = msgspec.structs.replace(state, board=play(state.board, move[0]), past=past)
         if legal_cells(after.board):
@@ -168,16 +168,16 @@ class TicTacToe(Game):
         return Transition(after, "", True, outcome, {"success": float(outcome > 0), "draw": float(outcome == 0)})
 
     def lost(self, state: State) -> dict[str, float]:
-        """Neither won nor drawn."""
+        """Return the measures of a loss: neither won nor drawn."""
         return {"success": 0.0, "draw": 0.0}
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Those of ``Game``, draw, optimal (a turn, where the oracle says it), and the return again by side and by opponent."""
-        made, start = super().measures(task, turns), self.initial(task)
-        made |= {"draw": [turns[-1]["draw"]]} if "draw" in turns[-1] else {}
-        made |= {"optimal": best} if (best := [turn["optimal"] for turn in turns if "optimal" in turn]) else {}
-        made |= {"return_first" if start.me == "X" else "return_second": made["return"]}
-        return made | ({f"return_vs_{start.opponent}": made["return"]} if len(self.opponents) > 1 else {})
+        """Return the measures of ``Game``, draw, optimal (per turn, if the oracle gives it), and the return by side and by opponent."""
+        results, start = super().measures(task, turns), self.initial(task)
+        results |= {"draw": [turns[-1]["draw"]]} if "draw" in turns[-1] else {}
+        results |= {"optimal": best} if (best := [turn["optimal"] for turn in turns if "optimal" in turn]) else {}
+        results |= {"return_first" if start.me == "X" else "return_second": results["return"]}
+        return results | ({f"return_vs_{start.opponent}": results["return"]} if len(self.opponents) > 1 else {})
 
 
 def _other(mark: str) -> str:
@@ -185,7 +185,7 @@ def _other(mark: str) -> str:
 
 
 async def _reply(state: State, tools: Tools) -> str:
-    """The board after the opponent's move."""
+    """Return the board after the opponent's move."""
     free = legal_cells(state.board)
     if state.opponent == RANDOM:
         return play(state.board, tools.rng.choice(free))

@@ -1,7 +1,7 @@
 """Answers of the OpenAI-compatible protocol: one whole body, or the chunks of a stream.
 
-The chunks of a choice, put together, are the choice of the whole body: a role (chat), texts with their log-probabilities, a finish
-reason. Log-probabilities are of the distribution really sampled from, after temperature, top-p/k and constraint.
+The chunks of a choice, joined, equal the choice of the whole body: a role (chat), texts with their log-probabilities, and a finish reason.
+Log-probabilities refer to the distribution that was really sampled from, after temperature, top-p/k and constraint.
 """
 
 import time
@@ -19,7 +19,9 @@ _Top = Sequence[Mapping[int, float]]
 
 
 class Answer:
-    """The answer to one request, for ``choices`` samples in all; sample j of prompt i is choice ``i * n + j``."""
+    """The answer to one request with ``choices`` samples in all. Sample j of prompt i is choice ``i * n + j``.
+
+    An answer is either ``whole``, or a stream: ``opening``, then ``grown`` for each new token, then ``closing``."""
 
     def __init__(self, asked: Asked, model: str, tokenizer: tokenizers.Tokenizer, choices: int):
         self._asked, self._model = asked, model
@@ -32,36 +34,34 @@ class Answer:
     # ------------------------------------------------------------------------------------------ whole
 
     def whole(self, results: Sequence[GenerateResult]) -> dict[str, Any]:
-        """The body of an answer that is no stream."""
+        """Return the body of an answer that is not a stream."""
         choices = [self._choice(i, sample) for i, sample in enumerate(s for r in results for s in r.samples)]
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(results)}
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
         text = self._rest(index, sample)
-        made: dict[str, Any] = {"index": index}
-        made |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        made["logprobs"] = self._logprobs(index)
-        made["finish_reason"] = self._reason(index, sample)
-        return made
+        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        logprobs = self._logprobs(index)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": self._reason(index, sample)}
 
     # ------------------------------------------------------------------------------------------ stream
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Chunks before the first token: a chat's roles."""
+        """Yield the chunks before the first token: the roles of a chat."""
         for index in range(len(self._texts) if self.chat else 0):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED})
 
     def grown(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], top: _Top = ()
     ) -> Iterator[dict[str, Any]]:
-        """At most one chunk: what new tokens of a choice make certain. top: of each token, or none; see ``wire.messages.Sample``."""
+        """Yield at most one chunk with the text that new tokens of a choice make certain. top: empty, or as in ``wire.messages.Sample``."""
         text = self._feed(index, tokens, logprobs, top)
         if text:
             yield self._text_chunk(index, text)
 
     def closing(self, results: Sequence[GenerateResult]) -> Iterator[dict[str, Any]]:
-        """What is left of every choice, its finish reason, and the counts when they are asked for."""
+        """Yield the rest of every choice, its finish reason, and the counts of tokens if they are asked for."""
         for index, sample in enumerate(s for result in results for s in result.samples):
             text = self._rest(index, sample)
             if text or (self._asked.wants_logprobs and self._texts[index].tokens):
@@ -91,7 +91,7 @@ class Answer:
         return "".join(self._texts[index].feed(*row) for row in rows)
 
     def _rest(self, index: int, sample: Sample) -> str:
-        """The text after what was given out."""
+        """Return the text of a sample that was not sent yet."""
         begin = self._fed[index]
         top = (sample.top or [])[begin:]
         new = self._feed(index, sample.tokens[begin:].tolist(), sample.logprobs[begin:].tolist(), top)
@@ -101,7 +101,7 @@ class Answer:
         return "stop" if self._texts[index].stopped else sample.finish
 
     def _logprobs(self, index: int) -> dict[str, Any] | None:
-        """Of the tokens since the last call; those of a stop string too."""
+        """Return the log-probabilities of the tokens since the last call, including the tokens of a stop string."""
         if not self._asked.wants_logprobs:
             return None
         tokens = self._texts[index].take()
@@ -124,25 +124,25 @@ def _chat_logprob(token: TokenText) -> dict[str, Any]:
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
-    # Part of a character: its bytes are not known here.
+    # The bytes of a token that is a part of a character are not known here.
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 def _by_text(token: TokenText) -> dict[str, float]:
-    """The most probable tokens, and the sampled one; of several with one text (parts of characters) that one, else the most probable."""
-    made: dict[str, float] = {}
+    """Return the most probable tokens and the sampled token, by text. If texts are equal, the sampled, else the most probable token counts."""
+    logprobs: dict[str, float] = {}
     for text, logprob in token.top:
-        made.setdefault(text, logprob)
-    return made | {token.text: token.logprob}
+        logprobs.setdefault(text, logprob)
+    return logprobs | {token.text: token.logprob}
 
 
 def usage(results: Sequence[GenerateResult]) -> dict[str, Any]:
-    """Counts of tokens; a prompt counts once, whatever the number of its samples."""
+    """Return the counts of tokens. A prompt counts once, whatever the number of its samples."""
     prompt = sum(result.prompt_tokens for result in results)
-    made = sum(len(sample.tokens) for result in results for sample in result.samples)
+    completion = sum(len(sample.tokens) for result in results for sample in result.samples)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
     }

@@ -1,7 +1,7 @@
-"""Requests of the OpenAI-compatible protocol, checked: what would change the answer and is not done here is refused by its name.
+"""Requests of the OpenAI-compatible protocol, checked: an unsupported field that would change the answer is refused by its name.
 
-Beyond OpenAI's own fields: ``top_k``, ``chat_template_kwargs``, and a constraint in the words of SGLang (``regex``, ``json_schema``) or
-vLLM (``guided_regex``, ``guided_json``, ``structured_outputs``). A field that is null counts as absent.
+Fields beyond OpenAI's own: ``top_k``, ``chat_template_kwargs``, and a constraint with the field names of SGLang (``regex``, ``json_schema``)
+or vLLM (``guided_regex``, ``guided_json``, ``structured_outputs``). A field that is null counts as absent.
 """
 
 import math
@@ -17,12 +17,12 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 COMPLETION_TOKENS = 16
-"""What a completion without max_tokens gets, as in the protocol; a chat gets what is left of the context."""
+"""The max_tokens of a completion that does not set it, as in the protocol. A chat gets the rest of the context."""
 MOST_PROMPTS = 128
-"""Of one completions request."""
+"""The most prompts of one completions request."""
 
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields that change no answer, whatever they say."""
+"""Fields that never change an answer."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -50,31 +50,31 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "use_beam_search": (False,),
 }
-"""Fields that other servers know, with the values at which they do nothing."""
+"""Fields that other servers support, with the values that have no effect."""
 
 
 class Refused(Exception):
-    """A request that is answered with ``status`` and the reason. code: the protocol's short name of it."""
+    """A request that is answered with ``status`` and the reason. code: the protocol's short name of the reason."""
 
     def __init__(self, reason: str, status: int = 400, code: str | None = None):
         super().__init__(reason)
         self.status, self.code = status, code
 
     def body(self) -> dict[str, Any]:
-        """The error in the protocol's shape."""
+        """Return the error as the body of an answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One part of a message's content; text is the only kind."""
+    """One part of a message's content. Text is the only kind of part."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One message. content: a text, or parts of it that are put together."""
+    """One message. content: a text, or a list of parts that are joined to a text."""
 
     role: str
     content: str | list[TextPart]
@@ -82,7 +82,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """What chat templates read."""
+        """Return the message in the form that chat templates read."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {**msgspec.to_builtins(self), "content": text}
 
@@ -92,28 +92,28 @@ class _JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """How the answer must look. type "json_schema" needs ``json_schema``."""
+    """The form of the answer. The type "json_schema" needs ``json_schema``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's words for a constraint."""
+    """A constraint with vLLM's field names."""
 
     regex: str | None = None
     json: str | dict[str, Any] | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """include_usage: one more chunk at the end with the counts of tokens. include_obfuscation: has no effect here."""
+    """include_usage: send one more chunk at the end with the counts of tokens. include_obfuscation: has no effect here."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request have in common."""
+    """The fields that both kinds of request have."""
 
     model: str = ""
     max_tokens: _Positive | None = None
@@ -144,12 +144,12 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def most_likely(self) -> int:
-        """How many of the most probable tokens are told beside each sampled one."""
+        """How many of the most probable tokens are reported with each sampled token."""
         raise NotImplementedError
 
     @property
     def wants_usage(self) -> bool:
-        """Of a stream."""
+        """Whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -157,11 +157,11 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def longest(self, room: int) -> int:
-        """The most new tokens, where ``room`` are left of the context."""
+        """Return the most new tokens when ``room`` tokens are left of the context."""
         raise NotImplementedError
 
     def sampling(self, room: int) -> Sampling:
-        """How the engine is to sample. room: tokens left of the context."""
+        """Return how the engine must sample. room: tokens left of the context."""
         return Sampling(
             self.longest(room),
             self.temperature,
@@ -174,11 +174,10 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def constraint(self) -> Constraint | None:
-        """The one constraint asked for. Raises Refused when there are several."""
+        """Return the constraint of the request, if any. Raises Refused when there are several."""
         outputs = self.structured_outputs or StructuredOutputs()
-        said: dict[str, Constraint] = {}
         regexes = {"regex": self.regex, "guided_regex": self.guided_regex, "structured_outputs.regex": outputs.regex}
-        said |= {name: Constraint("regex", text) for name, text in regexes.items() if text is not None}
+        constraints = {name: Constraint("regex", text) for name, text in regexes.items() if text is not None}
         schemas: dict[str, Any] = {
             "json_schema": self.json_schema,
             "guided_json": self.guided_json,
@@ -188,10 +187,10 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name, schema in schemas.items():
             if schema is not None:
                 text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-                said[name] = Constraint("json_schema", text)
-        if len(said) > 1:
-            raise Refused(f"{' and '.join(f'`{name}`' for name in said)}: expected one constraint")
-        return next(iter(said.values()), None)
+                constraints[name] = Constraint("json_schema", text)
+        if len(constraints) > 1:
+            raise Refused(f"{' and '.join(f'`{name}`' for name in constraints)}: expected one constraint")
+        return next(iter(constraints.values()), None)
 
     def _schema(self) -> dict[str, Any] | bool | None:
         wanted = self.response_format
@@ -205,7 +204,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Chat(Asked, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: _Positive | None = None
@@ -235,9 +234,9 @@ class Chat(Asked, kw_only=True):
 
 
 class Completion(Asked, kw_only=True):
-    """POST /v1/completions. prompt: one or several, each a text or token ids; a text is taken as it is, without a token before it.
+    """The body of POST /v1/completions. prompt: one or several, each a text or token ids. No special token is put before a text.
 
-    logprobs: how many of the most probable tokens are told beside the sampled one.
+    logprobs: how many of the most probable tokens are reported with each sampled token.
     """
 
     prompt: str | list[str | _Token | list[_Token]]
@@ -256,24 +255,24 @@ class Completion(Asked, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several. Raises Refused for none, an empty one, and too many."""
-        given: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        kinds = {type(part) for part in given}
+        """The prompts of the request. Raises Refused when there is none or too many, or when one is empty."""
+        parts: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        kinds = {type(part) for part in parts}
         if len(kinds) > 1:
             raise Refused("`prompt`: texts, token ids or lists of them mixed, expected one kind")
-        made = [given] if kinds == {int} else given
-        if not 1 <= len(made) <= MOST_PROMPTS:
-            raise Refused(f"`prompt`: {len(made)} prompts, expected 1 to {MOST_PROMPTS}")
-        if not all(made):
+        prompts = [parts] if kinds == {int} else parts
+        if not 1 <= len(prompts) <= MOST_PROMPTS:
+            raise Refused(f"`prompt`: {len(prompts)} prompts, expected 1 to {MOST_PROMPTS}")
+        if not all(prompts):
             raise Refused("`prompt`: a prompt of 0 tokens, expected at least one")
-        return made
+        return prompts
 
 
 _Kind = TypeVar("_Kind", Chat, Completion)
 
 
 def read(raw: bytes, kind: type[_Kind]) -> _Kind:
-    """The request in ``raw``. Raises Refused naming the field that cannot be served."""
+    """Return the request in ``raw``. Raises Refused, which names the field that cannot be served."""
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """An OpenAI-compatible HTTP server over the embedded engine: /v1/models, /v1/completions, /v1/chat/completions, /health.
 
-A request of another shape, or with a field that would change the answer and is not done here, is answered 400 with the reason. A request
-that finds the engine full waits. A client that hangs up aborts its samples. ``tools/serve-model`` starts one; docs/serve-model.md.
+A malformed request, or one with an unsupported field that would change the answer, is answered with status 400 and the reason. A request waits
+while the engine is full. When a client hangs up, its samples are aborted. ``tools/serve-model`` starts a server (docs/serve-model.md).
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult
 
 LARGEST_BODY = 4 << 20
-"""Bytes of a request: a context of 100,000 tokens written out, four times."""
+"""The most bytes of a request: four times a context of 100,000 tokens as text."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Grown = tuple[int, list[int], list[float], list[dict[int, float]]]
-"""A choice, its new tokens, their log-probabilities, and the most probable ones where they are asked for."""
+"""A choice, its new tokens, their log-probabilities, and the most probable tokens if they are asked for."""
 
 
 class Server:
-    """Translates HTTP requests to engine requests. api_key: what clients must send ("" for none)."""
+    """Translates HTTP requests to requests of a started engine. api_key: the key that clients must send ("" for none)."""
 
     def __init__(self, engine: LocalEngine, folder: Path, *, name: str = "", api_key: str = ""):
         self.engine, self.name, self._api_key = engine, name or folder.name, api_key
@@ -43,7 +43,7 @@ class Server:
         self._started = int(time.time())
 
     def application(self) -> web.Application:
-        """The aiohttp application."""
+        """Return the aiohttp application."""
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_errors, self._authorized])
         app.add_routes(
             [
@@ -57,27 +57,27 @@ class Server:
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        wanted = f"Bearer {self._api_key}".encode()
-        if self._api_key and request.path != "/health" and not hmac.compare_digest(given, wanted):
+        sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        expected = f"Bearer {self._api_key}".encode()
+        if self._api_key and request.path != "/health" and not hmac.compare_digest(sent, expected):
             raise Refused("expected this server's API key as a bearer token", 401, "invalid_api_key")
         return await handler(request)
 
     # ------------------------------------------------------------------------------------------ routes
 
     async def health(self, request: web.Request) -> web.Response:
-        """Raises Refused with 503 and the reason when the engine serves no more."""
+        """Answer that the server is healthy. Raises Refused with status 503 and the reason when the engine no longer serves."""
         if self.engine.ended:
             raise Refused(self.engine.ended, 503)
         return web.json_response({"status": "ok"})
 
     async def models(self, request: web.Request) -> web.Response:
-        """The one model served."""
+        """Answer with the one model that is served."""
         one = {"id": self.name, "object": "model", "created": self._started, "owned_by": "coppice"}
         return web.json_response({"object": "list", "data": [one]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Chat completions."""
+        """Answer POST /v1/chat/completions."""
         asked = read(await request.read(), Chat)
         if not self.template.available:
             raise Refused(f"model {self.name} has no chat template: use /v1/completions")
@@ -88,7 +88,7 @@ class Server:
         return await self._answer(request, asked, [text])
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Plain completions."""
+        """Answer POST /v1/completions."""
         asked = read(await request.read(), Completion)
         return await self._answer(request, asked, asked.prompts)
 
@@ -104,7 +104,7 @@ class Server:
         return web.json_response(answer.whole(await self._generate(asks)))
 
     async def _ask(self, asked: Asked, prompt: str | list[int]) -> GenerateRequest:
-        """What the engine is asked for one prompt. Raises Refused when it could never fit."""
+        """Return the engine's request for one prompt. Raises Refused when it can never fit."""
         tokens = await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
         longest, most = self.engine.longest, self.engine.config.max_batch
         sampling = asked.sampling(longest - len(tokens))
@@ -126,7 +126,7 @@ class Server:
     async def _generate(
         self, asks: list[GenerateRequest], on_grown: Callable[[_Grown], None] | None = None
     ) -> list[GenerateResult]:
-        """One result a prompt, issued together so that a shared prefix is computed once; when one fails, the others are aborted."""
+        """Return one result per prompt. All are started together, so that a shared prefix is computed once. If one fails, all are aborted."""
         running = []
         for i, ask in enumerate(asks):
             hook = None if on_grown is None else _counted_from(i * ask.n, on_grown)
@@ -138,7 +138,7 @@ class Server:
                 task.cancel()
 
     async def _stream(self, request: web.Request, answer: Answer, asks: list[GenerateRequest]) -> web.StreamResponse:
-        """Server-sent events. What fails before the first token is an ordinary refusal, later an event with the error."""
+        """Send server-sent events. A failure before the first token is an ordinary refusal; a later failure is an event with the error."""
         grown: asyncio.Queue[_Grown | None] = asyncio.Queue()
         work = asyncio.create_task(self._generate(asks, grown.put_nowait))
         work.add_done_callback(lambda _: grown.put_nowait(None))
@@ -146,7 +146,7 @@ class Server:
         try:
             event = await grown.get()
             if event is None:
-                work.result()  # raises what went wrong before the first token
+                work.result()  # raises the failure that came before the first token
             await response.prepare(request)
             await _send(response, answer.opening())
             while event is not None:
@@ -171,7 +171,7 @@ class Server:
 
 
 def _counted_from(first: int, on_grown: Callable[[_Grown], None]) -> OnTop:
-    """What hears the engine of one prompt, whose first choice is ``first``."""
+    """Return the engine's callback for one prompt, whose first choice has the index ``first``."""
     return lambda index, tokens, logprobs, top: on_grown((first + index, tokens, logprobs, top))
 
 
@@ -182,7 +182,7 @@ async def _send(response: web.StreamResponse, chunks: Iterable[dict[str, Any]]) 
 
 @web.middleware
 async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Every error in the protocol's shape."""
+    """Answer every error in the protocol's form."""
     try:
         return await handler(request)
     except Refused as refused:
@@ -201,5 +201,5 @@ def _refusal(fault: Fault) -> Refused:
 
 
 def runner(server: Server) -> web.AppRunner:
-    """What serves the application; a handler whose client hangs up is cancelled, which frees its samples."""
+    """Return the runner of the application. When a client hangs up, its handler is cancelled, which aborts its samples."""
     return web.AppRunner(server.application(), handler_cancellation=True)

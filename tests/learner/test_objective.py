@@ -13,7 +13,7 @@ def batch(
 ) -> tuple[TurnTable, list[TurnTokens]]:
     n = len(tokens)
     t = TurnTable(np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {})
-    turns = [TurnTokens([1], [2] * k, np.zeros(k), np.zeros(k), np.ones(k, bool)) for k in tokens]
+    turns = [TurnTokens(np.array([1]), np.array([2] * k), np.zeros(k), np.zeros(k), np.ones(k, bool)) for k in tokens]
     return t, turns
 
 
@@ -39,7 +39,9 @@ def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
     t, _ = batch([4], [0], [0], [0])
-    forced = TurnTokens([1], [2] * 4, np.zeros(4), np.zeros(4), np.array([True, False, False, True]))
+    forced = TurnTokens(
+        np.array([1]), np.array([2] * 4), np.zeros(4), np.zeros(4), np.array([True, False, False, True])
+    )
     assert token_weights(t, sampled([forced]), 1, "turn").tolist() == [0.5, 0, 0, 0.5]
 
 

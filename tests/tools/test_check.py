@@ -50,6 +50,7 @@ def test_a_check_that_fails_is_named_and_what_it_said_is_printed(capfd: pytest.C
     assert finish("version", start("version", ["ruff", "--version"])) == []
 
 
+@pytest.mark.slow
 def test_whole_runs_and_tests_with_the_sglang_server_are_slow(request: pytest.FixtureRequest) -> None:
     collected = [
         sys.executable,

@@ -17,6 +17,7 @@ def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> N
     assert row["ratio"] <= row["goal"]
 
 
+@pytest.mark.slow
 def test_rollout_speed_measures_both_sides_in_every_round(llama: Path) -> None:
     row = rollout_speed.run(str(llama))
     assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == rollout_speed.ROUNDS

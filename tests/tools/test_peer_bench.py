@@ -73,6 +73,7 @@ def test_the_table_has_medians_and_the_ratio_of_every_round() -> None:
     assert "| groups | peak memory, GiB | 8.0 | 4.0 | 0.50 (0.50, 0.50, 0.50) |" in lines
 
 
+@pytest.mark.slow
 def test_the_whole_bench_runs_both_trainers_on_equal_work(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "LOOK_S", 0.05)
     row = peer.run(str(llama), SMALL, rounds=1, counted=1)

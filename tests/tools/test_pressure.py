@@ -10,6 +10,8 @@ from tools.research.benches import fleet_shape, pressure
 from tools.research.benches.fleet_shape import HEAD, OBSERVATION, QUESTION, STEPS, Setting
 from tools.research.benches.routers import Arrival, Router
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = 32
 
 

@@ -578,6 +578,7 @@ def run_folder(folder: Path, model: Path, strategy: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
     llama: Path, tmp_path: Path, retriever: Books
 ) -> None:

@@ -225,6 +225,7 @@ def test_the_command_prints_a_table_and_returns_1_when_a_row_disagrees(
     assert main(["nobody"]) == 2
 
 
+@pytest.mark.slow
 def test_the_plots_are_well_formed_and_the_same_in_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools.research.theories, "_module", {"ppr": ppr, "oprl": oprl}.__getitem__)
     for name in ("a", "b"):

@@ -113,6 +113,7 @@ def test_one_random_move_in_ten_is_a_flag() -> None:
     assert 0.05 < sum(move.startswith("flag") for move in written) / 1000 < 0.15
 
 
+@pytest.mark.slow
 def test_the_warm_start_lowers_the_loss_and_is_made_once(
     policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_warm_start_lowers_the_loss_and_is_made_once(
     assert [path.name for path in (tmp_path / "warm_start").iterdir()] == [out.name]
 
 
+@pytest.mark.slow
 def test_another_model_or_recipe_is_another_warm_start(policy: Path, tmp_path: Path) -> None:
     environment, options = game("tictactoe"), GAMES["tictactoe"]
     other = tiny_policy.make_tiny_policy(tmp_path / "other", seed=1, hidden=32, layers=1, heads=2, intermediate=32)
@@ -145,6 +147,7 @@ class _Killer:
         return os._exit, (9,)
 
 
+@pytest.mark.slow
 def test_a_warm_start_that_the_system_kills_is_an_error_with_a_remedy(policy: Path, tmp_path: Path) -> None:
     def killers(count: int) -> list[Any]:
         return [_Killer()] * count

@@ -105,6 +105,7 @@ def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
     )  # names repeat in so small a corpus
 
 
+@pytest.mark.slow
 def test_the_warm_start_is_cached_by_what_it_depends_on(corpus: Path, policy: Path, tmp_path: Path) -> None:
     def start(**changes: int) -> Path:
         config = WarmStart(**({"steps": 1, "rows": 4} | changes))

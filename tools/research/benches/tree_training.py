@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learner import model as learner_model
 from learner.config import LearnerConfig, LoraConfig
 from learner.head import token_logprobs
 from learner.model import TreeModel
@@ -49,11 +48,7 @@ def forest(model: TreeModel, paths: Sequence[Path]) -> None:
 
 def varlen(model: TreeModel, paths: Sequence[Path]) -> None:
     """Compute packed rows without sharing."""
-    share, learner_model.SHARE_FROM = learner_model.SHARE_FROM, float("inf")
-    try:
-        forest(model, paths)
-    finally:
-        learner_model.SHARE_FROM = share
+    model.read(model.row(pack(paths, share=False)))[0].sum().backward()
 
 
 def padded(model: TreeModel, paths: Sequence[Path]) -> None:
@@ -62,7 +57,7 @@ def padded(model: TreeModel, paths: Sequence[Path]) -> None:
     for first in range(0, len(paths), PADDED_ROWS):
         some = paths[first : first + PADDED_ROWS]
         longest = max(len(p.tokens) for p in some)
-        ids = torch.tensor([p.tokens + [0] * (longest - len(p.tokens)) for p in some])
+        ids = torch.tensor([[*p.tokens] + [0] * (longest - len(p.tokens)) for p in some])
         mask = torch.tensor([[1] * len(p.tokens) + [0] * (longest - len(p.tokens)) for p in some])
         hidden = causal.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         rows = torch.cat([hidden[i, p.start - 1 : len(p.tokens) - 1] for i, p in enumerate(some)])
