@@ -168,7 +168,7 @@ def collect(options: argparse.Namespace) -> None:
 
 
 def label_(options: argparse.Namespace) -> int:
-    """Trajectories -> labelled trajectories and a file to review."""
+    """Read trajectories; write labelled trajectories and a file to review. Returns the exit status."""
     if options.review.exists():
         raise ValueError(f"--review {options.review} exists: it may hold corrections; move it away first")
     if not 0 <= options.most_difference <= 1:
