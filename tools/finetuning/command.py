@@ -192,7 +192,7 @@ def _label(options: argparse.Namespace, trajectories: list[Trajectory[Step]], as
         return failed
     if failed:
         judging.say_failed(failed, "tools/sft label")
-        print(f"what was answered is kept in {answers.path}; go on with: the same command", file=sys.stderr)
+        print(f"the answers so far are kept in {answers.path}; go on with the same command", file=sys.stderr)
         return 1
     kept, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
     if not kept:
