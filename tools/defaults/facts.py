@@ -165,9 +165,9 @@ def build(out: Path) -> dict[str, int]:
     with drafted(out, replace=True) as draft:
         _write(draft / "corpus.jsonl", contents)
         for split in ("train", "warm", "heldout"):
-            mine = [row for row in rows if row["split"] == split]
-            _write(draft / f"{split}.jsonl", mine)
-            counts |= {f"{split} {hops} hop": sum(row["hops"] == hops for row in mine) for hops in (1, 2)}
+            split_rows = [row for row in rows if row["split"] == split]
+            _write(draft / f"{split}.jsonl", split_rows)
+            counts |= {f"{split} {hops} hop": sum(row["hops"] == hops for row in split_rows) for hops in (1, 2)}
         (draft / "PROVENANCE.md").write_text(_provenance(counts))
     return counts
 

@@ -74,7 +74,7 @@ def _convert(folder: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     with drafted(folder, replace=True) as draft:
-        # bfloat16 holds more bits than the four of the source, so nothing that the source knows is lost in half the size.
+        # The source has four bits per weight, so bfloat16 loses nothing and takes half the space of float32.
         model.to(torch.bfloat16).save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     print(f"model in {folder} after {time.monotonic() - start:.0f} s", flush=True)

@@ -168,7 +168,7 @@ def collect(options: argparse.Namespace) -> None:
 
 
 def label_(options: argparse.Namespace) -> int:
-    """Trajectories -> labelled trajectories and a file to review."""
+    """Read trajectories; write labelled trajectories and a file to review. Returns the exit status."""
     if options.review.exists():
         raise ValueError(f"--review {options.review} exists: it may hold corrections; move it away first")
     if not 0 <= options.most_difference <= 1:
@@ -178,9 +178,9 @@ def label_(options: argparse.Namespace) -> int:
         raise ValueError(f"--deadline {options.deadline:g}: expected more than 0 seconds")
     asked = [_asked("a", options.judge_a, options.option_a), _asked("b", options.judge_b, options.option_b)]
     settings = label.Settings(record.digest(options.trajectories), judging.lasting(asked))
-    _, kept, lock = files.answers_of(options.out)
+    _, settings_file, lock = files.answers_of(options.out)
     with locked(lock, f"--out {options.out}"):
-        keep(kept, settings, str(kept))
+        keep(settings_file, settings, str(settings_file))
         return _label(options, trajectories, asked)
 
 
@@ -192,7 +192,7 @@ def _label(options: argparse.Namespace, trajectories: list[Trajectory[Step]], as
         return failed
     if failed:
         judging.say_failed(failed, "tools/sft label")
-        print(f"what was answered is kept in {answers.path}; go on with: the same command", file=sys.stderr)
+        print(f"the answers so far are kept in {answers.path}; go on with the same command", file=sys.stderr)
         return 1
     kept, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
     if not kept:

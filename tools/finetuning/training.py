@@ -79,11 +79,9 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("batch", "lr", "epochs", "steps", "threads", "max_tokens"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name):g}: expected more than 0")
-    for name in ("held_out", "warmup_ratio"):
-        if not 0 <= getattr(options, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name):g}: expected a share, 0 to less than 1"
-            )
+    for flag, share in (("--held-out", options.held_out), ("--warmup-ratio", options.warmup_ratio)):
+        if not 0 <= share < 1:
+            raise ValueError(f"{flag} {share:g}: expected a share, 0 to less than 1")
     for name in ("lora_rank", "forward_tokens"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more")

@@ -54,7 +54,7 @@ def _free_bytes(run: Path) -> int:
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: give it a session of its own, so that Ctrl-C reaches only the launcher, and have it killed with the launcher."""
+    """Give the child, in which this runs, its own session, so that Ctrl-C reaches only the launcher; have it killed with the launcher."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -45,7 +45,7 @@ TOKEN_BYTES = 2 * 4 * HIDDEN * LAYERS + 4
 AT_ONCE = 4
 """The number of requests whose samples an engine decodes together."""
 RUNNING = AT_ONCE * (512 + CANDIDATES * ACTION)
-"""Tokens that an engine holds for these requests beside its prefix cache: a row of 512 per prompt and one row per sample."""
+"""Tokens that an engine holds for these requests beside its prefix cache: 512 per prompt and ACTION per sample."""
 JUDGE = "bench"
 BEAT_S = 0.05
 """Seconds between heartbeats, which are frequent so that the engines' gauges are fresh."""

@@ -2,8 +2,8 @@
 
 Rounds alternate the two sides, with a frozen head (LoRA) and with a trained head. A ratio is the median over rounds of
 the ratio in one round, so that other load meets both sides. Memory is the growth of the resident set to its peak, so it
-includes the gradients and the buffers of the products' library. Linux resets the peak before each measurement. The
-goals are at most the same time and at most half of the memory. The row's ratio is the worst of all four over its goal.
+includes the gradients and the buffers of the products' library. The peak is reset before each measurement (on Linux).
+The goals are at most the same time and half of the memory. The row's ratio is the worst of all four over its goal.
 """
 
 import argparse

@@ -50,7 +50,7 @@ def _nothing_common(a: np.ndarray, b: np.ndarray) -> int:
 
 @contextmanager
 def _unshared() -> Iterator[None]:
-    """Engines that start inside share no prefill, and do not wait for the prefix of another request either."""
+    """Make engines that start inside share no prefill. They do not wait for the prefix of another request either."""
     with (
         mock.patch.object(memory, "RadixCache", NoCache),
         mock.patch.object(admission, "common_length", _nothing_common),

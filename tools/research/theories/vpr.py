@@ -95,7 +95,7 @@ def random_flips(task: Problem, probability: float, rng: np.random.Generator, dr
 
 
 def coherent_flips(states: int = 10, probability: float = 0.3) -> Array:
-    """Do the same when all states share one logit and one action's label is inverted in ever more states, [states, 3].
+    """Return the values of ``bias`` when all states share one logit and one label is inverted in ever more states, [states, 3].
 
     The score of that action is 1 - p in every state, so all wrong labels pull in one direction. For p < 1/2 this score
     is also the largest.
