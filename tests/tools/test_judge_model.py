@@ -68,7 +68,7 @@ def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> No
     [
         ([ASKS], r"judges\.use\.pprm\.endpoint\.url = 'served' .* add \[judges\.model\], or give a URL"),
         (MODEL, r"\[judges\.model\] has no effect"),
-        ([ASKS, "judges.model.threads=0"], r"judges\.model\.threads = 0: expected more than 0"),
+        ([ASKS, "judges.model.threads=0"], r"judges\.model\.threads = 0: expected `int` >= 1"),
         ([ASKS, *MODEL, "judges.use.pprm.endpoint.model=x"], r"judges\.use\.pprm\.endpoint\.model = 'x': \[judges\.model\] is"),
         ([ASKS, *MODEL, "judges.use.pprm.endpoint.max_tokens=512"], r"pprm\.endpoint\.max_tokens = 512 leaves no room"),
         ([ASKS, *MODEL, "judges.use.pprm.endpoint.max_tokens=60"], "max_tokens 60: a constrained reply needs"),
