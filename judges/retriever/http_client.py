@@ -1,4 +1,4 @@
-"""Client of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"} (methods.md 1.8)."""
+"""A client of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"} (methods.md 1.8)."""
 
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from wire.http import JsonClient
 from wire.messages import Passage
 
 _AT_ONCE = 64
-"""Requests open at a time: as many as a retriever process serves."""
+"""The most open requests, as many as a retriever process serves at once."""
 
 
 class _Document(msgspec.Struct):
@@ -29,7 +29,7 @@ class _Reply(msgspec.Struct):
 
 
 class SearchR1Client:
-    """Asks one server; use it as an async context manager. attempts, backoff_s: see ``wire.http.JsonClient``."""
+    """Asks one server. It must be used as an async context manager. attempts, backoff_s: see ``wire.http.JsonClient``."""
 
     def __init__(self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0):
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
