@@ -58,11 +58,13 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
     endpoint = defaults | options["endpoint"] | {"url": url}
     limit = endpoint["max_tokens"]
     if endpoint["model"] != model.name:
-        raise ValueError(f"endpoint.model = {endpoint['model']!r}: [judges.model] is {model.name!r}: remove the former")
+        raise ValueError(
+            f"endpoint.model = {endpoint['model']!r}: [judges.model] is {model.name!r}: remove endpoint.model"
+        )
     if isinstance(limit, int) and limit >= model.max_context:
         raise ValueError(
             f"endpoint.max_tokens = {limit} leaves no room for a prompt in judges.model.max_context ="
-            f" {model.max_context}: raise the latter"
+            f" {model.max_context}: raise max_context"
         )
     return options | {"endpoint": endpoint}
 

@@ -27,7 +27,7 @@ _AROUND = len("Analysis: \nScores: <final_score>9,9</final_score>") + 1
 _FEWEST, _MOST = 16, 2000
 """Characters of a constrained analysis: the least room that it needs, and the length after which a model only repeats itself."""
 _LARGEST = 9
-"""The greatest M of a constrained reply."""
+"""The largest M of a constrained reply."""
 
 
 class PprmEndpoint(ChatEndpoint, frozen=True, forbid_unknown_fields=True):

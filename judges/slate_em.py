@@ -10,7 +10,7 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class SlateEm(Judge):
-    """Columns think (0), query (0) and answer (exact match)."""
+    """Columns think (always 0), query (always 0) and answer (exact match)."""
 
     name = "slate_em"
     columns = ("think", "query", "answer")

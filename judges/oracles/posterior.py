@@ -210,7 +210,7 @@ def _ordered(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _count(component: _Component, budget: int) -> _Counts | None:
     """Count the layouts of a component. Return None when this takes more than ``budget`` nodes."""
     sizes = [len(group) for group in component.groups]
-    width = sum(sizes) + sum(sizes).bit_length() + 1  # a coefficient is at most cells * 2^cells
+    width = sum(sizes) + sum(sizes).bit_length() + 1  # because a coefficient is at most cells * 2^cells
     slots = {i: _SLOT * place for place, i in enumerate(component.lacks)}
     full = (1 << _SLOT) - 1
     room = dict.fromkeys(component.lacks, 0)

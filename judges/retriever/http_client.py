@@ -47,13 +47,13 @@ class SearchR1Client:
         await self._client.close()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Passages of each query, best first. Raises InfrastructureFault naming the server and the cause."""
+        """Return the passages of each query, best first. Raises InfrastructureFault, which names the server and the cause."""
         body: dict[str, Any] = {"queries": queries, "topk": topk, "return_scores": True}
         try:
             rows = msgspec.json.decode(await self._client.send("POST", "", body), type=_Reply).result
         except InfrastructureFault as fault:
             raise InfrastructureFault(f"retriever {fault}") from None
-        except DataFault as fault:  # its protocol is another one: no query would be answered
+        except DataFault as fault:  # the server speaks another protocol and would answer no query
             raise InfrastructureFault(f"retriever {fault}: is it a Search-R1 server?") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InfrastructureFault(f"retriever {self.url}: {type(error).__name__}: {error}") from None

@@ -78,7 +78,7 @@ def build(
         raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
     offsets, contents, bad = read_corpus(corpus, skip_bad)
     for reason in bad[:20]:
-        print(f"passed over {reason}", file=sys.stderr)
+        print(f"skipped {reason}", file=sys.stderr)
     index = faiss.IndexFlatIP(encoder.dimensions)
     start = time.monotonic()
     for first in range(0, len(contents), batch):
