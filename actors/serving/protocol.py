@@ -278,7 +278,7 @@ def read(raw: bytes, kind: type[_Kind]) -> _Kind:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise Refused("the body is JSON that is nested too deeply") from None
+        raise Refused("the body is not JSON of reasonable depth") from None
     if not isinstance(fields, dict):
         raise Refused(f"the body is {type(fields).__name__}, expected a JSON object")
     known = set(kind.__struct_fields__)
