@@ -5,7 +5,7 @@ has no query, so it can reach 4 points and a search 6. A turn that cannot be rea
 
 view = "evidence": the judge knows the supporting passages and which of them were shown before the turn.
     information  The think is compared with the last shown passage (in the order of the evidence): 2 if it names at least half of what the
-                 question did not say, 1 if it names anything of the passage, else 0. If none was shown, the same with the question's words.
+                 question did not say, 1 if it names any of it, else 0. If none was shown: 2 for half of the question's words, 1 for any.
     query        2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0 otherwise, if empty, or if asked before.
     decision     2 for a search while a passage is missing and for an answer when none is; 1 for such a search with a query of 0 points; else 0.
 view = "retrieval": the judge knows the gold answers and what the searches returned.
