@@ -1,4 +1,4 @@
-"""The judge plug-in: a class with one coroutine. A score that is NaN or infinite is invalid: it is counted, and told, as such."""
+"""The judge plug-in: a class with one coroutine. A score that is NaN or infinite is invalid; it is counted and reported as invalid."""
 
 import math
 import reprlib
@@ -10,10 +10,10 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class Judge:
-    """Subclass this, set ``name`` and ``columns``, write ``score``; ``tools/serve my_module:MyJudge --run RUN`` plugs it in.
+    """Subclass this, set ``name`` and ``columns``, and write ``score``. ``tools/serve my_module:MyJudge --run RUN`` plugs your judge in.
 
-    columns: names of the scores. environments: names of those it can judge, () for any. concurrency: requests in flight at once. batch: most turns given to one ``score`` call.
-    """
+    A judge is started once, scores until the worker is drained, and is closed. columns: the names of its scores. environments: the names of
+    the environments that it can judge, () for any. concurrency: requests in progress at once. batch: most turns in one ``score`` call."""
 
     name: str = ""
     columns: Sequence[str] = ()
@@ -22,10 +22,10 @@ class Judge:
     batch: int = 32
 
     async def start(self) -> None:
-        """Acquire what scoring needs; called once before the first request."""
+        """Acquire what scoring needs. Called once, before the first request."""
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """One judgement a turn, in order. A column may be absent where it does not apply to the turn (a query score of an answer)."""
+        """Return one judgement per turn, in order. A column may be absent if it does not apply to the turn (a query score of an answer)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
     async def close(self) -> None:
@@ -33,18 +33,17 @@ class Judge:
 
 
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
-    """What ``judge.score`` returned for ``turns``, with unusable scores moved to ``invalid``, and how many were unusable.
+    """Return what ``judge.score`` returned for ``turns``, with unusable scores moved to ``invalid``, and the number of unusable scores.
 
-    Raises InfrastructureFault when the judge returned no list, another number of judgements, something else in their place, columns
-    it did not declare, or scores that are no numbers.
+    Raises InfrastructureFault unless the judge returned a list with one Judgement per turn, declared columns and numbers.
     """
     if not isinstance(returned, list | tuple):
         raise InfrastructureFault(
-            f"judge {judge.name} returned {_short(returned)}; expected a list of Judgement, one a turn"
+            f"judge {judge.name} returned {_short(returned)}; expected a list of Judgement, one per turn"
         )
     if len(returned) != len(turns):
         raise InfrastructureFault(f"judge {judge.name} returned {len(returned)} judgements for {len(turns)} turns")
-    made, bad = [], 0
+    judgements, bad = [], 0
     for judgement in returned:
         if not isinstance(judgement, Judgement):
             raise InfrastructureFault(
@@ -59,16 +58,17 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
         scores = {column: value for column, value in numbers.items() if math.isfinite(value)}
         invalid = sorted({*judgement.invalid, *(set(numbers) - set(scores))})
         bad += len(invalid)
-        made.append(Judgement({c: v for c, v in scores.items() if c not in invalid}, invalid, judgement.explanation))
-    return made, bad
+        usable = {column: value for column, value in scores.items() if column not in invalid}
+        judgements.append(Judgement(usable, invalid, judgement.explanation))
+    return judgements, bad
 
 
 def _number(judge: Judge, column: str, value: Any) -> float:
-    """The score as a float; text is none, also where it reads like one."""
+    """Return the score as a float. Text is refused, even if it reads like a number."""
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several values
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several values raises RuntimeError
         pass
     raise InfrastructureFault(
         f"judge {judge.name} returned {_short(value)} in column {column!r}; expected a number, or the column in Judgement.invalid"
@@ -76,5 +76,5 @@ def _number(judge: Judge, column: str, value: Any) -> float:
 
 
 def _short(value: Any) -> str:
-    """A value and its type for a message."""
+    """Return a short text of a value and its type, for a message."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -7,14 +7,14 @@ import msgspec
 from wire.numbers import Count, Positive
 
 SERVED = "served"
-"""The url of an endpoint that asks the model of [judges.model]."""
+"""An endpoint with this url asks the model of [judges.model]."""
 
 
 class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [judges.model]: a model that the run serves to its own judges, over the OpenAI protocol on the loopback.
 
-    name: as of [model]. threads: compute threads. max_context: prompt and reply in tokens. max_batch: replies written together.
-    kv_cache_gib: keys and values, running and cached. wait_s: how long judges wait for it at the start.
+    name: a name as in [model]. threads: compute threads. max_context: tokens of prompt and reply. max_batch: replies generated together.
+    kv_cache_gib: memory of keys and values, running and cached. wait_s: seconds that judges wait at the start until the model answers.
     """
 
     name: str = "smollm2-135m"
@@ -26,9 +26,9 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [judges]. use: built-in name or "module:Class" -> constructor options. One process serves them, another the
-    built-in opponents. outside: names of judges and opponents that the run asks and ``tools/serve ... --run RUN`` serves to it. model:
-    what an endpoint with the url "served" asks, in a process of its own."""
+    """Section [judges]. use: constructor options by built-in name or "module:Class". One process serves the judges, another the built-in
+    opponents. outside: names of judges and opponents that the run needs and ``tools/serve ... --run RUN`` serves. model: the model that an
+    endpoint with the url "served" asks; it has a process of its own."""
 
     use: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"slate_rules": {}, "exact_match": {}})
     outside: list[str] = []
@@ -36,15 +36,15 @@ class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def uses_served_model(options: dict[str, Any]) -> bool:
-    """Do a judge's options name the run's own model?"""
+    """Return whether a judge's options name the run's own model."""
     endpoint = options.get("endpoint")
     return isinstance(endpoint, dict) and endpoint.get("url") == SERVED
 
 
 def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig) -> dict[str, Any]:
-    """A judge's options with the address of the run's own model in place of "served", and what that model can do as defaults.
+    """Return a judge's options with the address of the run's own model instead of "served", and with defaults that suit that model.
 
-    Raises ValueError for an endpoint that asks another model, or for replies longer than its context.
+    Raises ValueError when the endpoint names another model, or when its replies may be longer than the model's context.
     """
     if not uses_served_model(options):
         return options
@@ -58,17 +58,19 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
     endpoint = defaults | options["endpoint"] | {"url": url}
     limit = endpoint["max_tokens"]
     if endpoint["model"] != model.name:
-        raise ValueError(f"endpoint.model = {endpoint['model']!r}: [judges.model] is {model.name!r}: remove the former")
+        raise ValueError(
+            f"endpoint.model = {endpoint['model']!r}: [judges.model] is {model.name!r}: remove endpoint.model"
+        )
     if isinstance(limit, int) and limit >= model.max_context:
         raise ValueError(
             f"endpoint.max_tokens = {limit} leaves no room for a prompt in judges.model.max_context ="
-            f" {model.max_context}: raise the latter"
+            f" {model.max_context}: raise max_context"
         )
     return options | {"endpoint": endpoint}
 
 
 class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [retriever]. backend: "" builds an index of data.corpus; else an index folder or the URL of a Search-R1 server."""
+    """Section [retriever]. backend: an index folder or the URL of a Search-R1 server; "" builds an index of data.corpus."""
 
     backend: str = ""
     encoder: str = "minilm"

@@ -1,4 +1,4 @@
-"""What rule judges know of supporting passages, each one text "Title\\nField: value", and of what a search showed."""
+"""The knowledge of the rule judges about supporting passages, each a text "Title\\nField: value", and about what a search showed."""
 
 import re
 
@@ -14,26 +14,26 @@ _DOCUMENT = re.compile(r"(?:^|\n)\s*Doc \d+(?=\(Title: )")
 
 
 def content_words(text: str) -> set[str]:
-    """Normalised words without function words."""
+    """Return the normalised words of a text without its function words."""
     return set(normalize(text).split()) - _FUNCTION_WORDS
 
 
 def parts(evidence: str) -> tuple[str, str, str]:
-    """Title, field and value of a supporting passage."""
+    """Return title, field and value of a supporting passage."""
     title, _, fact = evidence.partition("\n")
     field, _, value = fact.partition(":")
     return title.strip(), field.strip(), value.strip()
 
 
 def shown(evidence: str, observations: list[str]) -> bool:
-    """Was this passage among those retrieved? The environment shows "(Title: T) Field: value"."""
+    """Return whether this passage was retrieved. The environment shows "(Title: T) Field: value"."""
     title, field, value = parts(evidence)
     return any(f"(Title: {title}) {field}: {value}" in seen for seen in observations)
 
 
 def finds(query: str, evidence: str) -> float:
-    """+1 when the query would find the passage, by its title with its field or its field with its value; 0 when it names part of
-    that, -1 when nothing."""
+    """Return +1 if the query would find the passage (it names the field together with the title or the value), 0 if it names only a part of
+    this, and -1 if it names nothing of it."""
     title, field, value = (content_words(part) for part in parts(evidence))
     asked = content_words(query)
     names_field = bool(field & asked)
@@ -45,16 +45,16 @@ def finds(query: str, evidence: str) -> float:
 
 
 def passages(observation: str) -> list[str]:
-    """The passages of an information block, "(Title: T) text" each; none of a notice or an empty result."""
+    """Return the passages of an information block, "(Title: T) text" each. A notice or an empty result has none."""
     return [text.strip() for text in _DOCUMENT.split(_INFORMATION.sub("", observation))[1:]]
 
 
 def said(observation: str) -> str:
-    """An information block without its tags and numbers, which would run into the words beside them."""
+    """Return an information block without its tags and numbers, which would otherwise join the words beside them."""
     return _FRAME.sub(" ", observation)
 
 
 def holds(observation: str, golds: list[str]) -> bool:
-    """Does a gold answer stand in what came back, word by word after normalisation?"""
+    """Return whether an observation has a gold answer, word by word after normalisation."""
     words = f" {normalize(said(observation))} "
     return any(f" {gold} " in words for gold in map(normalize, golds) if gold)

@@ -1,4 +1,4 @@
-"""A client of the OpenAI-compatible chat protocol; any server that speaks it will do. Retries and counts are ``wire.http``'s."""
+"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``wire.http`` does the retries and counts."""
 
 import asyncio
 import time
@@ -13,22 +13,19 @@ from wire.http import JsonClient, NoAnswer
 _PATH = "/chat/completions"
 _MODELS = "/models"
 _LOOK_S = 0.5
-"""Between two looks whether a server is there, and the longest one of them."""
-
-
+"""Seconds between two checks whether the server answers, and the limit of one check."""
 PATIENCE_S = 110.0
-"""For one reply, unless the endpoint says otherwise: less than the scheduler's default deadline of a judgement."""
+"""The default limit of one reply. It is shorter than the scheduler's default deadline of a judgement."""
 
 
 class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and how to ask. url: up to /v1. api_key_env: the environment variable that holds the key ("" for none).
+    """An endpoint and its settings. url: the URL up to /v1. api_key_env: the environment variable that holds the key ("" for none).
 
-    timeout_s: of one attempt. patience_s: of all attempts for one reply, waiting for room included; less than scheduler.judge_deadline_s,
-    so that a reply that does not come is an invalid judgement and not a call that failed. backoff_s: the pause after the first failure,
-    doubled each time, or as long as the server asks.
-    constrain: how the server is asked to hold a reply to the judge's form: "sglang" (also tools/serve-model), "vllm", or "" when it
-    cannot. fields: more of the request's body. wait_s: how long to wait at the start for a server that is still loading its model
-    (it answers /models); 0 asks for nothing.
+    timeout_s: limit of one attempt. patience_s: limit of all attempts for one reply, including the wait for a free place. It must be less than
+    scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and not a failed call. backoff_s: the pause after the
+    first failure, doubled each time, or as long as the server asks. constrain: the request field that makes the server keep a reply to the
+    judge's form: "sglang" (also for tools/serve-model), "vllm", or "" for a server that cannot. fields: additional fields of the request.
+    wait_s: seconds to wait at the start until a server has loaded its model (it then answers /models); 0 does not check.
     """
 
     url: str
@@ -47,7 +44,7 @@ class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatClient:
-    """Asks one endpoint; ``counts`` holds requests, retries and failures."""
+    """Asks one endpoint: ``start``, any number of questions, ``close``. ``counts`` holds requests, retries and failures."""
 
     def __init__(self, endpoint: ChatEndpoint):
         self.endpoint = endpoint
@@ -66,14 +63,14 @@ class ChatClient:
         return self.http.counts
 
     async def start(self) -> None:
-        """Open the connection pool and wait for the server, if so asked.
+        """Open the connection pool and, with ``wait_s``, wait for the server.
 
-        Raises ValueError naming the variable when the API key is not set, InfrastructureFault when the server stays away.
+        Raises ValueError, which names the variable, when the API key is not set, and InfrastructureFault when the server does not answer.
         """
         await self.http.start()
         if self.endpoint.wait_s:
             await self._wait(self.endpoint.wait_s)
-            self.counts.clear()  # of questions
+            self.counts.clear()  # they must count questions only
 
     async def _wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -81,7 +78,7 @@ class ChatClient:
             try:
                 await self.http.get(_MODELS, timeout_s=_LOOK_S, attempts=1)
                 return
-            except NoAnswer as fault:  # what a server says that is there (a wrong key) ends the wait
+            except NoAnswer as fault:  # any other fault is an answer (such as a wrong key) and ends the wait
                 if time.monotonic() + _LOOK_S > end:
                     raise InfrastructureFault(f"no server after {seconds:g} s (wait_s): {fault}") from None
             await asyncio.sleep(_LOOK_S)
@@ -91,10 +88,10 @@ class ChatClient:
         await self.http.close()
 
     async def ask(self, prompt: str, form: str = "", *, system: str = "") -> str:
-        """The reply to one user message, after a system message if there is one.
+        """Return the reply to one user message, which follows the system message if there is one.
 
-        form: a regular expression for the whole reply, where the endpoint can be held to one.
-        Raises InfrastructureFault after the last attempt, DataFault for a request the endpoint refuses; both name the cause.
+        form: a regular expression for the whole reply, used if the endpoint can constrain replies.
+        Raises InfrastructureFault after the last attempt, and DataFault when the endpoint refuses the request. Both name the cause.
         """
         request = {
             "model": self.endpoint.model,
@@ -120,7 +117,7 @@ class ChatClient:
         return content
 
     async def reply_or_failure(self, prompt: str, form: str = "", *, system: str = "") -> tuple[str, str]:
-        """What ``ask`` gives and "", or "" and why there is no reply within ``endpoint.patience_s``."""
+        """Return the reply of ``ask`` and "", or "" and the reason why no reply came within ``endpoint.patience_s``."""
         patience = self.endpoint.patience_s
         try:
             async with asyncio.timeout(patience):
@@ -138,7 +135,7 @@ class ChatClient:
 
 
 def validity(counts: Counter[str]) -> dict[str, float]:
-    """A judge's counters for the heartbeat: replies judged, those that could not be read, those that never came, and the valid share."""
+    """Return a judge's counters for the heartbeat: judged replies, unreadable replies, missing replies, and the valid share."""
     judged, bad = counts["judged"], counts["failed"] + counts["unparsed"]
     return {"judged": judged, "unparsed": counts["unparsed"], "failed": counts["failed"],
             "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}  # fmt: skip

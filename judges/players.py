@@ -4,16 +4,16 @@ from typing import Any
 
 
 class Player:
-    """Subclass this, set ``name``, write ``play``. concurrency: requests in flight at once."""
+    """Subclass this, set ``name`` and write ``play``. concurrency: requests in progress at once."""
 
     name: str = ""
     concurrency: int = 64
 
     async def start(self) -> None:
-        """Acquire what playing needs; called once before the first request."""
+        """Acquire what playing needs. Called once, before the first request."""
 
     async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        """A legal move in ``state`` (plain values of the environment's state); ``seed`` decides all randomness."""
+        """Return a legal move in ``state`` (the environment's state as plain values). ``seed`` decides all randomness."""
         raise NotImplementedError(f"{type(self).__name__} does not implement play")
 
     async def close(self) -> None:

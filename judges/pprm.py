@@ -1,10 +1,10 @@
 """PPR's process reward model: a language model that grades one turn by principles it weighs itself (methods.md 2.2).
 
-Its reply is two lines, "Analysis: .." and "Scores: <final_score>S,M</final_score>"; the turn's score is S/M. Whatever is not two whole
-numbers with 0 <= S <= M and M > 0 in the last score block is invalid: the scheme says what becomes of it.
+The model's reply has two lines, "Analysis: .." and "Scores: <final_score>S,M</final_score>", and the turn's score is S/M. The reply is invalid
+unless its last score block has two whole numbers with 0 <= S <= M and M > 0. The scheme decides what an invalid score becomes.
 
-A prompt is the rules, then the question and the turns before, then the turn with what its search found: a server that caches prefixes
-computes the rules once a run and each turn's text once a trajectory.
+A prompt consists of the rules, the question and the earlier turns, and then the turn with the result of its search. A server that caches
+prefixes therefore computes the rules once per run and each turn's text once per trajectory.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ _SCORE = re.compile(r"<final_score>((?:(?!<final_score>).)*?)</final_score>", re
 _PAIR = re.compile(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*")
 _PLACEHOLDERS = ("{query_str}", "{solution_str}")
 _FINDINGS = r"[ -;=-~]"
-"""A character of constrained findings: ASCII, so that none takes more than one token, without "<", on one line."""
+"""A character of a constrained analysis: ASCII, so that it takes at most one token, but neither "<" nor a line feed."""
 _AROUND = len("Analysis: \nScores: <final_score>9,9</final_score>") + 1
-"""The most tokens of a constrained reply beside its findings, with the end token."""
+"""The most tokens of a constrained reply besides its analysis, including the end token."""
 _FEWEST, _MOST = 16, 2000
-"""Characters of constrained findings: room that they must have, and room after which a model only repeats itself."""
+"""Characters of a constrained analysis: the least room that it needs, and the length after which a model only repeats itself."""
 _LARGEST = 9
-"""The greatest M of a constrained reply."""
+"""The largest M of a constrained reply."""
 
 
 class PprmEndpoint(ChatEndpoint, frozen=True, forbid_unknown_fields=True):
-    """Where and how to ask, with the paper's tries and length, as far as ``patience_s`` lets them."""
+    """An endpoint with the paper's number of attempts and reply length as defaults. ``patience_s`` still limits them."""
 
     attempts: int = 10
     max_tokens: int = 4096
@@ -39,17 +39,17 @@ class PprmEndpoint(ChatEndpoint, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_final_score(reply: str) -> tuple[int, int] | None:
-    """S and M from the last score block of a reply; None when there is no block or it holds anything else."""
+    """Return S and M from the last score block of a reply, None when there is no block or it has any other content."""
     blocks = _SCORE.findall(reply)
-    found = _PAIR.fullmatch(blocks[-1]) if blocks else None
-    if found is None:
+    pair = _PAIR.fullmatch(blocks[-1]) if blocks else None
+    if pair is None:
         return None
-    reached, most = int(found[1]), int(found[2])
+    reached, most = int(pair[1]), int(pair[2])
     return (reached, most) if 0 < most >= reached else None
 
 
 def read_templates(own: Mapping[str, str] | None = None, *, principles: bool = True) -> dict[str, str]:
-    """The texts "system" and "user". own: paths that replace them. principles False: the ablation without any principle."""
+    """Return the templates "system" and "user". own: paths of templates to use instead. principles: False is the ablation without principles."""
     if not principles and "system" in (own or {}):
         raise ValueError("judge pprm: principles = false has no effect with an own system template: remove one of them")
     system = "pprm_system.txt" if principles else "pprm_system_no_principle.txt"
@@ -63,20 +63,20 @@ def read_templates(own: Mapping[str, str] | None = None, *, principles: bool = T
 
 
 def query_and_response(turn: JudgedTurn) -> tuple[str, str]:
-    """The paper's query_str, the bare question with the transcript of the turns before, and solution_str, the turn with what it found."""
+    """Return the paper's query_str (the question and the transcript of earlier turns) and solution_str (the turn and its search result)."""
     query = f"{turn.question}\n\n{turn.transcript}" if turn.transcript else turn.question
     return query, turn.response + (turn.observation or "")
 
 
 def messages(turn: JudgedTurn, texts: Mapping[str, str]) -> list[dict[str, str]]:
-    """The chat that asks for a turn's judgement. texts: see ``read_templates``."""
+    """Return the chat that asks for a turn's judgement. texts: see ``read_templates``."""
     query, response = query_and_response(turn)
     user = files.fill(texts["user"], query_str=query, solution_str=response)
     return [{"role": "system", "content": texts["system"]}, {"role": "user", "content": user}]
 
 
 def reply_form(max_tokens: int) -> str:
-    """The output contract as a regular expression whose every match fits in ``max_tokens``. Raises ValueError for too few."""
+    """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``. Raises ValueError if they are too few."""
     room = min(max_tokens - _AROUND, _MOST)
     if room < _FEWEST:
         raise ValueError(f"judge pprm: max_tokens {max_tokens}: a constrained reply needs {_AROUND + _FEWEST} or more")
@@ -85,9 +85,9 @@ def reply_form(max_tokens: int) -> str:
 
 
 class Pprm(Judge):
-    """The LLM judge of PPR. templates: paths that replace the built-in "system" and "user". principles: False leaves them out.
+    """The LLM judge of PPR. templates: paths that replace the built-in "system" and "user". principles: False leaves the principles out.
 
-    With ``endpoint.constrain`` the server holds every reply to the output contract, so that a small model's can be read too.
+    With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a small model's replies can be read.
     """
 
     name = "pprm"
@@ -110,7 +110,7 @@ class Pprm(Judge):
         await self.client.close()
 
     def messages(self, turn: JudgedTurn) -> list[dict[str, str]]:
-        """The chat that asks for a turn's judgement."""
+        """Return the chat that asks for a turn's judgement."""
         return messages(turn, self.templates)
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
@@ -127,5 +127,5 @@ class Pprm(Judge):
         return Judgement({"process": pair[0] / pair[1]}, explanation=reply.strip())
 
     def stats(self) -> dict[str, float]:
-        """Counters for the heartbeat; judge_valid_rate is valid turns over judged ones."""
+        """Return counters for the heartbeat. judge_valid_rate: valid turns / judged turns."""
         return validity(self.counts)

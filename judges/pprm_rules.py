@@ -1,20 +1,20 @@
-"""PPR's three principles by rule, without a model: a score of the same form as the PPRM's, and its reasons in the same two lines.
+"""PPR's three principles as rules, without a model. The score and the explanation have the form of the PPRM's.
 
-Each principle gives 0 to 2 points: the information is used, the query is good, a search (or none) is the right decision. An answer has
-no query, so its most is 4 points; a search's is 6. A turn that cannot be read, or with text outside the four tags, has 0 of 6.
+Each principle gives 0 to 2 points: the information is used, the query is good, and the decision for or against a search is right. An answer
+has no query, so it can reach 4 points and a search 6. A turn that cannot be read, or has text outside the four tags, gets 0 of 6.
 
-view = "evidence": knows the supporting passages, and grades the turn against those that were and were not shown before it:
-    information  what the think names of the last one, in the order of the evidence, that was shown: 2 half or more of what the
-                 question did not say, 1 anything of it, 0 nothing. As long as none is shown: of the question's words 2 half, 1 any, 0 none.
-    query        2 finds the next one not shown, 1 names part of what finds it, 0 none, empty or asked before.
-    decision     2 for a search while one is missing and an answer when none is, 1 for a search then whose query has no point, else 0.
-view = "retrieval": knows the gold answers and what came back:
-    information  of a search 2 when a gold answer came back, 1 when a passage not seen before has a word of the question, else 0; of
-                 an answer 2 when an earlier observation holds the answer given, else 0.
-    query        2 when half of its words are the question's or of earlier observations, 1 any, 0 none, empty or asked before.
-    decision     2 for a search before a gold answer was shown and an answer after, 1 for a search then whose query has no point, else 0.
+view = "evidence": the judge knows the supporting passages and which of them were shown before the turn.
+    information  The think is compared with the last shown passage (in the order of the evidence): 2 if it names at least half of what the
+                 question did not say, 1 if it names any of it, else 0. If none was shown: 2 for half of the question's words, 1 for any.
+    query        2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0 otherwise, if empty, or if asked before.
+    decision     2 for a search while a passage is missing and for an answer when none is; 1 for such a search with a query of 0 points; else 0.
+view = "retrieval": the judge knows the gold answers and what the searches returned.
+    information  For a search, 2 if a gold answer came back, 1 if a new passage has a word of the question, else 0.
+                 For an answer, 2 if an earlier observation has this answer, else 0.
+    query        2 if half of its words are known from the question or earlier observations, 1 if any is; 0 otherwise, empty or asked before.
+    decision     2 for a search before a gold answer was shown and for an answer after; 1 for such a search with a query of 0 points; else 0.
 
-Where the data names no supporting passages, "evidence" grades as "retrieval".
+If a task names no supporting passages, "evidence" grades like "retrieval".
 """
 
 import re
@@ -27,18 +27,18 @@ from judges.exact_match import normalize
 from wire.messages import JudgedTurn, Judgement
 
 VIEWS = ("evidence", "retrieval")
-Found = tuple[int, str]
-"""The points of one principle, 0 to 2, and what was found, in words."""
+Graded = tuple[int, str]
+"""The points of one principle (0 to 2) and the reason in words."""
 
 _BLOCK = re.compile(r"<(think|search|information|answer)>.*?</\1>", re.DOTALL)
 _HALF = 0.5
 _EACH = 2
 _SHOWN = 100
-"""Characters of the turn's own words that a judgement repeats."""
+"""A judgement quotes at most this many characters of the turn."""
 
 
 class PprmRules(Judge):
-    """Column process, S/M; the explanation is the judgement as a PPRM would write it."""
+    """Column process, S/M. The explanation is the judgement in the form in which a PPRM writes it."""
 
     name = "pprm_rules"
     columns = ("process",)
@@ -54,12 +54,12 @@ class PprmRules(Judge):
         return [self.judge(turn) for turn in turns]
 
     def judge(self, turn: JudgedTurn) -> Judgement:
-        """The judgement of one turn."""
+        """Return the judgement of one turn."""
         problem = _format(turn)
         if problem:
             return _judgement(0, 3 * _EACH, f"Format: {problem}, so no point is given.")
         graded = _by_evidence(turn) if self.view == "evidence" and turn.evidence else _by_retrieval(turn)
-        reasons = [f"{name}: {found} ({points} of {_EACH})." for name, (points, found) in graded.items()]
+        reasons = [f"{name}: {reason} ({points} of {_EACH})." for name, (points, reason) in graded.items()]
         return _judgement(sum(points for points, _ in graded.values()), _EACH * len(graded), " ".join(reasons))
 
 
@@ -69,7 +69,7 @@ def _judgement(reached: int, most: int, analysis: str) -> Judgement:
 
 
 def _format(turn: JudgedTurn) -> str:
-    """What breaks the format rule, "" for nothing."""
+    """Return how the turn breaks the format rule, "" if it does not."""
     if outside := _BLOCK.sub("", turn.response).strip():
         return f"{_quoted(outside)} stands outside the tags"
     if turn.query is None and turn.answer is None:
@@ -82,7 +82,7 @@ def _quoted(text: str) -> str:
 
 
 def _known_words(turn: JudgedTurn) -> set[str]:
-    """Of the question and of all that came back before the turn."""
+    """Return the content words of the question and of everything that came back before the turn."""
     return content_words(" ".join([turn.question, *map(said, turn.past_observations)]))
 
 
@@ -93,7 +93,7 @@ def _repeated(turn: JudgedTurn) -> bool:
 # ---------------------------------------------------------------------------------------------- knowing the passages
 
 
-def _by_evidence(turn: JudgedTurn) -> dict[str, Found]:
+def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
     known = [passage for passage in turn.evidence if shown(passage, turn.past_observations)]
     missing = [passage for passage in turn.evidence if passage not in known]
     graded = {"Information": _used(turn, known[-1]) if known else _understood(turn)}
@@ -104,15 +104,15 @@ def _by_evidence(turn: JudgedTurn) -> dict[str, Found]:
 
 
 def _named(passage: str, turn: JudgedTurn) -> str:
-    """A passage in words that a reader of the turn can follow: its title only where the question or an observation says it."""
+    """Describe a passage for a reader of the turn. The title is named only if the question or an observation names it."""
     title, field, value = parts(passage)
     if content_words(title) <= _known_words(turn):
         return f"the {field.lower()} of {title}"
     return f"the one whose {field.lower()} is {value}"
 
 
-def _understood(turn: JudgedTurn) -> Found:
-    """Before any supporting passage is shown, the question is all there is to use."""
+def _understood(turn: JudgedTurn) -> Graded:
+    """Grade the use of the question, which is the only information before any supporting passage is shown."""
     asked, thought = content_words(turn.question), content_words(turn.think or "")
     if len(asked & thought) >= _HALF * len(asked):
         return _EACH, "the reasoning takes up what the question asks"
@@ -123,7 +123,7 @@ def _understood(turn: JudgedTurn) -> Found:
     )
 
 
-def _used(turn: JudgedTurn, passage: str) -> Found:
+def _used(turn: JudgedTurn, passage: str) -> Graded:
     title, _, value = map(content_words, parts(passage))
     thought = content_words(turn.think or "")
     new = (title | value) - content_words(turn.question) or title | value
@@ -134,7 +134,7 @@ def _used(turn: JudgedTurn, passage: str) -> Found:
     return 0, f"the reasoning leaves out what was found, {_named(passage, turn)}"
 
 
-def _asked(turn: JudgedTurn, missing: list[str]) -> Found:
+def _asked(turn: JudgedTurn, missing: list[str]) -> Graded:
     query = normalize(turn.query or "")
     if not query:
         return 0, "the query is empty"
@@ -150,8 +150,8 @@ def _asked(turn: JudgedTurn, missing: list[str]) -> Found:
     return 0, f"the query {_quoted(query)} does not ask for {_named(missing[0], turn)}"
 
 
-def _decided(query: Found | None, missing: str) -> Found:
-    """query: what was found of the query, None for an answer. missing: what is not known yet, "" when nothing is."""
+def _decided(query: Graded | None, missing: str) -> Graded:
+    """Grade the decision. query: the grade of the query, None for an answer. missing: what is not known yet, "" if nothing is missing."""
     acts = "it answers" if query is None else "it searches"
     state = f"{missing} is not known yet" if missing else "all that is needed was shown"
     if bool(missing) != (query is not None):
@@ -164,7 +164,7 @@ def _decided(query: Found | None, missing: str) -> Found:
 # ---------------------------------------------------------------------------------------------- knowing what came back
 
 
-def _by_retrieval(turn: JudgedTurn) -> dict[str, Found]:
+def _by_retrieval(turn: JudgedTurn) -> dict[str, Graded]:
     missing = "" if any(holds(seen, turn.golds) for seen in turn.past_observations) else "the answer"
     if turn.answer is not None:
         return {"Information": _rests(turn.answer, turn.past_observations), "Decision": _decided(None, missing)}
@@ -172,13 +172,13 @@ def _by_retrieval(turn: JudgedTurn) -> dict[str, Found]:
     return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
 
 
-def _rests(answer: str, seen: list[str]) -> Found:
+def _rests(answer: str, seen: list[str]) -> Graded:
     if any(holds(observation, [answer]) for observation in seen):
         return _EACH, f"the answer {_quoted(answer)} stands in what was found"
     return 0, f"the answer {_quoted(answer)} does not stand in what was found"
 
 
-def _brought(turn: JudgedTurn) -> Found:
+def _brought(turn: JudgedTurn) -> Graded:
     if holds(turn.observation or "", turn.golds):
         return _EACH, "what came back holds the answer"
     new = [p for p in passages(turn.observation or "") if not any(p in seen for seen in turn.past_observations)]
@@ -189,7 +189,7 @@ def _brought(turn: JudgedTurn) -> Found:
     return 0, "what came back is not of the question's subject"
 
 
-def _worded(turn: JudgedTurn) -> Found:
+def _worded(turn: JudgedTurn) -> Graded:
     query = normalize(turn.query or "")
     if not query:
         return 0, "the query is empty"

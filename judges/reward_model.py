@@ -1,7 +1,7 @@
 """A Bradley-Terry reward model as PPR's judge: a turn's score is the sigmoid of one logit (methods.md 2.3, the Skywork baseline).
 
-The model reads a conversation, the question with the turns before as the user and the turn with what its search found as the assistant.
-Nothing of the model's folder is run, and weights are read from safetensors alone.
+The model reads a conversation: the user says the question and the earlier turns, the assistant the turn and the result of its search. No
+code in the model's folder is run, and weights are read only from safetensors.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from wire.messages import JudgedTurn, Judgement
 class RewardModel(Judge):
     """Column process in (0, 1). model: a folder or a hub id of a sequence classifier with one logit.
 
-    max_length: most tokens of a conversation; of a longer one the end is kept, behind the token that opens every text.
+    max_length: most tokens of a conversation. Of a longer conversation, the end is kept, after the token that opens every text.
     """
 
     name = "reward_model"
@@ -34,7 +34,7 @@ class RewardModel(Judge):
         self._tokenizer: Any = None
 
     async def start(self) -> None:
-        """Load the model. Raises ValueError for one that is not there or gives no single logit, OSError for one without safetensors."""
+        """Load the model. Raises ValueError when the model does not exist or gives several logits, and OSError when it has no safetensors."""
         await asyncio.to_thread(self._load)
 
     def _load(self) -> None:
@@ -78,7 +78,7 @@ class RewardModel(Judge):
         return [Judgement({"process": sigmoid(logit)}, explanation=f"logit {logit:.4f}") for logit in logits]
 
     def tokens(self, turn: JudgedTurn) -> list[int]:
-        """The ids of a turn's conversation."""
+        """Return the token ids of a turn's conversation."""
         query, response = query_and_response(turn)
         if not self._tokenizer.chat_template:
             return self._tokenizer(f"{query}\n\n{response}")["input_ids"]
@@ -87,14 +87,14 @@ class RewardModel(Judge):
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def end(self, ids: list[int]) -> list[int]:
-        """The last ``max_length`` ids, the opening token of the text in the place of the first of them."""
+        """Return the last ``max_length`` ids. The opening token of the text, if there is one, replaces the first of them."""
         if len(ids) <= self.max_length:
             return ids
         opening = ids[:1] if ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id) else []
         return opening + ids[len(opening) - self.max_length :]
 
     def _logits(self, rows: list[list[int]]) -> list[float]:
-        """One logit a row. The model finds a row's last token by its padding token; without one, rows are read one at a time."""
+        """Return one logit per row. The model needs a padding token to find a row's last token; without one, each row is read alone."""
         padding = self._model.config.pad_token_id
         if padding is None and len(rows) > 1:
             return [logit for row in rows for logit in self._logits([row])]
@@ -104,14 +104,14 @@ class RewardModel(Judge):
         ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         with torch.inference_mode():
-            made = self._model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
-        return made[:, 0].float().tolist()
+            logits = self._model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
+        return logits[:, 0].float().tolist()
 
     def stats(self) -> dict[str, float]:
-        """Counters for the heartbeat: turns judged, and those of which only the end was read."""
+        """Return counters for the heartbeat: judged turns, and turns of which only the end was read."""
         return {"judged": self.counts["judged"], "truncated": self.counts["truncated"]}
 
 
 def sigmoid(logit: float) -> float:
-    """1 / (1 + exp(-logit)), also for logits far from 0."""
+    """Return 1 / (1 + exp(-logit)) without overflow for logits far from 0."""
     return 0.5 * (1.0 + math.tanh(0.5 * logit))

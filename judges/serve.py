@@ -1,6 +1,6 @@
-"""A judge as a worker process: requests become batches of at most ``judge.batch`` turns, scores are checked, faults classified.
+"""A judge as a worker process: it batches requests (at most ``judge.batch`` turns), checks scores and classifies faults.
 
-``python -m judges.serve PROCESS.json`` is started by the launcher; ``tools/serve module:Class --run RUN`` plugs into a live run.
+The launcher starts ``python -m judges.serve PROCESS.json``. ``tools/serve module:Class --run RUN`` plugs a judge into a live run.
 """
 
 import argparse
@@ -41,21 +41,21 @@ PLAYERS = {
     "tictactoe_mcts": "judges.oracles.tictactoe:MctsPlayer",
     "tictactoe_minimax": "judges.oracles.tictactoe:MinimaxPlayer",
 }
-"""Built-in judges and opponents, imported when they are asked for."""
+"""The built-in judges and opponents. They are imported only when a run uses them."""
 
 
 def built_in_service(name: str) -> str:
-    """The service that a name of [judges.use] offers; "" for a plug-in, which announces its own."""
+    """Return the service that a name in [judges.use] offers, "" for a plug-in, whose class names the service."""
     return f"judge.{name}" if name in BUILT_IN else f"player.{name}" if name in PLAYERS else ""
 
 
 def service_of(worker: Judge | Player) -> str:
-    """The service that a judge or an opponent offers."""
+    """Return the service that a judge or an opponent offers."""
     return f"judge.{worker.name}" if isinstance(worker, Judge) else f"player.{worker.name}"
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A judge process. judges: built-in name or "module:Class" -> constructor options."""
+    """The file of a judge process. judges: constructor options by built-in name or "module:Class"."""
 
     name: str
     run: str
@@ -65,37 +65,39 @@ class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _EXPECTED = "expected a subclass of judges.base.Judge with a name and columns, or of judges.players.Player"
 
 
-def make_worker(spec: str, given: dict[str, Any]) -> Judge | Player:
-    """A built-in judge or opponent by name, or ``module:Class``. Raises ValueError saying what was expected."""
+def make_worker(spec: str, settings: dict[str, Any]) -> Judge | Player:
+    """Return the judge or opponent with a built-in name, or of ``module:Class``. Raises ValueError, which says what was expected."""
     place = BUILT_IN.get(spec) or PLAYERS.get(spec) or spec
     if ":" not in place:
         options.known(f"judge {spec!r}", spec, [*BUILT_IN, *PLAYERS], ", or module:Class")
     kind = options.imported(f"judge {spec!r}", place)
     if not isinstance(kind, type):
         raise ValueError(f"judge {spec!r}: {place.partition(':')[2]} is no class; {_EXPECTED}")
-    taken = options.checked(f"judges.use.{spec}", spec, kind.__init__, given, ("self",))
-    if missing := [name for name in _required(kind) if name not in taken]:
+    arguments = options.checked(f"judges.use.{spec}", spec, kind.__init__, settings, ("self",))
+    if missing := [name for name in _required(kind) if name not in arguments]:
         raise ValueError(f"judges.use.{spec}: {spec} needs {missing}: see docs/judges.md")
     try:
-        made = kind(**taken)
+        worker = kind(**arguments)
     except ValueError as error:
         raise ValueError(f"judges.use.{spec}: {error}") from None
-    except Exception as error:  # noqa: BLE001 whatever a plug-in raises while it is made is what is wrong with it
+    except Exception as error:  # noqa: BLE001 a plug-in's constructor may raise anything
         raise ValueError(f"judges.use.{spec}: {type(error).__name__}: {error}") from None
-    named = bool(getattr(made, "name", ""))
-    if not (isinstance(made, Player) and named) and not (isinstance(made, Judge) and named and made.columns):
+    named = bool(getattr(worker, "name", ""))
+    if not (isinstance(worker, Player) and named) and not (isinstance(worker, Judge) and named and worker.columns):
         raise ValueError(f"judge {spec!r}: {_EXPECTED}")
-    return made
+    return worker
 
 
 def _required(kind: Callable[..., Any]) -> list[str]:
-    """Options without a default."""
-    given = (p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    return [parameter.name for parameter in given if parameter.default is parameter.empty]
+    """Return the options that have no default."""
+    named = (p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [parameter.name for parameter in named if parameter.default is parameter.empty]
 
 
 class Batcher:
-    """Turns of concurrent requests scored together, at most ``judge.batch`` at a time."""
+    """Scores the turns of concurrent requests together, at most ``judge.batch`` at a time.
+
+    A turn is queued, taken into a batch, scored, and answered. A turn whose request was cancelled is dropped before it is scored."""
 
     def __init__(self, judge: Judge):
         self.judge = judge
@@ -106,7 +108,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, request: JudgeRequest, call: Call) -> JudgeResult:
-        """Service handler: one judgement a turn."""
+        """Handle a request of the service: return one judgement per turn."""
         loop_ = asyncio.get_running_loop()
         waiting: list[asyncio.Future[Judgement]] = [loop_.create_future() for _ in request.turns]
         for item in zip(request.turns, waiting, strict=True):
@@ -125,17 +127,17 @@ class Batcher:
             while not self._queue.empty():
                 taken = [self._queue.get_nowait() for _ in range(min(self.judge.batch, self._queue.qsize()))]
                 live = [(turn, future) for turn, future in taken if not future.done()]
-                if live and not await self._score(live):  # one bad turn must not condemn the others of its batch
+                if live and not await self._score(live):  # one bad turn must not fail the other turns of its batch
                     for item in live:
                         if not item[1].done():
                             await self._score([item])
 
     async def _score(self, items: list[tuple[JudgedTurn, asyncio.Future[Judgement]]]) -> bool:
-        """Answer ``items``; False, and no answer, when a data fault of one of several has to be told from the others."""
+        """Score and answer ``items``. Return False, without an answer, if a data fault of several turns must be traced to one of them."""
         start = time.monotonic()
         turns = [turn for turn, _ in items]
         scoring = asyncio.ensure_future(self.judge.score(turns))
-        for _, future in items:  # a judge that hangs keeps its place only while somebody waits for it
+        for _, future in items:  # scoring is cancelled when nobody waits for it any more
             future.add_done_callback(lambda _: scoring.cancel() if all(f.done() for _, f in items) else None)
         try:
             judgements, bad = checked(self.judge, turns, await scoring)
@@ -147,7 +149,7 @@ class Batcher:
                 if not future.done():
                     future.set_exception(InfrastructureFault(f"judge {self.judge.name} cancelled its own scoring"))
             return True
-        except Exception as error:  # noqa: BLE001 whatever a plug-in raises is the answer to the requests it was scoring
+        except Exception as error:  # noqa: BLE001 any exception of a plug-in becomes the answer to its requests
             self.counts["raised"] += 1
             if isinstance(error, DataFault) and len(items) > 1:
                 return False
@@ -165,7 +167,7 @@ class Batcher:
         return True
 
     def stats(self) -> dict[str, float]:
-        """Counters for the heartbeat."""
+        """Return counters for the heartbeat."""
         own = getattr(self.judge, "stats", dict)()
         return {**self.counts, "busy_s": self.busy_s, **own}
 
@@ -192,7 +194,7 @@ async def serve(
 
 
 def playing(player: Player) -> Handler:
-    """The service handler of an opponent, at most ``player.concurrency`` moves at once."""
+    """Return the service handler of an opponent, which plays at most ``player.concurrency`` moves at once."""
     room = asyncio.Semaphore(player.concurrency)
 
     async def handle(request: PlayRequest, call: Call) -> PlayResult:
@@ -203,7 +205,7 @@ def playing(player: Player) -> Handler:
 
 
 def connection(run: Path) -> tuple[str, RunKeys]:
-    """Endpoint and keys of a started run; raises FileNotFoundError with the remedy."""
+    """Return the endpoint and the keys of a started run. Raises FileNotFoundError, which names the remedy."""
     try:
         return (run / "endpoint").read_text().strip(), RunKeys.load(run / "keys")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -211,35 +213,35 @@ def connection(run: Path) -> tuple[str, RunKeys]:
 
 
 def plug_in(arguments: list[str] | None = None) -> int:
-    """The command tools/serve; returns its exit status."""
+    """Run the command tools/serve and return its exit status."""
     parser = argparse.ArgumentParser(prog="tools/serve", description="Plug a judge or an opponent into a live run.")
     parser.add_argument("judge", help="module:Class, or a built-in name")
     parser.add_argument("--run", required=True, type=Path, help="folder of the live run")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="constructor option")
     parser.add_argument("--name", default=None, help="worker name (default: the judge's)")
-    given = parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
-        endpoint, keys = connection(given.run)
-        worker = make_worker(given.judge, dict(option(text) for text in given.option))
+        endpoint, keys = connection(asked.run)
+        worker = make_worker(asked.judge, dict(option(text) for text in asked.option))
     except (OSError, ValueError) as error:
         print(f"tools/serve: {error}", file=sys.stderr)
         return 2
-    what = service_of(worker) + (f" {list(worker.columns)}" if isinstance(worker, Judge) else "")
+    offered = service_of(worker) + (f" {list(worker.columns)}" if isinstance(worker, Judge) else "")
     while True:
-        print(f"serving {what} to {endpoint}; Ctrl-C drains and leaves", flush=True)
+        print(f"serving {offered} to {endpoint}; Ctrl-C drains and leaves", flush=True)
         try:
-            loop.run(serve([worker], given.name or f"{worker.name}-plugin", endpoint, keys))
+            loop.run(serve([worker], asked.name or f"{worker.name}-plugin", endpoint, keys))
             return 0
-        except (Fault, OSError) as error:  # Rejected, or a model server that does not answer
-            before, endpoint = endpoint, _endpoint_now(given.run)
+        except (Fault, OSError) as error:  # the scheduler refused this worker, or a model server does not answer
+            before, endpoint = endpoint, _endpoint_now(asked.run)
             if endpoint in (before, ""):
                 print(f"tools/serve: {error}", file=sys.stderr)
                 return 1
 
 
 def _endpoint_now(run: Path) -> str:
-    """A resumed run has another endpoint than before, and the same keys; "" when it has none."""
+    """Return the run's current endpoint, "" if it has none. A resumed run has a new endpoint and the same keys."""
     try:
         return connection(run)[0]
     except FileNotFoundError:
@@ -247,7 +249,7 @@ def _endpoint_now(run: Path) -> str:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; the value is read as TOML, a bare word is a string. Raises ValueError."""
+    """Read KEY=VALUE. The value is TOML, and a bare word is a string. Raises ValueError when there is no "="."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"option {text!r}: expected KEY=VALUE")
@@ -258,10 +260,10 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    """The launcher's judge process."""
+    """Run the judge process that the launcher starts."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeProcess)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    judges = [make_worker(spec, given) for spec, given in process.judges.items()]
+    judges = [make_worker(spec, settings) for spec, settings in process.judges.items()]
     endpoint, keys = connection(Path(process.run))
     loop.run(serve(judges, process.name, endpoint, keys))
 

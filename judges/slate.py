@@ -1,10 +1,10 @@
-"""SLATE's judge: two ternary scores a turn from a language model, strictly parsed (methods.md 1.3).
+"""SLATE's judge: two ternary scores per turn from a language model, strictly parsed (methods.md 1.3).
 
-A search is judged by its think and its query, an answer by its think and its answer. Whatever is not exactly -1, 0 or +1 in
-the last score block is invalid: the strategy counts it and says what it becomes.
+A search is judged by its think and its query, an answer by its think and its answer. A reply is invalid unless its last score block is
+exactly -1, 0 or +1. The strategy counts invalid scores and decides what they become.
 
-The built-in prompts begin alike: the rules of all three components, then the context, then what is graded. A server that caches prefixes
-computes the rules once a run, what a context adds to the one before once, and per prompt only the graded text.
+The built-in prompts have the same order: the rules of all three components, the context, then the graded text. A server that caches prefixes
+computes the rules once per run, each addition to the context once, and per prompt only the graded text.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from wire.messages import JudgedTurn, Judgement
 _SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 _TERNARY = re.compile(r"\s*([+-]?1|[+-]?0)\s*")
 _REASONS = r"[\n -;=-~]"
-"""A character of constrained reasons: ASCII, so that none takes more than one token, and no "<"."""
+"""A character of a constrained explanation: ASCII, so that it takes at most one token, but not "<"."""
 _AROUND = len("<explanation></explanation>\n<score>+1</score>") + 1
-"""The most tokens of a constrained reply beside its reasons, with the end token."""
+"""The most tokens of a constrained reply besides its explanation, including the end token."""
 _FEWEST = 16
-"""Characters that constrained reasons must have room for."""
+"""The least room, in characters, that a constrained explanation needs."""
 
 
 def parse_score(reply: str) -> float | None:
-    """-1, 0 or 1 from the last score block of a reply; None when there is no block or it holds anything else."""
+    """Return -1, 0 or 1 from the last score block of a reply, None when there is no block or it has any other content."""
     blocks = _SCORE.findall(reply)
-    found = _TERNARY.fullmatch(blocks[-1]) if blocks else None
-    return float(found[1]) + 0.0 if found else None
+    score = _TERNARY.fullmatch(blocks[-1]) if blocks else None
+    return float(score[1]) + 0.0 if score else None
 
 
 def reply_form(max_tokens: int) -> str:
-    """The output contract as a regular expression whose every match fits in ``max_tokens``. Raises ValueError for too few."""
+    """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``. Raises ValueError if they are too few."""
     room = max_tokens - _AROUND
     if room < _FEWEST:
         raise ValueError(f"judge slate: max_tokens {max_tokens}: a constrained reply needs {_AROUND + _FEWEST} or more")
@@ -42,9 +42,9 @@ def reply_form(max_tokens: int) -> str:
 
 
 class Slate(Judge):
-    """The LLM judge. templates: paths by component name that replace the built-in ones.
+    """The LLM judge. templates: by component name, paths that replace the built-in templates.
 
-    With ``endpoint.constrain`` the server holds every reply to the output contract, so that a small model's can be read too.
+    With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a small model's replies can be read.
     """
 
     name = "slate"
@@ -65,15 +65,15 @@ class Slate(Judge):
         await self.client.close()
 
     def prompts(self, turn: JudgedTurn) -> dict[str, str]:
-        """The two prompts of a turn, by column."""
+        """Return the two prompts of a turn, by column."""
         context, think = turn.context or "None", turn.think or "None"
-        made = {"think": self._fill("think", context=context, thinking=think)}
+        prompts = {"think": self._fill("think", context=context, thinking=think)}
         if turn.answer is not None:
             golds = "; ".join(turn.golds)
-            made["answer"] = self._fill("answer", context=context, ground_truth=golds, predicted_answer=turn.answer)
+            prompts["answer"] = self._fill("answer", context=context, ground_truth=golds, predicted_answer=turn.answer)
         else:
-            made["query"] = self._fill("query", context=context, thinking=think, query=turn.query or "None")
-        return made
+            prompts["query"] = self._fill("query", context=context, thinking=think, query=turn.query or "None")
+        return prompts
 
     def _fill(self, column: str, **values: str) -> str:
         return fill(self.templates[column], **values)
@@ -99,5 +99,5 @@ class Slate(Judge):
         return Judgement(scores, invalid, "\n".join(notes))
 
     def stats(self) -> dict[str, float]:
-        """Counters for the heartbeat; judge_valid_rate is valid components over judged ones."""
+        """Return counters for the heartbeat. judge_valid_rate: valid components / judged components."""
         return validity(self.counts)

@@ -1,7 +1,7 @@
 """SLATE's ablation (c): truncated sampling with exact match alone (methods.md 1.6).
 
-An answer scores 1 for an exact match and 0 otherwise, a search 0; use it with ``scheduler.strategy_options = { bonus = 0 }``. Ablation (b), rule rewards on the
-judge's scale, is ``slate_rules`` with ``query = "format"``.
+An answer scores 1 for an exact match and 0 otherwise; a search scores 0. It must be used with ``scheduler.strategy_options = { bonus = 0 }``.
+Ablation (b), rule rewards on the judge's scale, is ``slate_rules`` with ``query = "format"``.
 """
 
 from judges.base import Judge
@@ -10,7 +10,7 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class SlateEm(Judge):
-    """Columns think (0), query (0) and answer (exact match)."""
+    """Columns think (always 0), query (always 0) and answer (exact match)."""
 
     name = "slate_em"
     columns = ("think", "query", "answer")

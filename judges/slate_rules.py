@@ -1,12 +1,12 @@
-"""SLATE's three components by rule, without a model (methods.md 1.6 b), and a variant that knows the supporting passages.
+"""SLATE's three components as rules, without a model (methods.md 1.6 b), and a variant that knows the supporting passages.
 
-query = "format":   a query scores 0, or -1 when empty or asked before.
-query = "evidence": a query scores +1 when it would find the next supporting passage that has not been shown yet, 0 when
-it names only part of what finds it, -1 when it names nothing of it, is empty or was asked before. What finds a passage
-"Title / Field: value" is its title with its field, or its field with its value. A query with a tag in it scores -1: unpunished, a
-policy drifts to "capital of Peru </capital of Peru", and from there to actions that never close.
-answer: +1 for an exact match, else -1 ("strict") or, with "partial", 0 from a token F1 of 0.5.
-think: 0, or -1 when empty.
+query = "format":   a query scores 0, or -1 if it is empty or was asked before.
+query = "evidence": a query scores +1 if it would find the next supporting passage that was not shown yet, 0 if it names only a part of what
+finds the passage, and -1 if it names nothing of it, is empty or was asked before. A passage "Title / Field: value" is found by its title and
+its field, or by its field and its value. A query with a tag scores -1, because an unpunished policy drifts to queries like
+"capital of Peru </capital of Peru" and from there to actions that never close.
+answer: +1 for an exact match, else -1; with "partial", a token F1 of at least 0.5 scores 0.
+think: 0, or -1 if it is empty.
 """
 
 from typing import Literal
@@ -20,7 +20,7 @@ _HALF = 0.5
 
 
 class SlateRules(Judge):
-    """Columns think, query, answer: think + query for a search, think + answer for an answer."""
+    """Columns think and query for a search, think and answer for an answer."""
 
     name = "slate_rules"
     columns = ("think", "query", "answer")

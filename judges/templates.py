@@ -7,9 +7,9 @@ PROMPTS = Path(__file__).parent / "prompts"
 
 
 def read(judge: str, built_in: dict[str, str], own: dict[str, str] | None) -> dict[str, str]:
-    """Template text by part. built_in: file names in prompts/. own: the user's paths that replace some.
+    """Return the template texts by part. built_in: file names in prompts/. own: paths of the user's templates that replace some of them.
 
-    Raises ValueError for a part that the judge does not have, FileNotFoundError for a path that is not there.
+    Raises ValueError for a part that the judge does not have, and FileNotFoundError for a path that does not exist.
     """
     own = own or {}
     if unknown := set(own) - set(built_in):
@@ -18,5 +18,5 @@ def read(judge: str, built_in: dict[str, str], own: dict[str, str] | None) -> di
 
 
 def fill(template: str, **values: str) -> str:
-    """The template with its known placeholders replaced; braces and placeholders inside a value are left as they are."""
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
+    """Replace the known placeholders of a template. Braces and placeholders inside a value stay unchanged."""
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)

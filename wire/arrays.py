@@ -23,7 +23,7 @@ DTYPES = frozenset({"bool", "int8", "uint8", "int16", "int32", "int64", "float16
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a peer may send in one message. A tree of 100k tokens needs about 2 MiB in a few hundred frames."""
+    """The limits of one message from a peer. A tree of 100k tokens needs about 2 MiB in a few hundred frames."""
 
     max_frames: int = 4096
     max_frame_bytes: int = 256 * 2**20
@@ -120,10 +120,10 @@ def _array(value: Any, frames: Sequence[Frame]) -> np.ndarray:
         case _:
             raise WireError(f"array header {value!r}: expected [dtype, shape, frame] with dtype in {sorted(DTYPES)}")
     if not 0 <= index < len(frames) - 2:
-        raise WireError(f"array frame {index} of {len(frames) - 2}")
+        raise WireError(f"array frame {index}: the message has {len(frames) - 2} array frames, counted from 0")
     buffer = frames[index + 2]
     if math.prod(shape) * np.dtype(dtype).itemsize != len(buffer):
-        raise WireError(f"array {dtype}{shape} in a frame of {len(buffer)} bytes")
+        raise WireError(f"array {dtype}{shape}: its frame has {len(buffer)} bytes, which is not the size of that array")
     array = np.frombuffer(buffer, dtype=dtype).reshape(shape)
     array.flags.writeable = False
     return array

@@ -167,16 +167,16 @@ class JsonClient:
     def _fail(self, url: str, response: aiohttp.ClientResponse, text: str) -> NoReturn:
         """Raise the fault that a status stands for, with its remedy."""
         status = response.status
-        said = self._hidden(f"HTTP {status}: {text.strip()}")[:_SHOWN]
+        cause = self._hidden(f"HTTP {status}: {text.strip()}")[:_SHOWN]
         if status in _AGAIN or status >= 500:
-            raise _Busy(said, retry_after(response.headers.get("Retry-After", ""), time.time()))
+            raise _Busy(cause, retry_after(response.headers.get("Retry-After", ""), time.time()))
         if status in _REFUSED:
-            raise DataFault(f"{url} refused the request, {said}")
+            raise DataFault(f"{url} refused the request, {cause}")
         if 300 <= status < 400:
             remedy = f"it moved to {self._hidden(response.headers.get('Location', '(it does not say)'))}: give that URL"
         else:
             remedy = self._remedies.get(status) or self._remedy(status)
-        raise InfrastructureFault(f"{url}: {said}: {remedy}")
+        raise InfrastructureFault(f"{url}: {cause}: {remedy}")
 
     def _remedy(self, status: int) -> str:
         if status in (401, 403):

@@ -1,4 +1,4 @@
-"""JSONL files that people write: one JSON value per line, with errors that name the file and the line."""
+"""Read JSONL files that people write: one JSON value per line. Errors name the file and the line."""
 
 from collections.abc import Iterator
 from pathlib import Path

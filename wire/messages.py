@@ -291,8 +291,8 @@ class Turn(msgspec.Struct, frozen=True):
 class TrainGroup(msgspec.Struct, frozen=True):
     """Service ``train``: one finished group of turns of tree ``tree``.
 
-    ``id`` is unique in the run, and by it each group is trained exactly once. ``nodes`` are the nodes of the tree that were not yet
-    sent over this connection to the learner, parents first.
+    ``id`` is unique in the run, and by it each group is trained exactly once. ``nodes`` are the nodes of the turns and those of their
+    ancestors that were not yet sent over this connection to the learner, parents first.
     """
 
     id: int

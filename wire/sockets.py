@@ -141,7 +141,7 @@ class Router(Pump):
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
         if keys is None and not _is_loopback(bind):
-            raise ValueError(f"refusing to bind {bind} without CURVE keys: use a loopback address or give RunKeys")
+            raise ValueError(f"refusing to bind {bind} without CURVE keys: use a loopback address or pass RunKeys")
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.ROUTER), lead=3)
         self.authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None

@@ -19,13 +19,8 @@ _HEAD_ROWS = 2048
 def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
     """Return the decoder of a causal language model for positions below ``longest``."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    plain = type(model).__name__ in PLAIN and getattr(rotary, "rope_type", "") in (
-        "default",
-        "linear",
-        "llama3",
-        "yarn",
-    )
-    return PlainDecoder(model, longest) if plain else WholeDecoder(model)
+    constant = getattr(rotary, "rope_type", "") in ("default", "linear", "llama3", "yarn")  # the angles never change
+    return PlainDecoder(model, longest) if constant and type(model).__name__ in PLAIN else WholeDecoder(model)
 
 
 class WholeDecoder:
@@ -35,7 +30,7 @@ class WholeDecoder:
         self._decoder = model.get_decoder()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """tokens and positions [rows] -> final hidden states [rows, hidden]."""
+        """Map tokens and positions [rows] to final hidden states [rows, hidden]."""
         output = self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
 
@@ -81,7 +76,7 @@ class _Layer:
     def forward(
         self, number: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: Plan
     ) -> torch.Tensor:
-        """hidden [rows, hidden], changed in place; cos and sin [rows, 1, head_dim]."""
+        """Apply the layer. hidden: [rows, hidden], changed in place. cos, sin: [rows, 1, head_dim]."""
         rows = len(hidden)
         qkv = torch.mm(_normed(hidden, self.before), self.qkv)
         if self.qkv_bias is not None:

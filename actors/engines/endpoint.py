@@ -98,7 +98,7 @@ class EndpointEngine:
         sampling = request.sampling
         if sampling.constraint is not None:
             raise DataFault(
-                f"{self.url}: servers ask for a {sampling.constraint.kind} in words of their own: give yours as `fields`"
+                f"{self.url}: each server has its own field for a {sampling.constraint.kind}: set that field in `fields`"
             )
         if sampling.top_logprobs:
             raise DataFault(f"{self.url}: top_logprobs {sampling.top_logprobs}: ask an actor with the local engine")

@@ -27,7 +27,7 @@ KEPT = 64
 LONGEST = 50_000
 """The most characters of a constraint. Compiling a longer one would delay every other sample."""
 _SHOWN = 200
-"""Characters of a constraint shown in an error."""
+"""An error shows at most this many characters of a constraint."""
 _JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
 """The whitespace between JSON tokens. It is bounded, because a weak model might otherwise never stop writing whitespace."""
 
@@ -71,7 +71,7 @@ class Matcher:
         return np.flatnonzero(self._allowed(vocabulary)).tolist()
 
     def _allowed(self, vocabulary: int) -> np.ndarray:
-        """bool [vocabulary]."""
+        """Return which tokens may come next, bool [vocabulary]."""
         packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         bits = np.unpackbits(packed, count=vocabulary, bitorder="little")
         return bits.astype(bool)
@@ -105,9 +105,7 @@ class Grammar:
             )
         inner = llguidance.LLMatcher(self._words, _source(constraint, named), log_level=0)
         matcher = Matcher(inner, self._end_tokens)
-        first = set(
-            matcher.allowed(self._vocabulary)
-        )  # computed now, so that a grammar that is too large is refused before the first token
+        first = set(matcher.allowed(self._vocabulary))  # computed now, so that too large a grammar is refused here
         if matcher.problem:
             raise DataFault(f"{named}: {matcher.problem}")
         if first <= self._end_tokens and not inner.is_accepting():

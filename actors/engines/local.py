@@ -39,12 +39,14 @@ from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadReque
 
 
 class LocalEngine:
-    """Implements ``actors.engines.base.Engine`` for Llama, Qwen2, Qwen3 and models built like them.
+    """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama, Qwen2 and Qwen3.
 
-    engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
-    await engine.start()
-    result = await engine.generate(GenerateRequest(np.array([1, 2, 3], np.int32), 4, Sampling(max_tokens=16)))  # 4 samples
-    await engine.close()  # aborts open requests
+        engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
+        await engine.start()
+        result = await engine.generate(GenerateRequest(np.array([1, 2, 3], np.int32), 4, Sampling(max_tokens=16)))
+        await engine.close()
+
+    ``result`` has 4 samples. ``close`` aborts open requests.
     """
 
     def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0):

@@ -192,7 +192,7 @@ class Memory:
             chosen = ample
         elif self._after(exact) <= self.budget:
             chosen = exact
-        else:  # unused rows of other shelves are the last reserve
+        else:  # as a last resort, take the unused rows of other shelves
             chosen = {shelf: shelf.promised for shelf in self._shelves()} | wanted
         if self._after(chosen) > self.budget:
             return False

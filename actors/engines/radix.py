@@ -51,7 +51,13 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 class RadixCache:
-    """The keys and values of one policy version, of at most ``budget`` bytes. A new version must begin with ``clear``."""
+    """The keys and values of one policy version, of at most ``budget`` bytes.
+
+        match = cache.match(prompt)  # copy match.pieces at once, then compute the other tokens
+        cache.insert(prompt, read)  # calls read(match.length, len(prompt)) for the keys and values of the new tokens
+
+    A new version must begin with ``clear``.
+    """
 
     def __init__(self, budget: int):
         self.budget = budget

@@ -15,19 +15,17 @@ KNOWN = {"local": "actors.engines.local:LocalEngine", "sglang": "actors.engines.
 
 def check(name: str, options: dict[str, Any]) -> None:
     """Raises ValueError for a name that no engine has. The engine is not imported."""
-    setting = f"actors.engine = {name!r}"
+    entry = f"actors.engine = {name!r}"
     if ":" not in name:
-        known(setting, name, KNOWN, ", or module:Class")
+        known(entry, name, KNOWN, ", or module:Class")
         if options:
-            raise ValueError(f"actors.engine_options {sorted(options)} have no effect with {setting}: remove them")
+            raise ValueError(f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them")
         return
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     module = name.partition(":")[0]
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise ValueError(
-            f"{setting}: there is no module {module!r} importable from {Path.cwd()}; expected module:Class"
-        )
+        raise ValueError(f"{entry}: there is no module {module!r} importable from {Path.cwd()}; expected module:Class")
 
 
 def load(process: ActorProcess) -> Engine:

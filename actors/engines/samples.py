@@ -125,7 +125,7 @@ class StopStrings:
             count *= 2
 
     def _text(self, token: int) -> str:
-        if token not in self._texts:  # twice, because some decoders drop a space at the start
+        if token not in self._texts:  # decoded twice in a row, because some decoders drop a space at the start
             self._texts[token] = self._tokenizer.decode([token, token], skip_special_tokens=False)
         return self._texts[token]
 

@@ -151,7 +151,7 @@ def _answer(path: str, done: Any, name: str) -> dict[str, Any]:
     """Return the JSON that the server would answer. Raises InfrastructureFault where that answer would report a failure."""
     if done is None:
         return {}
-    if isinstance(done, tuple):  # success, message, and for the checker ranks and checksum
+    if isinstance(done, tuple):  # success and message; the checker adds ranks and checksum
         more = ["ranks", "per_engine_checksum"] if path == "/weights_checker" else []
         answer: dict[str, Any] = dict(zip(["success", "message", *more], done, strict=False))
     else:

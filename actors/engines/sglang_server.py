@@ -28,7 +28,7 @@ _LONGEST_LINE = 2**20
 _OWN = ("model_path", "host", "port", "api_key", "weight_version")
 """Arguments that an actor sets itself and a user must not set."""
 _TAIL = 40
-"""Lines of the server's log kept for error messages."""
+"""The number of lines of the server's log that are kept for error messages."""
 
 
 class Launched:

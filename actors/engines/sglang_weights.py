@@ -168,7 +168,7 @@ class Weights:
                 log.warning("%s", fault)
 
     async def _prove(self, ready: Ready) -> None:
-        """Raises InfrastructureFault unless all servers hold the same new weights and, on a CPU, those of the file.
+        """Raises InfrastructureFault unless all servers hold the same new weights and, for a file on a CPU, those of the file.
 
         On a GPU SGLang's checksum cannot be computed from a file. There, the learner's watch notices weights that differ from its own.
         """

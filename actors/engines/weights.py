@@ -71,7 +71,7 @@ def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
         expected = held.get(name, "no such tensor")
         if expected != shape:
             raise ValueError(
-                f"{path}: tensor {name} {shape}, the model has {expected}: weights of another model, none taken"
+                f"{path}: tensor {name} {shape}, the model has {expected}: the weights belong to another model and none was loaded"
             )
 
 
@@ -113,9 +113,7 @@ def _check_plain(settings: dict[str, Any], path: Path) -> None:
     if settings.get("bias", "none") != "none":
         unmerged["bias"] = settings["bias"]
     if unmerged:
-        raise ValueError(
-            f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA, none taken"
-        )
+        raise ValueError(f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA")
 
 
 def _shape(file: Any, name: str) -> list[int]:

@@ -92,5 +92,5 @@ def _asked(name: str, ask: Any) -> Any:
 def _failed(name: str, error: Exception) -> FileNotFoundError:
     reason = str(error).strip().split("\n")[0]
     return FileNotFoundError(
-        f"the hub did not give {name}: {reason}; give a path instead, or owner/name/folder:split where it has a folder a set"
+        f"the hub did not give {name}: {reason}; give a path, or owner/name/folder:split if it has one folder per data set"
     )

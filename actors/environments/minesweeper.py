@@ -23,7 +23,7 @@ HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
 MINE, SAFE = "*", "."
 """The marks of a layout."""
 REVEAL, MARK = 0, 1
-"""The first integer of a move."""
+"""The first integer of a move: whether it reveals or flags a cell."""
 TRIES, STRIDE = 256, 1_000_003
 """Try n of a task draws its mines with the seed ``seed + n * STRIDE``, as in Sudoku."""
 

@@ -133,7 +133,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        if 0 < self.temperature < 1e-3:  # scaled logits would leave float32
+        if 0 < self.temperature < 1e-3:  # float32 could not hold the scaled logits
             raise ValueError(f"`temperature`: {self.temperature}: expected 0 (greedy) or at least 0.001")
         if self.stream_options is not None and not self.stream:
             raise ValueError("`stream_options` has no effect without `stream`: true")
@@ -276,9 +276,9 @@ def read(raw: bytes, kind: type[_Kind]) -> _Kind:
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"the body is no JSON: {error}") from None
+        raise Refused(f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise Refused("the body is no JSON of reasonable depth") from None
+        raise Refused("the body is not JSON of reasonable depth") from None
     if not isinstance(fields, dict):
         raise Refused(f"the body is {type(fields).__name__}, expected a JSON object")
     known = set(kind.__struct_fields__)
@@ -300,7 +300,7 @@ def _check_neutral(name: str, value: Any) -> None:
     neutral = _NEUTRAL[name]
     if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral):
         shown = " or ".join(msgspec.json.encode(good).decode() for good in neutral)
-        raise Refused(f"`{name}`: {_short(value)}: not done by this server, expected {shown} or nothing")
+        raise Refused(f"`{name}`: {_short(value)}: this server does not support it, expected {shown} or nothing")
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Minesweeper: is the move one of least risk, or the flag of a certain mine (methods.md 3.4)?"""
+"""The Minesweeper oracle: it judges whether a move has the least risk, or is the flag of a certain mine (methods.md 3.4)."""
 
 import asyncio
 from typing import Any, Literal
@@ -13,12 +13,12 @@ from wire.messages import JudgedTurn, Judgement
 
 REWARDS = ("binary", "graded")
 TOLERANCE = 1e-9
-"""Risks this close are equal."""
+"""Risks that differ by less than this are equal."""
 _MARKS = {HIDDEN, FLAG, ZERO, *"12345678"}
 
 
 class Labels(msgspec.Struct, frozen=True):
-    """The moves of a position. risks: of every hidden cell, flagged or not. safest: the valid reveals. mines: the valid flags."""
+    """The moves of a position. risks: the risk of every hidden cell, flagged or not. safest: the valid reveals. mines: the valid flags."""
 
     risks: dict[int, float]
     safest: frozenset[int]
@@ -27,26 +27,26 @@ class Labels(msgspec.Struct, frozen=True):
 
 
 def labels(state: State, budget: int = BUDGET) -> Labels:
-    """Which moves are valid: the reveals of least risk, all ties, and the flags of certain mines.
+    """Return the valid moves: the reveals of least risk, including all ties, and the flags of certain mines.
 
-    Cells with a flag are left out of both (v2), and revealing a certain mine is never valid. Before the first reveal every reveal is
-    safe. Raises Contradiction when the board fits no layout.
+    Cells with a flag are in neither set (v2), and revealing a certain mine is never valid. Before the first reveal, every reveal is safe.
+    Raises Contradiction when no layout fits the board.
     """
     open_cells = [cell for cell, mark in enumerate(state.board) if mark == HIDDEN]
     if not state.layout:
         risks = {cell: 0.0 for cell, mark in enumerate(state.board) if mark in (HIDDEN, FLAG)}
         return Labels(risks, frozenset(open_cells), frozenset(), True)
-    found = seen(state, budget)
-    risks = found.risks()
-    mines = frozenset(cell for cell in open_cells if found.certain(cell))
+    chances = seen(state, budget)
+    risks = chances.risks()
+    mines = frozenset(cell for cell in open_cells if chances.certain(cell))
     others = [cell for cell in open_cells if cell not in mines]
     least = min((risks[cell] for cell in others), default=0.0)
     safest = frozenset(cell for cell in others if risks[cell] <= least + TOLERANCE)
-    return Labels(risks, safest, mines, found.exact)
+    return Labels(risks, safest, mines, chances.exact)
 
 
 def seen(state: State, budget: int = BUDGET) -> Posterior:
-    """The posterior of what the player sees; flags are the player's own marks and tell nothing."""
+    """Return the posterior of what the player sees. Flags are the player's own marks and give no information."""
     numbers = {
         cell: int(mark) if mark != ZERO else 0 for cell, mark in enumerate(state.board) if mark not in (HIDDEN, FLAG)
     }
@@ -56,9 +56,9 @@ def seen(state: State, budget: int = BUDGET) -> Posterior:
 class MinesweeperOracle(Judge):
     """Scores a move against the exact posterior. reward: what the column "reward" is, "binary" (the paper) or "graded" (v2).
 
-    binary: 1 for a valid move (see ``labels``), else 0. graded: see ``graded``. risk: of the cell revealed, absent for other moves.
-    exact: 0 where the budget was spent (see ``posterior``). valid_share: the chance that a uniformly random legal move is valid.
-    budget: nodes of a position. Raises DataFault for a turn that shows no Minesweeper game that is on.
+    binary: 1 for a valid move (see ``labels``), else 0. graded: see ``graded``. risk: the risk of the revealed cell, absent for other moves.
+    exact: 0 if the budget was not enough (see ``posterior``). valid_share: the chance that a uniformly random legal move is valid.
+    budget: nodes per position. Raises DataFault for a turn whose state is not a Minesweeper game in progress.
     """
 
     name = "minesweeper"
@@ -71,7 +71,7 @@ class MinesweeperOracle(Judge):
         if reward not in REWARDS:
             raise ValueError(f"reward = {reward!r}: expected one of {', '.join(map(repr, REWARDS))}")
         if budget < 1:
-            raise ValueError(f"budget = {budget}: expected 1 or more nodes a position")
+            raise ValueError(f"budget = {budget}: expected 1 or more nodes per position")
         self.reward, self.budget = reward, budget
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
@@ -80,39 +80,39 @@ class MinesweeperOracle(Judge):
     def _judge(self, turn: JudgedTurn) -> Judgement:
         try:
             state = _read(turn.state)
-            found = labels(state, self.budget)
+            moves = labels(state, self.budget)
         except ValueError as error:
             raise DataFault(f"judge {self.name}, task {turn.question}: not a Minesweeper state: {error}") from None
         cell = None if turn.move is None else cell_of(state, turn.move)
         kind = REVEAL if turn.move is None or cell is None else turn.move[0]
-        valid = cell in (found.mines if kind == MARK else found.safest)
-        value, why = graded(state, found, kind, cell, last=state.turn + 1 >= turn.budget)
+        valid = cell in (moves.mines if kind == MARK else moves.safest)
+        value, why = graded(state, moves, kind, cell, last=state.turn + 1 >= turn.budget)
         legal = 2 * state.board.count(HIDDEN) + state.board.count(FLAG)
         scores = {
             "reward": float(valid) if self.reward == "binary" else value,
             "graded": value,
-            "exact": float(found.exact),
-            "valid_share": (len(found.safest) + len(found.mines)) / legal,
+            "exact": float(moves.exact),
+            "valid_share": (len(moves.safest) + len(moves.mines)) / legal,
         }
         if cell is not None and kind == REVEAL:
-            scores["risk"] = found.risks[cell]
+            scores["risk"] = moves.risks[cell]
         return Judgement(scores, explanation=why)
 
 
-def graded(state: State, found: Labels, kind: int, cell: int | None, last: bool) -> tuple[float, str]:
-    """The v2 value of a move and the reason. cell: None unless the move is legal.
+def graded(state: State, moves: Labels, kind: int, cell: int | None, last: bool) -> tuple[float, str]:
+    """Return the v2 value of a move and the reason. cell: None unless the move is legal.
 
-    2 for a safe reveal, 1 for a certain flag, 1 for a reveal of least risk when none is safe, 0 for any other reveal, -1 for any other
-    flag, -2 without a usable move and for running out of turns, whatever the last move was (methods.md 3.4).
+    2 for a safe reveal, 1 for the flag of a certain mine, 1 for a reveal of least risk when none is safe, 0 for any other reveal, -1 for any
+    other flag, -2 for an unusable move, and -2 for running out of turns, whatever the last move was (methods.md 3.4).
     """
     if cell is None:
         return -2.0, "no legal move"
     if kind == MARK:
         value, why = (
-            (1.0, "flag of a certain mine") if cell in found.mines else (-1.0, "flag that is not a certain mine's")
+            (1.0, "flag of a certain mine") if cell in moves.mines else (-1.0, "flag that is not a certain mine's")
         )
     else:
-        value, why = _graded_reveal(found, cell)
+        value, why = _graded_reveal(moves, cell)
     if last:
         after = played(state, (kind, *divmod(cell, state.columns)))
         if after.board[cell] != HIT and not solved(after):
@@ -120,16 +120,16 @@ def graded(state: State, found: Labels, kind: int, cell: int | None, last: bool)
     return value, why
 
 
-def _graded_reveal(found: Labels, cell: int) -> tuple[float, str]:
-    risk, least = found.risks[cell], min((found.risks[c] for c in found.safest), default=1.0)
+def _graded_reveal(moves: Labels, cell: int) -> tuple[float, str]:
+    risk, least = moves.risks[cell], min((moves.risks[c] for c in moves.safest), default=1.0)
     if risk < TOLERANCE:
         return 2.0, "safe reveal"
     why = f"reveal at risk {risk:.3f}, the least is {least:.3f}"
-    return (1.0 if cell in found.safest else 0.0), why
+    return (1.0 if cell in moves.safest else 0.0), why
 
 
 def _read(plain: Any) -> State:
-    """The state in plain values. Raises ValueError unless it shows a board of a game that is on."""
+    """Return the state of plain values. Raises ValueError unless it is a game in progress."""
     state = msgspec.convert(plain, State)
     cells = state.rows * state.columns
     shown = set(state.board)

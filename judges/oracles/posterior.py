@@ -1,13 +1,12 @@
-"""The exact probability of a mine in every hidden cell of a Minesweeper board, from what the player sees (methods.md 3.4).
+"""The exact probability of a mine in every hidden cell of a Minesweeper board, given what the player sees (methods.md 3.4).
 
-All layouts that fit the numbers are equally likely. Cells that lie beside the same numbers are alike and form a group of which only
-the count of mines matters; groups that share no number, not even through others, form separate components. Each component is solved by
-dynamic programming over its groups: a state is what the numbers still lack, its value a polynomial whose coefficient m counts the
-layouts so far with m mines. A last sum over all components weights the counts with C(free cells, remaining mines). Everything is an
-integer.
+All layouts that fit the numbers are equally likely. Cells beside the same numbers form a group, of which only the count of mines matters.
+Groups that are not connected through numbers form separate components. Each component is solved by dynamic programming over its groups: a
+state says how many mines each number still lacks, and its value is a polynomial whose coefficient m counts the layouts so far with m mines.
+A final sum over all components weights the counts with C(free cells, remaining mines). All values are integers.
 
-Two packings make this fast. A polynomial is one integer of fixed-width coefficients, so that adding and multiplying polynomials is
-adding and multiplying integers. A state is one integer of four bits a number.
+Two packings make this fast. A polynomial is one integer with coefficients of fixed width, so that polynomials are added and multiplied as
+integers. A state is one integer with four bits per number.
 """
 
 from collections import defaultdict
@@ -19,11 +18,11 @@ import msgspec
 from actors.environments.minesweeper import neighbours
 
 BUDGET = 50_000
-"""Nodes of a position, one node a state and a count of mines tried in it (methods.md 3.4); less than half a second on 30x16."""
+"""The most nodes of a position; a node is a state and a count of mines tried in it (methods.md 3.4). 30x16 takes under half a second."""
 _SLOT = 4
-"""Bits of a number's lack in a state: it is at most 8."""
+"""The bits of a state for each number: a number lacks at most 8 mines."""
 _GRAIN = 840 * 840
-"""Divides into every estimate of the fallback: a mean of at most 8 ratios whose denominators are at most 8."""
+"""A multiple of the denominator of every fallback estimate, which is a mean of at most 8 ratios with denominators of at most 8."""
 
 
 class Contradiction(ValueError):
@@ -31,9 +30,9 @@ class Contradiction(ValueError):
 
 
 class Posterior(msgspec.Struct, frozen=True):
-    """``mined[cell] / layouts`` is the probability of a mine in each hidden cell, ascending.
+    """For each hidden cell, in ascending order, ``mined[cell] / layouts`` is the probability of a mine.
 
-    layouts: how many layouts fit, or a multiple of it. exact: the budget was enough for all components.
+    layouts: the number of layouts that fit, or a multiple of this number. exact: whether the budget was enough for all components.
     """
 
     mined: dict[int, int]
@@ -42,16 +41,16 @@ class Posterior(msgspec.Struct, frozen=True):
     nodes: int
 
     def risks(self) -> dict[int, float]:
-        """The probabilities, correctly rounded; whether a mine is certain is what ``certain`` says, without rounding."""
+        """Return the probabilities, correctly rounded. ``certain`` says without rounding whether a mine is certain."""
         return {cell: count / self.layouts for cell, count in self.mined.items()}
 
     def certain(self, cell: int) -> bool:
-        """Is there a mine in ``cell`` in every layout?"""
+        """Return whether ``cell`` has a mine in every layout."""
         return self.mined[cell] == self.layouts
 
 
 class _Component(msgspec.Struct, frozen=True):
-    """groups: their cells. near: by group, the numbers beside it. lacks: mines that each number lacks."""
+    """groups: the cells of each group. near: the numbers beside each group. lacks: the mines that each number lacks."""
 
     groups: list[list[int]]
     near: list[tuple[int, ...]]
@@ -59,7 +58,7 @@ class _Component(msgspec.Struct, frozen=True):
 
 
 class _Counts(msgspec.Struct, frozen=True):
-    """layouts[m]: layouts of a component with m mines. mined[group][m]: mines in the group, summed over those layouts."""
+    """layouts[m]: the layouts of a component with m mines. mined[group][m]: the mines in the group, summed over those layouts."""
 
     layouts: dict[int, int]
     mined: list[dict[int, int]]
@@ -67,11 +66,11 @@ class _Counts(msgspec.Struct, frozen=True):
 
 
 def posterior(rows: int, columns: int, mines: int, numbers: Mapping[int, int], budget: int = BUDGET) -> Posterior:
-    """The probability of a mine in every cell that is not in ``numbers``, the revealed cells with their numbers.
+    """Return the probability of a mine in every cell that is not in ``numbers``. numbers: the revealed cells with their numbers.
 
-    A component for which the rest of the budget is not enough falls back on single numbers: the risk of a cell is the mean over the
-    numbers beside it of lacking mines / cells beside. For all others its cells are as if no number stood beside them, so
-    that what is certain there stays certain. Raises Contradiction when no layout fits.
+    If the rest of the budget is not enough for a component, its cells get an estimate: the mean, over the numbers beside a cell, of lacking
+    mines / hidden cells beside the number. The other components treat these cells as if no number stood beside them, so that certain cells
+    stay certain. Raises Contradiction when no layout fits.
     """
     hidden = [cell for cell in range(rows * columns) if cell not in numbers]
     known, limits = _deduced(rows, columns, numbers)
@@ -82,7 +81,7 @@ def posterior(rows: int, columns: int, mines: int, numbers: Mapping[int, int], b
         counts = _count(component, budget - nodes)
         if counts is None:
             skipped.append(component)
-            nodes = budget  # spent; every component after it has as many groups or more
+            nodes = budget  # the rest is skipped too, because every later component has at least as many groups
         else:
             solved.append((component, counts))
             nodes += counts.nodes
@@ -107,7 +106,7 @@ def posterior(rows: int, columns: int, mines: int, numbers: Mapping[int, int], b
 
 
 def _deduced(rows: int, columns: int, numbers: Mapping[int, int]) -> tuple[dict[int, int], dict[frozenset[int], int]]:
-    """What single numbers prove, a number of 0 among them: 1 for a mine; and of the other cells, the sets with their mines."""
+    """Return the cells that single numbers (such as 0) prove, 1 for a mine, and the sets of the other cells with their numbers of mines."""
     near = neighbours(rows, columns)
     cells = [{other for other in near[cell] if other not in numbers} for cell in numbers]
     lacks = list(numbers.values())
@@ -139,7 +138,7 @@ def _deduced(rows: int, columns: int, numbers: Mapping[int, int]) -> tuple[dict[
 
 
 def _components(limits: Mapping[frozenset[int], int]) -> list[_Component]:
-    """The groups of cells, by component."""
+    """Return the components of the cells, each with its groups."""
     beside: dict[int, list[int]] = defaultdict(list)
     for i, around in enumerate(limits):
         for cell in around:
@@ -149,7 +148,7 @@ def _components(limits: Mapping[frozenset[int], int]) -> list[_Component]:
         groups[tuple(beside[cell])].append(cell)
     touching = _touching(groups)
     lacks = list(limits.values())
-    made, seen = [], set[tuple[int, ...]]()
+    components, seen = [], set[tuple[int, ...]]()
     for start in groups:
         if start in seen:
             continue
@@ -157,47 +156,47 @@ def _components(limits: Mapping[frozenset[int], int]) -> list[_Component]:
         seen.update(reached)
         ordered = _ordered(reached)
         inside = {i: lacks[i] for near in reached for i in near}
-        made.append(_Component([groups[near] for near in ordered], ordered, inside))
-    return made
+        components.append(_Component([groups[near] for near in ordered], ordered, inside))
+    return components
 
 
 def _touching(groups: Iterable[tuple[int, ...]]) -> dict[int, set[tuple[int, ...]]]:
-    """By number, the groups beside it."""
-    made: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    """Return the groups beside each number."""
+    touching: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for near in groups:
         for i in near:
-            made[i].add(near)
-    return made
+            touching[i].add(near)
+    return touching
 
 
 def _reached(start: tuple[int, ...], touching: Mapping[int, set[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """The groups of the component of ``start``, in breadth-first order."""
-    made, seen = [start], {start}
-    for near in made:
+    """Return the groups of the component of ``start``, in breadth-first order."""
+    reached, seen = [start], {start}
+    for near in reached:
         new = set[tuple[int, ...]]().union(*(touching[i] for i in near)) - seen
         seen |= new
-        made += sorted(new)
-    return made
+        reached += sorted(new)
+    return reached
 
 
 def _ordered(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The groups in an order in which few numbers are open at once: from an end of the component, always closing what can be closed."""
+    """Order the groups so that few numbers are open at once: begin at an end of the component and always close a number if possible."""
     touching = _touching(groups)
-    start = _reached(_reached(groups[0], touching)[-1], touching)[-1]  # the last one reached is at an end
-    waiting = {i: len(found) for i, found in touching.items()}
-    made: list[tuple[int, ...]] = []
+    start = _reached(_reached(groups[0], touching)[-1], touching)[-1]  # the last group reached is at an end
+    waiting = {i: len(beside) for i, beside in touching.items()}
+    ordered: list[tuple[int, ...]] = []
     opened: set[int] = set()
     rest = {near: place for place, near in enumerate(_reached(start, touching))}
     while rest:
         reachable = {near for i in opened for near in touching[i]} or {start}
 
         def cost(near: tuple[int, ...]) -> tuple[int, int, int]:
-            """Numbers opened less numbers closed; then the numbers that are nearest to being closed."""
+            """Prefer the least increase of open numbers, then the groups beside the number that is nearest to being closed."""
             change = sum((i not in opened) - (waiting[i] == 1) for i in near)
             return change, min(waiting[i] for i in near), rest[near]
 
         chosen = min(reachable, key=cost)
-        made.append(chosen)
+        ordered.append(chosen)
         del rest[chosen]
         for i in chosen:
             waiting[i] -= 1
@@ -205,13 +204,13 @@ def _ordered(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
             opened.add(i)
             if not waiting[i]:
                 opened.remove(i)
-    return made
+    return ordered
 
 
 def _count(component: _Component, budget: int) -> _Counts | None:
-    """The layouts of a component; None when that takes more than ``budget`` nodes."""
+    """Count the layouts of a component. Return None when this takes more than ``budget`` nodes."""
     sizes = [len(group) for group in component.groups]
-    width = sum(sizes) + sum(sizes).bit_length() + 1  # a coefficient is at most cells * 2^cells
+    width = sum(sizes) + sum(sizes).bit_length() + 1  # because a coefficient is at most cells * 2^cells
     slots = {i: _SLOT * place for place, i in enumerate(component.lacks)}
     full = (1 << _SLOT) - 1
     room = dict.fromkeys(component.lacks, 0)
@@ -246,7 +245,7 @@ def _count(component: _Component, budget: int) -> _Counts | None:
         layers.append(layer)
         moves.append(came)
         layer = after
-    # backwards: how many ways there are to go on from each state
+    # The backward pass counts the ways to go on from each state.
     onward = dict.fromkeys(layer, 1)
     mined: list[dict[int, int]] = []
     for size, ways, came in zip(reversed(sizes), reversed(layers), reversed(moves), strict=True):
@@ -267,21 +266,21 @@ def _count(component: _Component, budget: int) -> _Counts | None:
 
 
 def _coefficients(polynomial: int, width: int) -> dict[int, int]:
-    """The coefficients above 0 by power."""
-    full, made, power = (1 << width) - 1, {}, 0
+    """Return the coefficients above 0 by power."""
+    full, coefficients, power = (1 << width) - 1, {}, 0
     while polynomial:
         if polynomial & full:
-            made[power] = polynomial & full
+            coefficients[power] = polynomial & full
         polynomial >>= width
         power += 1
-    return made
+    return coefficients
 
 
 def _combined(parts: Sequence[Mapping[int, int]], free: int, mines: int) -> tuple[int, list[dict[int, int]], int]:
-    """Layouts of all components and the ``free`` cells with ``mines`` mines in total.
+    """Return the number of layouts of all components and the ``free`` cells with ``mines`` mines in total.
 
-    Also, by component, in how many layouts of everything else it has m mines, and in how many a given free cell holds one.
-    """
+    Also return, for each component and each m, the layouts of everything else when the component has m mines, and the layouts in which a
+    certain free cell has a mine."""
     before: list[dict[int, int]] = [{0: 1}]
     for part in parts:
         sums: dict[int, int] = defaultdict(int)
@@ -313,13 +312,13 @@ def _combined(parts: Sequence[Mapping[int, int]], free: int, mines: int) -> tupl
 
 
 def _estimated(component: _Component, layouts: int) -> dict[int, int]:
-    """By cell of a component that was not counted: the mean of lacking mines / cells beside, times ``layouts``."""
+    """Return for each cell of a component that was not counted the mean of lacking mines / cells beside, times ``layouts``."""
     cells: dict[int, int] = defaultdict(int)
     for group, near in zip(component.groups, component.near, strict=True):
         for i in near:
             cells[i] += len(group)
-    made: dict[int, int] = {}
+    mined: dict[int, int] = {}
     for group, near in zip(component.groups, component.near, strict=True):
         total = sum(layouts * component.lacks[i] // cells[i] for i in near)
-        made |= dict.fromkeys(group, total // len(near))
-    return made
+        mined |= dict.fromkeys(group, total // len(near))
+    return mined

@@ -1,4 +1,4 @@
-"""Sudoku: is the digit the one of the unique solution (methods.md 3.3)?"""
+"""The Sudoku oracle: it judges whether a digit is the digit of the unique solution (methods.md 3.3)."""
 
 import msgspec
 
@@ -14,7 +14,7 @@ class SudokuOracle(Judge):
     """Scores a move against the solution. reward: what the column "reward" is, "binary" (the paper) or "graded" (v2).
 
     binary: 1 for the solution's digit in a blank cell, else 0. graded: see ``graded``. valid_share: the chance that a uniformly
-    random legal move is right, which is 1 / size in every state. Raises DataFault for a turn that shows no Sudoku state.
+    random legal move is right, which is 1 / size in every state. Raises DataFault for a turn whose state is not a Sudoku state.
     """
 
     name = "sudoku"
@@ -44,11 +44,11 @@ class SudokuOracle(Judge):
 
 
 def graded(state: State, cell: int | None, right: bool, last: bool) -> tuple[float, str]:
-    """The graded value of a move and the reason. cell: the blank cell it names, None if it names none.
+    """Return the graded value of a move and the reason. cell: the blank cell that the move names, None if it names none.
 
-    2, 1 or 0.5 for the right digit in a cell with one candidate, with the fewest, or with more; -1 for a wrong digit; -2 without a
-    usable cell and for running out of turns (methods.md 3.3). The last two as in the v2 code: running out replaces the value of the
-    last move, be it right or wrong. (There a wrong digit that ends the episode stays -1 on the last turn too; not here.)
+    2, 1 or 0.5 for the right digit in a cell with one candidate, with the fewest candidates, or with more; -1 for a wrong digit; -2 without a
+    usable cell and for running out of turns (methods.md 3.3). As in the v2 code, running out of turns replaces the value of the last move,
+    right or wrong. (Unlike here, the v2 code keeps -1 on the last turn for a wrong digit that ends the episode.)
     """
     if cell is None:
         return -2.0, "no digit for a blank cell"
@@ -64,7 +64,7 @@ def graded(state: State, cell: int | None, right: bool, last: bool) -> tuple[flo
 
 
 def _blank_cell(state: State, move: list[int] | None) -> int | None:
-    """The cell of a move that may be played, else None."""
+    """Return the cell of a move that may be played, else None."""
     if move is None or len(move) != 3:
         return None
     cell = cell_of(state.size, *move)

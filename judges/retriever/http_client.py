@@ -1,4 +1,4 @@
-"""Client of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"} (methods.md 1.8)."""
+"""A client of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"} (methods.md 1.8)."""
 
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from wire.http import JsonClient
 from wire.messages import Passage
 
 _AT_ONCE = 64
-"""Requests open at a time: as many as a retriever process serves."""
+"""The most open requests, as many as a retriever process serves at once."""
 
 
 class _Document(msgspec.Struct):
@@ -29,7 +29,7 @@ class _Reply(msgspec.Struct):
 
 
 class SearchR1Client:
-    """Asks one server; use it as an async context manager. attempts, backoff_s: see ``wire.http.JsonClient``."""
+    """Asks one server. It must be used as an async context manager. attempts, backoff_s: see ``wire.http.JsonClient``."""
 
     def __init__(self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0):
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
@@ -47,13 +47,13 @@ class SearchR1Client:
         await self._client.close()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Passages of each query, best first. Raises InfrastructureFault naming the server and the cause."""
+        """Return the passages of each query, best first. Raises InfrastructureFault, which names the server and the cause."""
         body: dict[str, Any] = {"queries": queries, "topk": topk, "return_scores": True}
         try:
             rows = msgspec.json.decode(await self._client.send("POST", "", body), type=_Reply).result
         except InfrastructureFault as fault:
             raise InfrastructureFault(f"retriever {fault}") from None
-        except DataFault as fault:  # its protocol is another one: no query would be answered
+        except DataFault as fault:  # the server speaks another protocol and would answer no query
             raise InfrastructureFault(f"retriever {fault}: is it a Search-R1 server?") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InfrastructureFault(f"retriever {self.url}: {type(error).__name__}: {error}") from None

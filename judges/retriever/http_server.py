@@ -1,6 +1,6 @@
-"""Server of the Search-R1 retrieval protocol over an index folder (methods.md 1.8).
+"""A server of the Search-R1 retrieval protocol over an index folder (methods.md 1.8).
 
-``python -m judges.retriever.http_server --index DIR --port N``; a request of another shape is answered 422 with the reason.
+``python -m judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is answered with status 422 and the reason.
 """
 
 import argparse
@@ -22,7 +22,7 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def application(backend: Backend) -> web.Application:
-    """The aiohttp application that answers POST /retrieve from ``backend``."""
+    """Return the aiohttp application that answers POST /retrieve from ``backend``."""
 
     async def retrieve(request: web.Request) -> web.Response:
         try:
@@ -32,8 +32,8 @@ def application(backend: Backend) -> web.Application:
         topk = 3 if asked.topk is None else asked.topk
         if topk < 1 or not asked.queries:
             return web.json_response({"detail": "expected at least one query and topk >= 1"}, status=422)
-        found = await backend.search(asked.queries, topk)
-        return web.json_response({"result": [[_item(p, asked.return_scores) for p in row] for row in found]})
+        passages = await backend.search(asked.queries, topk)
+        return web.json_response({"result": [[_item(p, asked.return_scores) for p in row] for row in passages]})
 
     app = web.Application()
     app.add_routes([web.post("/retrieve", retrieve)])
@@ -46,15 +46,15 @@ def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Serve an index over the Search-R1 protocol.")
     parser.add_argument("--index", required=True, type=Path)
     parser.add_argument("--encoder", default="minilm")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    web.run_app(application(LocalBackend(given.index, given.encoder, given.threads)), host=given.host, port=given.port)
+    asked = parser.parse_args()
+    web.run_app(application(LocalBackend(asked.index, asked.encoder, asked.threads)), host=asked.host, port=asked.port)
 
 
 if __name__ == "__main__":

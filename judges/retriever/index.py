@@ -1,6 +1,6 @@
-"""A corpus and its FAISS index in one folder: flat inner product over unit vectors, passages read by offset, never all in memory.
+"""A corpus and its FAISS index in one folder. The index is a flat inner product over unit vectors. Passages are read from disk by offset.
 
-Folder: index.faiss, passages.jsonl (the corpus as given), offsets.npy, manifest.json.
+The folder has index.faiss, passages.jsonl (a copy of the corpus), offsets.npy and manifest.json.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from wire.messages import Passage
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What an index was made of; a mismatch is refused."""
+    """The encoder and the corpus of an index. An index of another encoder is refused."""
 
     encoder: str
     dimensions: int
@@ -35,13 +35,13 @@ class _Row(msgspec.Struct):
 
 
 class BadCorpus(ValueError):
-    """A corpus line that cannot be used, with its number and the reason."""
+    """A line of a corpus cannot be used. The message has its number and the reason."""
 
 
 def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str], list[str]]:
-    """Byte offsets and contents of the usable lines, and a message for each line passed over.
+    """Return byte offsets and contents of the usable lines, and a message for each skipped line.
 
-    Raises BadCorpus at the first bad line unless ``skip_bad``; FileNotFoundError when there is no such file.
+    Raises BadCorpus at the first bad line unless ``skip_bad``, and FileNotFoundError when the file does not exist.
     """
     if not path.is_file():
         raise FileNotFoundError(f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}")
@@ -70,15 +70,15 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str
 def build(
     corpus: Path, folder: Path, encoder: Encoder, batch: int = 64, skip_bad: bool = False, progress: bool = True
 ) -> Manifest:
-    """Embed a corpus and write its index to ``folder`` (whole, then renamed into place).
+    """Embed a corpus and write its index to ``folder``. A complete draft is renamed to ``folder`` and replaces an earlier index.
 
-    Raises FileExistsError when ``folder`` holds something that is not an index; an index there is replaced.
+    Raises FileExistsError when ``folder`` holds something that is not an index.
     """
     if folder.exists() and not (folder / "manifest.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
     offsets, contents, bad = read_corpus(corpus, skip_bad)
     for reason in bad[:20]:
-        print(f"passed over {reason}", file=sys.stderr)
+        print(f"skipped {reason}", file=sys.stderr)
     index = faiss.IndexFlatIP(encoder.dimensions)
     start = time.monotonic()
     for first in range(0, len(contents), batch):
@@ -99,13 +99,13 @@ def build(
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the SHA-256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of an index; raises FileNotFoundError or ValueError with the remedy."""
+    """Return the manifest of an index. Raises FileNotFoundError or ValueError, which name the remedy."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no index: build one with tools/index CORPUS --out {folder}")
@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class Index:
-    """A loaded index: ``search`` gives passages. On a GPU when FAISS finds one."""
+    """A loaded index with its encoder. It is on the GPUs if FAISS finds any."""
 
     def __init__(self, folder: Path, encoder: Encoder):
         self.manifest = read_manifest(folder)
@@ -133,7 +133,7 @@ class Index:
         self.corpus = (folder / "passages.jsonl").open("rb")
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """The ``topk`` nearest passages of each query, best first."""
+        """Return the ``topk`` nearest passages of each query, best first."""
         scores, rows = self.faiss.search(self.encoder.embed(queries, "query"), min(topk, len(self.offsets)))
         return [list(self._passages(s, r)) for s, r in zip(scores, rows, strict=True)]
 

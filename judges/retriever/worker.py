@@ -1,4 +1,4 @@
-"""The retriever as a worker: service ``retrieve`` over a local index or over a Search-R1 server; equal queries are asked once.
+"""The retriever as a worker: it offers ``retrieve`` over a local index or a Search-R1 server and caches queries.
 
 ``python -m judges.retriever.worker PROCESS.json``
 """
@@ -22,7 +22,7 @@ from wire.service import Call, Service
 
 
 class RetrieverProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A retriever process. backend: an index folder, or the http:// URL of a Search-R1 server."""
+    """The file of a retriever process. backend: an index folder or the http(s) URL of a Search-R1 server. cache: queries to keep."""
 
     name: str
     run: str
@@ -33,13 +33,13 @@ class RetrieverProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Backend(Protocol):
-    """Where passages come from."""
+    """The source of passages."""
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]: ...
 
 
 class LocalBackend:
-    """An index in this process; searches run on one thread so that heartbeats go on."""
+    """An index in this process. Searches run on a thread of their own, so that heartbeats go on."""
 
     def __init__(self, folder: Path, encoder: str, threads: int):
         from judges.retriever.encoder import Encoder
@@ -63,25 +63,25 @@ class Retriever:
         self._searching, self._since = 0, 0.0
 
     async def handle(self, request: RetrieveRequest, call: Call) -> RetrieveResult:
-        """Service handler. Raises DataFault for a topk below 1."""
+        """Handle a request of the service. Raises DataFault for a topk below 1."""
         if request.topk < 1:
             raise DataFault(f"topk {request.topk}: expected at least 1")
-        # Taken now: what is in the cache may be gone when the search returns.
-        found = {q: self.cache[(q, request.topk)] for q in request.queries if (q, request.topk) in self.cache}
-        missing = sorted(set(request.queries) - set(found))
+        # The cached passages are taken now, because the cache may have dropped them when the search returns.
+        passages = {q: self.cache[(q, request.topk)] for q in request.queries if (q, request.topk) in self.cache}
+        missing = sorted(set(request.queries) - set(passages))
         if missing:
-            found |= zip(missing, await self._search(missing, request.topk), strict=True)
+            passages |= zip(missing, await self._search(missing, request.topk), strict=True)
         self.counts["queries"] += len(request.queries)
         self.counts["searched"] += len(missing)
-        for query, passages in found.items():
-            self.cache[(query, request.topk)] = passages
+        for query, row in passages.items():
+            self.cache[(query, request.topk)] = row
             self.cache.move_to_end((query, request.topk))
         while len(self.cache) > self.size:
             self.cache.popitem(last=False)
-        return RetrieveResult([found[q] for q in request.queries])
+        return RetrieveResult([passages[q] for q in request.queries])
 
     async def _search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """The backend's passages; seconds in which several searches are open count as busy once."""
+        """Return the backend's passages. A second in which several searches are open counts as busy once."""
         self._searching += 1
         if self._searching == 1:
             self._since = time.monotonic()
@@ -93,7 +93,7 @@ class Retriever:
                 self.busy_s += time.monotonic() - self._since
 
     def stats(self) -> dict[str, float]:
-        """Counters for the heartbeat."""
+        """Return counters for the heartbeat."""
         return {**self.counts, "busy_s": self.busy_s}
 
 
@@ -112,7 +112,7 @@ async def run(process: RetrieverProcess) -> None:
 
 
 def main() -> None:
-    """The launcher's retriever process."""
+    """Run the retriever process that the launcher starts."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RetrieverProcess)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     loop.run(run(process))
