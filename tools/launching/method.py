@@ -25,7 +25,7 @@ _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
 """Columns of a trajectory's last turn where a judge gives the outcome (``Context.finish``)."""
 
 
-class Given(msgspec.Struct, frozen=True):
+class Columns(msgspec.Struct, frozen=True):
     """Score columns that the turns have, by who gives them; ``unknown`` when a judge of [judges.outside] may give any."""
 
     strategy: set[str]
@@ -48,7 +48,7 @@ def check_method(config: Config, served: Served, environment: Environment) -> No
     _check_judge(s.judge, judge, environment)
     _check_groups(scheme, strategy)
     _check_strategy(config, strategy, environment)
-    _check_columns(config, scheme, strategy, given(config, strategy.gives, served, environment))
+    _check_columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
     _check_models(config, scheme)
 
 
@@ -110,7 +110,7 @@ def _check_strategy(config: Config, strategy: Strategy, environment: Environment
         raise ValueError(f"scheduler.strategy_options {idle} have no effect without SLATE's rewards: remove them")
 
 
-def given(config: Config, gives: StrategyGives, served: Served, environment: Environment) -> Given:
+def columns_of(config: Config, gives: StrategyGives, served: Served, environment: Environment) -> Columns:
     """Who gives which score column. ``Given.reward``: why there is no column "reward", "" when there is."""
     s = config.scheduler
     judge, outcome = served.get(f"judge.{s.judge}"), served.get(f"judge.{environment.outcome_judge}")
@@ -129,10 +129,10 @@ def given(config: Config, gives: StrategyGives, served: Served, environment: Env
     elif not judged >= COMPONENTS:
         reward = f"it is made of {sorted(COMPONENTS)}, of which judge {s.judge!r} lacks {sorted(COMPONENTS - judged)}"
     outside = s.judge in config.judges.outside or environment.outcome_judge in config.judges.outside
-    return Given({"valid", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
+    return Columns({"valid", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
 
 
-def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, found: Given) -> None:
+def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, found: Columns) -> None:
     s, reads, gives = config.scheduler, scheme.needs.columns, strategy.gives
     if gives.purpose and not reads & gives.purpose:
         raise ValueError(

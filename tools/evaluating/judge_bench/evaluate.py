@@ -90,9 +90,9 @@ def _row(judge: str, items: Sequence[Item], said: Callable[[str], int | None]) -
     valid = []
     for item in items:
         for number, step in enumerate(item.steps, 1):
-            given = said(record.step_id(item, number))
-            valid.append(given is not None)
-            right.append((item, float(given == step.label)))
+            flags = said(record.step_id(item, number))
+            valid.append(flags is not None)
+            right.append((item, float(flags == step.label)))
 
     def part(holds: Callable[[Item], bool]) -> Measured:
         values = [value for item, value in right if holds(item)]
@@ -139,8 +139,8 @@ def _shown(m: Measured) -> str:
 class _Judge(argparse.Action):
     """--judge, --option and --name: an option or a name belongs to the judge before it."""
 
-    def __call__(self, parser: Any, given: Any, values: Any, flag: Any = None) -> None:
-        judges: list[dict[str, Any]] = given.judges
+    def __call__(self, parser: Any, flags: Any, values: Any, flag: Any = None) -> None:
+        judges: list[dict[str, Any]] = flags.judges
         if self.dest == "judge":
             judges.append({"spec": values, "options": {}, "name": ""})
         elif not judges:
@@ -181,9 +181,9 @@ def check_threshold(threshold: float) -> None:
         raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
 
 
-def judges_of(given: argparse.Namespace) -> list[Asked]:
+def judges_of(flags: argparse.Namespace) -> list[Asked]:
     """The judges of a command line. Raises ValueError for two of one name."""
-    made = [Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"]) for j in given.judges]
+    made = [Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"]) for j in flags.judges]
     names = [one.name for one in made]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two judges are called {twice[0]!r}: tell them apart with --name")
@@ -218,10 +218,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def baselines_of(given: argparse.Namespace) -> list[str]:
+def baselines_of(flags: argparse.Namespace) -> list[str]:
     """ "majority" first, then those asked for. Raises ValueError for one that is none."""
     made = ["majority"]
-    for kind, *values in given.baseline:
+    for kind, *values in flags.baseline:
         if kind not in BASELINES or len(values) != (kind == "constant"):
             raise ValueError(
                 f"--baseline {' '.join([kind, *values])}: expected majority, random, first-turn, or constant S"
@@ -241,57 +241,57 @@ def _is_score(text: str) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    given = parse(arguments)
+    flags = parse(arguments)
     try:
-        check_threshold(given.threshold)
-        if given.deadline <= 0:
-            raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
-        items = record.read(given.bench, Item, "--bench")
-        asked, kinds = judges_of(given), baselines_of(given)
+        check_threshold(flags.threshold)
+        if flags.deadline <= 0:
+            raise ValueError(f"--deadline {flags.deadline:g}: expected more than 0 seconds")
+        items = record.read(flags.bench, Item, "--bench")
+        asked, kinds = judges_of(flags), baselines_of(flags)
         lasting = judging.lasting(asked)
-        out = given.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
-        lock = claim(out, Settings(record.digest(given.bench), given.threshold, lasting))
+        out = flags.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
+        lock = claim(out, Settings(record.digest(flags.bench), flags.threshold, lasting))
     except (OSError, ValueError) as error:
         print(f"{COMMAND}: {error}", file=sys.stderr)
         return 2
     with lock:
-        return _evaluate(given, items, asked, kinds, out)
+        return _evaluate(flags, items, asked, kinds, out)
 
 
-def _evaluate(given: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
+def _evaluate(flags: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
     again = f"the same command and --out {out}"
     try:
         answers = Answers(out / "answers.jsonl")
     except (OSError, ValueError) as error:
         print(f"{COMMAND}: {error}", file=sys.stderr)
         return 1
-    session = functools.partial(judging.Session, asked, items, answers, given.deadline)
+    session = functools.partial(judging.Session, asked, items, answers, flags.deadline)
     failed = conduct(session, again, "answered", COMMAND)
     if isinstance(failed, int):
         return failed
-    if failed and not given.count_failed:
+    if failed and not flags.count_failed:
         judging.say_failed(failed, COMMAND)
         print(f"go on with: {again}, or count them as wrong with --count-failed", file=sys.stderr)
         return 1
-    rows = [baseline(kind, items, given.threshold) for kind in kinds]
+    rows = [baseline(kind, items, flags.threshold) for kind in kinds]
     names = [record.step_id(item, number) for item in items for number in range(1, len(item.steps) + 1)]
     for one in asked:
         said = {name: answers.found.get((one.name, name)) for name in names}
         scores = {name: answer.score if answer is not None else None for name, answer in said.items()}
-        rows.append(measure(one.name, items, scores, given.threshold))
+        rows.append(measure(one.name, items, scores, flags.threshold))
     steps = [step for item in items for step in item.steps]
-    if other := sum(step.label != record.label(step.score, given.threshold) for step in steps):
+    if other := sum(step.label != record.label(step.score, flags.threshold) for step in steps):
         print(
-            f"{other} of {len(steps)} labels of {given.bench.name} were made with another threshold than"
-            f" {given.threshold:g}: give the one of its report (--threshold)",
+            f"{other} of {len(steps)} labels of {flags.bench.name} were made with another threshold than"
+            f" {flags.threshold:g}: give the one of its report (--threshold)",
             file=sys.stderr,
         )
     good = sum(step.label for item in items for step in item.steps)
-    result = Result(given.bench.name, len(items), len(names), good, given.threshold, rows)
+    result = Result(flags.bench.name, len(items), len(names), good, flags.threshold, rows)
     try:
         write_whole(out / "result.json", result)
     except OSError as error:
         print(f"{COMMAND}: {error}\ngo on with: {again}", file=sys.stderr)
         return 1
-    print(msgspec.json.encode(result).decode() if given.json else f"{table(result)}\nresult {out / 'result.json'}")
+    print(msgspec.json.encode(result).decode() if flags.json else f"{table(result)}\nresult {out / 'result.json'}")
     return 0

@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check(given: argparse.Namespace) -> None:
+def check(flags: argparse.Namespace) -> None:
     """Refuses values out of range and settings without effect. Raises ValueError."""
     positive = (
         "questions",
@@ -72,29 +72,29 @@ def check(given: argparse.Namespace) -> None:
         "threads",
         "max_context",
     )
-    players.check_positive(given, positive)
-    players.check_sampling(given)
-    players.check_needs(given)
-    names = [name for name, _ in given.budget]
+    players.check_positive(flags, positive)
+    players.check_sampling(flags)
+    players.check_needs(flags)
+    names = [name for name, _ in flags.budget]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--budget is given twice{f' for {twice[0]}' if twice[0] else ''}: give it once")
-    if not (given.model or given.run or given.endpoint):
+    if not (flags.model or flags.run or flags.endpoint):
         raise ValueError("nobody to measure: give --model, --run or --endpoint")
 
 
-def prepare(given: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], str]:
+def prepare(flags: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], str]:
     """Sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
-    check(given)
+    check(flags)
     heldout = None
-    if not given.set:
+    if not flags.set:
         from tools.defaults.facts import ensure_facts
         from tools.defaults.settings import cache_folder  # imports torch
 
         heldout = ensure_facts(cache_folder()) / "heldout.jsonl"
-    rows, retriever = read_rows(given)
-    sets = read_sets(given.set, given.questions, given.seed, heldout)
+    rows, retriever = read_rows(flags)
+    sets = read_sets(flags.set, flags.questions, flags.seed, heldout)
     known = [one.name for one in sets]
-    if unknown := [name for name, _ in given.budget if name and name not in known]:
+    if unknown := [name for name, _ in flags.budget if name and name not in known]:
         raise ValueError(f"--budget {unknown[0]}=..: expected a set of this table, {', '.join(known)}")
     return sets, rows, retriever
 
@@ -109,34 +109,34 @@ def _budget(text: str) -> tuple[str, int]:
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit status."""
-    given = parse(arguments)
+    flags = parse(arguments)
     try:
-        sets, rows, retriever = prepare(given)
-        out = given.out or Path("evaluations") / time.strftime("qa-%Y%m%d-%H%M%S")
-        settings = settings_of(sets, given.seed)
+        sets, rows, retriever = prepare(flags)
+        out = flags.out or Path("evaluations") / time.strftime("qa-%Y%m%d-%H%M%S")
+        settings = settings_of(sets, flags.seed)
         lock = claim(out, settings, [(row.name, row.settings) for row in rows])
     except (OSError, ValueError, MemoryError) as error:
         print(f"tools/evaluate qa: {error}", file=sys.stderr)
         return 2
-    again = shlex.join(["tools/evaluate", "qa", *arguments, *([] if given.out else ["--out", str(out)])])
+    again = shlex.join(["tools/evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])])
 
     def evaluation() -> Evaluation:
         retrieval = None
         if retriever:
             identity = next(row.settings.retriever for row in rows if row.settings.retriever)
-            opening = opening_of(retriever, given.threads or 1)
-            retrieval = CachedRetrieval(given.cache or out / "retrieval.sqlite", identity, opening)
-        return Evaluation(rows, sets, settings, out, retrieval, given.concurrency, finished)
+            opening = opening_of(retriever, flags.threads or 1)
+            retrieval = CachedRetrieval(flags.cache or out / "retrieval.sqlite", identity, opening)
+        return Evaluation(rows, sets, settings, out, retrieval, flags.concurrency, finished)
 
     def finished(table: Result) -> None:
-        (out / "table.md").write_text(markdown(table, given.measure) + "\n")
+        (out / "table.md").write_text(markdown(table, flags.measure) + "\n")
 
     with lock:
         result = conduct(evaluation, again, "answered")
-    return result if isinstance(result, int) else _report(given, result, out)
+    return result if isinstance(result, int) else _report(flags, result, out)
 
 
-def _report(given: argparse.Namespace, result: Result, out: Path) -> int:
-    said = "\n".join([markdown(result, given.measure), *notes(result)])
-    print(msgspec.json.encode(result).decode() if given.json else f"{said}\nresult {out / 'result.json'}")
+def _report(flags: argparse.Namespace, result: Result, out: Path) -> int:
+    said = "\n".join([markdown(result, flags.measure), *notes(result)])
+    print(msgspec.json.encode(result).decode() if flags.json else f"{said}\nresult {out / 'result.json'}")
     return 0
