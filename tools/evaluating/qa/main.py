@@ -1,4 +1,4 @@
-"""The command tools/evaluate qa: question answering by runs, models and endpoints, and by the papers' baselines without training."""
+"""The command tools/evaluate qa measures question answering by runs, models and endpoints, and by the papers' untrained baselines."""
 
 import argparse
 import shlex
@@ -20,7 +20,7 @@ from tools.evaluating.qa.table import markdown, notes
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="tools/evaluate qa",
         description="Measure question answering: a table of methods and models by question sets.",
@@ -30,11 +30,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--set", action="append", default=[], metavar="NAME=SOURCE",
         help="a .jsonl or .parquet file, or a hub data set owner/name[/folder][:split]; paper: the papers' seven",
     )  # fmt: skip
-    questions.add_argument("--questions", type=int, help="of each set, a fixed subset (default: all)")
-    questions.add_argument("--seed", type=int, default=0, help="of the subset (default: %(default)s)")
+    questions.add_argument("--questions", type=int, help="size of each set's fixed subset (default: all)")
+    questions.add_argument("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
     who = parser.add_argument_group("players (at least one; --model and --run may be repeated)")
     who.add_argument("--model", action="append", default=[], help="a model folder, a built-in name or a hub id")
-    who.add_argument("--run", type=Path, action="append", default=[], help="a run: newest weights, its own settings")
+    who.add_argument("--run", type=Path, action="append", default=[], help="a run: its newest weights and its settings")
     who.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     players.add_endpoint(parser)
     players.add_local(parser)
@@ -50,29 +50,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     forced = "search: force an answer when the budget is used up (default: as the run's strategy does, else yes)"
     how.add_argument("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
     how.add_argument("--retriever", help="index folder, URL of a Search-R1 server, or default (else: the run's)")
-    how.add_argument("--cache", type=Path, help="file of found passages, to share (default: OUT/retrieval.sqlite)")
+    how.add_argument("--cache", type=Path, help="file that keeps found passages (default: OUT/retrieval.sqlite)")
     parser.add_argument(
-        "--out", type=Path, help="folder; what is there goes on, more rows may be added (default: evaluations/qa-TIME)"
+        "--out", type=Path, help="folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)"
     )
-    parser.add_argument("--measure", choices=MEASURES, default="em", help="of the table (default: %(default)s)")
+    parser.add_argument("--measure", choices=MEASURES, default="em", help="what the table shows (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--concurrency", type=int, default=16, help="questions at once (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Refuses values out of range and settings without effect. Raises ValueError."""
-    positive = (
-        "questions",
-        "concurrency",
-        "topk",
-        "timeout",
-        "attempts",
-        "max_tokens",
-        "threads",
-        "max_context",
-    )
-    players.check_positive(flags, positive)
+    """Refuse values out of range and settings without effect. Raises ValueError."""
+    counts = ("questions", "concurrency", "topk", "timeout", "attempts", "max_tokens", "threads", "max_context")
+    players.check_positive(flags, counts)
     players.check_sampling(flags)
     players.check_needs(flags)
     names = [name for name, _ in flags.budget]
@@ -83,7 +74,7 @@ def check(flags: argparse.Namespace) -> None:
 
 
 def prepare(flags: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], str]:
-    """Sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
+    """The sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
     check(flags)
     heldout = None
     if not flags.set:
@@ -100,7 +91,7 @@ def prepare(flags: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], st
 
 
 def _budget(text: str) -> tuple[str, int]:
-    """(set, its budget); the set is "" where N is for all of them."""
+    """A value of --budget as (set, budget). The set is "" if the budget is for all sets."""
     name, _, count = text.rpartition("=")
     if not count.isdecimal() or int(count) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, alone or as SET=N")
@@ -108,7 +99,7 @@ def _budget(text: str) -> tuple[str, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     flags = parse(arguments)
     try:
         sets, rows, retriever = prepare(flags)
@@ -137,6 +128,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(flags: argparse.Namespace, result: Result, out: Path) -> int:
-    said = "\n".join([markdown(result, flags.measure), *notes(result)])
-    print(msgspec.json.encode(result).decode() if flags.json else f"{said}\nresult {out / 'result.json'}")
+    shown = "\n".join([markdown(result, flags.measure), *notes(result)])
+    print(msgspec.json.encode(result).decode() if flags.json else f"{shown}\nresult {out / 'result.json'}")
     return 0

@@ -1,4 +1,4 @@
-"""The rows of a table, from the command line: a player and a method each, checked before anything is started or paid for."""
+"""The rows of a table, from the command line. Each is a player with a method, checked before anything is started or paid for."""
 
 import argparse
 import hashlib
@@ -24,15 +24,15 @@ from tools.evaluating.qa.retrieval import identity_of
 from wire.messages import LoadRequest
 
 _NO_SEARCH = {"prompt": "search", "forced": "search"}
-"""Flags that have an effect on one method alone."""
+"""Flags that affect only one method, with that method."""
 
 
 class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row's result depends on beside the questions, saved as OUT/ROW/evaluation.json.
+    """Everything but the questions on which a row's result depends, saved as OUT/ROW/evaluation.json.
 
-    source: model folder, run or URL. weights: their digest, "" at an endpoint. options: of the environment, with the method search. prompts:
-    digest of the texts the method asks with. budgets: set -> its budget, where it is not how.budget. retriever: what answers its queries,
-    "" for a method without.
+    source: model folder, run or URL. weights: their digest, "" for an endpoint. options: the environment's, for the method search.
+    prompts: digest of the method's prompts. budgets: the budgets of sets that differ from how.budget. retriever: what answers the
+    method's queries, "" if it has none.
     """
 
     method: str
@@ -56,7 +56,7 @@ class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Player(msgspec.Struct, frozen=True):
-    """Who answers. name: short, for the table. make: its engine, not started. own: the run's scheduler settings, None for no run."""
+    """The one who answers. name: a short name for the table. make: makes the engine. own: a run's scheduler settings, else None."""
 
     name: str
     described: dict[str, Any]
@@ -69,13 +69,13 @@ class Player(msgspec.Struct, frozen=True):
 
 
 class _Backend(msgspec.Struct, frozen=True):
-    """What is needed of RUN/processes/retriever.json."""
+    """The only field of RUN/processes/retriever.json that is read."""
 
     backend: str
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of the table, kept in the folder OUT/name."""
+    """A row of the table. Its folder is OUT/name."""
 
     name: str
     settings: RowSettings
@@ -84,7 +84,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_rows(flags: argparse.Namespace) -> tuple[list[Row], str]:
-    """The rows of the command line, and the retriever as a folder or URL ("" where no row retrieves).
+    """The rows of the command line, and the retriever as a folder or URL ("" if no row retrieves).
 
     Raises ValueError, OSError or MemoryError with the remedy.
     """
@@ -135,7 +135,7 @@ def _row(flags: argparse.Namespace, method: str, player: Player, identity: str) 
 
 
 def _forces(strategy: str) -> bool:
-    """Does a run's own held-out evaluation force an answer? That of chains does, a strategy may name another."""
+    """Whether the held-out evaluation of a run with this strategy forces an answer, as the one by chains does."""
     return strategies.load(strategy).examined_by == "chain"
 
 
@@ -157,7 +157,7 @@ def _of_run(path: Path, flags: argparse.Namespace) -> Player:
     if run.scheduler.environment != "search_qa":
         raise ValueError(f"--run {path} was trained on {run.scheduler.environment!r}: expected a run of 'search_qa'")
     folder = run.actor.model
-    # A prompt of another method is longer than the run's own, so its context is no limit here.
+    # Other methods have longer prompts than the run, so the run's own context is not a limit here.
     room = flags.max_context or max(run.actor.actors.max_context, players.MAX_CONTEXT)
     config = msgspec.structs.replace(run.actor.actors, max_context=room)
     own = run.scheduler.scheduler
@@ -185,15 +185,15 @@ def _short(name: str) -> str:
 
 
 def _retriever(flags: argparse.Namespace) -> str:
-    """The folder or URL: as given, else that of the runs, else the built-in corpus."""
+    """The folder or URL of the retriever: the one of --retriever, else the runs' own, else the built-in corpus."""
     if flags.retriever not in (None, "default"):
         return flags.retriever
     files = [run / "processes" / "retriever.json" for run in flags.run]
-    found = {players.saved(file, _Backend).backend for file in files if file.is_file()}
-    if flags.retriever is None and found:
-        if len(found) > 1:
-            raise ValueError(f"the runs searched in {sorted(found)}: say with --retriever which one all rows use")
-        return found.pop()
+    backends = {players.saved(file, _Backend).backend for file in files if file.is_file()}
+    if flags.retriever is None and backends:
+        if len(backends) > 1:
+            raise ValueError(f"the runs searched in {sorted(backends)}: say with --retriever which one all rows use")
+        return backends.pop()
     from tools.defaults.facts import ensure_facts
     from tools.defaults.index_corpus import ensure_index
     from tools.defaults.settings import cache_folder
