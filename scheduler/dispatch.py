@@ -56,8 +56,13 @@ def _order(pending: Pending) -> tuple[Any, ...]:
 
 
 class Dispatcher:
-    """Owns the ROUTER socket, the workers and the calls: ``await start()``, any number of ``await call(...)``, then ``await close()``.
+    """Owns the ROUTER socket, the workers and the calls, from ``start`` to ``close``. A run of one call:
 
+        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys)
+        await dispatcher.start()
+        await dispatcher.wait_for("retrieve", 1, timeout=60)
+        result = await dispatcher.call("retrieve", RetrieveRequest(["capital of Peru"], 3), deadline=30)
+        await dispatcher.close()
     counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers. on_fault(service, fault, caller).
     """
 

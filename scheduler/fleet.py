@@ -152,7 +152,7 @@ class Fleet:
         longest = call.request.sampling.max_tokens
         return call.request.n * (longest if self._sampled is None else min(longest, self._sampled))
 
-    # ------------------------------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------------------------------ events
 
     def started(self, call: "Generation", worker: str) -> "Sent":
         """An attempt of the call was sent to ``worker``: it takes room there."""

@@ -68,7 +68,8 @@ class Training(msgspec.Struct, frozen=True):
 
     first, last: versions before and after. resumed: whether an earlier start of the run exists. learner: seconds of one rank by activity,
     which sum to ``seconds``. busy: busy shares by kind of process. without_trees: seconds in which no tree grew. loading: seconds in
-    which the actors were being given new weights."""
+    which the actors were being given new weights.
+    """
 
     first: int
     last: int

@@ -66,16 +66,8 @@ def write(
     if summary["quarantined"]:
         print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
     print("\n".join(phases.table(spent, training)))
-    for name in (
-        "config.json",
-        "journal.sqlite",
-        "metrics.jsonl",
-        "tensorboard",
-        "checkpoints",
-        "weights",
-        "best",
-        "logs",
-    ):
+    files = ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "best", "logs")
+    for name in files:
         if (run / name).exists():
             print(f"  {name:<15} {run / name}")
     print(f"look at a tree: tools/dump {run}", flush=True)

@@ -15,8 +15,8 @@ INVALID_REWARD = -2.0
 
 
 async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float]:
-    """Have sibling actions judged, and return their rewards r_t (NaN without a judge). A reward is the judge's own column "reward" if the
-    environment is ``rewarded_by_judge``; otherwise it is SLATE's ``composite`` of the judge's columns."""
+    """Have sibling actions judged, and return their rewards r_t (NaN without a judge): the judge's own column "reward" if the environment
+    is ``rewarded_by_judge``, otherwise SLATE's ``composite`` of the judge's columns."""
     await ctx.judge(nodes)
     if not ctx.environment.rewarded_by_judge and ctx.settings.judge != UNJUDGED:
         for node in nodes:

@@ -84,19 +84,19 @@ def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msg
     return lock
 
 
-def locked(path: Path, what: str) -> Any:
-    """Open ``path`` and lock it while it is open. Raises ValueError, naming ``what`` is locked, if another process holds the lock."""
+def locked(path: Path, subject: str) -> Any:
+    """Open ``path`` and lock it while it is open. Raises ValueError, naming the locked ``subject``, if another process holds the lock."""
     lock = path.open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(f"{what} is in use by another process: stop that process, or choose another --out") from None
+        raise ValueError(f"{subject} is in use by another process: stop it, or choose another --out") from None
     return lock
 
 
-def check_same(saved: Path, settings: msgspec.Struct, what: str) -> None:
-    """Raises ValueError that names the first key in which ``saved``, if it exists, differs. what: the work that has these settings."""
+def check_same(saved: Path, settings: msgspec.Struct, subject: str) -> None:
+    """Raises ValueError that names the first key in which ``saved``, if it exists, differs. subject: the work with these settings."""
     if not saved.is_file():
         return
     current = msgspec.json.decode(msgspec.json.encode(settings))
@@ -109,14 +109,14 @@ def check_same(saved: Path, settings: msgspec.Struct, what: str) -> None:
     for key in sorted({*current, *before}):
         if before.get(key) != current.get(key):
             raise ValueError(
-                f"{what} was begun with {key} = {before.get(key)!r}, now it is {current.get(key)!r}:"
+                f"{subject} was begun with {key} = {before.get(key)!r}, now it is {current.get(key)!r}:"
                 " give the same settings, or choose another --out"
             )
 
 
-def keep(path: Path, settings: msgspec.Struct, what: str) -> None:
+def keep(path: Path, settings: msgspec.Struct, subject: str) -> None:
     """Write the settings of work that may be continued later. Raises ValueError as ``check_same`` does."""
-    check_same(path, settings, what)
+    check_same(path, settings, subject)
     if not path.is_file():
         write_whole(path, settings)
 
@@ -218,7 +218,7 @@ def _sample(action: Node) -> Sample:
     return Sample(action.tokens, action.logprobs, action.versions, action.finish)  # pyright: ignore[reportArgumentType]
 
 
-# ---------------------------------------------------------------------------------------------- what was spent
+# ---------------------------------------------------------------------------------------------- costs
 
 
 class Spent(msgspec.Struct, frozen=True):

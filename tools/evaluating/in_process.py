@@ -32,7 +32,8 @@ Handler = Callable[[Any], Awaitable[Any]]
 class InProcess:
     """Serves ``generate`` by an engine, ``judge.<name>`` and ``player.<name>`` by workers, through the dispatcher's ``call``.
 
-    Call ``begin`` or ``start`` first and ``close`` last. engine: None for a player without a model. more: handlers of other services."""
+    Call ``begin`` or ``start`` first and ``close`` last. engine: None for a player without a model. more: handlers of other services.
+    """
 
     def __init__(self, engine: Engine | None, workers: Sequence[Judge | Player], more: Mapping[str, Handler] = {}):
         self.engine, self.workers = engine, workers

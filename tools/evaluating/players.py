@@ -163,7 +163,7 @@ def saved(path: Path, kind: type[_Read]) -> _Read:
     except (OSError, msgspec.DecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"--run: {path}: {reason}; expected what a run wrote there: copy the run folder again, or measure another run or version"
+            f"--run: {path}: {reason}; expected a file that a run wrote: copy the run folder again, or measure another run or version"
         ) from None
 
 

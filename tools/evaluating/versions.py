@@ -17,7 +17,7 @@ def argument(text: str) -> int | str:
 
 def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
     """The chosen version and the folder of its weights. None chooses the newest version, "best" the best one, and 0 the start's model,
-    which has no folder. Raises ValueError that names the versions the run holds."""
+    
     kept = {int(path.name[1:]): path for path in (run / "weights").glob("v??????")}
     record = best.read(run)
     if record is not None and record[0].version:

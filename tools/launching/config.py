@@ -1,6 +1,6 @@
 """One TOML file per experiment becomes typed structs. An unknown key, a wrong type or a value out of range is refused with its path.
 
-A file may state only what differs from another: `extends = "slate-7b.toml"` at its top.
+A file may state only the values that differ from another file: `extends = "slate-7b.toml"` at its top.
 """
 
 import difflib

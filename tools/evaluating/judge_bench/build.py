@@ -15,7 +15,8 @@ from tools.evaluating.judge_bench.record import CATEGORIES, Graded, Item, Labell
 class Report(msgspec.Struct, frozen=True):
     """What happened to the trajectories. mean_score: over the steps left after filtering; threshold: the one used for the labels.
 
-    pool, taken: items by category, before and after balancing. missing: items that the pool could not provide."""
+    pool, taken: items by category, before and after balancing. missing: items that the pool could not provide.
+    """
 
     trajectories: int
     dropped: dict[str, int]

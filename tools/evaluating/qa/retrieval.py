@@ -86,13 +86,13 @@ class CachedRetrieval:
     async def _ask(self, key: tuple[int, str]) -> list[Passage]:
         topk, query = key
         backend = await self.open()
-        (found,) = await backend.search([query], topk)
-        row = (self.identity, topk, query, msgspec.msgpack.encode(found))
+        (passages,) = await backend.search([query], topk)
+        row = (self.identity, topk, query, msgspec.msgpack.encode(passages))
         try:
             self.db.execute("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", row)
         except sqlite3.Error as error:
             raise InfrastructureFault(f"{self.file} could not be written ({error}): free some space") from None
-        return found
+        return passages
 
     async def close(self) -> None:
         """Cancel the queries under way, and close the backend and the file."""

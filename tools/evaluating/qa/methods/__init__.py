@@ -27,8 +27,7 @@ _THOUGHT = re.compile(r"^(\s*<think>)?.*?</think>|^\s*<think>.*", re.DOTALL)
 
 
 class How(msgspec.Struct, frozen=True):
-    """topk: passages per search. budget: most searches per question (for the method search: turns). forced: whether a used-up budget
-    forces an answer."""
+    """topk: passages per search. budget: most searches per question, for search most turns. forced: a used-up budget forces an answer."""
 
     topk: int = 3
     budget: int = 4
@@ -53,13 +52,13 @@ def digest(name: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-# ---------------------------------------------------------------------------------------------- what the methods share
+# ---------------------------------------------------------------------------------------------- shared by the methods
 
 
 def filled(name: str, **values: str) -> str:
     """A prompt file with its placeholders {key} filled in. Placeholders inside the values are left alone."""
     template = (PROMPTS / f"{name}.txt").read_text().strip()
-    return re.sub("{(" + "|".join(values) + ")}", lambda found: values[found[1]], template)
+    return re.sub("{(" + "|".join(values) + ")}", lambda match: values[match[1]], template)
 
 
 def documents(passages: Iterable[Passage]) -> str:

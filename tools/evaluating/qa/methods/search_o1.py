@@ -6,7 +6,8 @@ made. A repeated query, or one beyond the budget, gets a notice and costs no sea
 more. After ``budget`` + 5 queries of any kind the question ends (the paper's code: 10 searches, 15 turns).
 
 Simplified: the project's <search> tags and a <result> block replace the paper's markers. There is no worked example. The second prompt
-sees the last 2,000 characters of the reasoning, not a selection of its steps, and is asked without thinking. No answer is forced."""
+sees the last 2,000 characters of the reasoning, not a selection of its steps, and is asked without thinking. No answer is forced.
+"""
 
 import re
 
