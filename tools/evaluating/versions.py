@@ -16,8 +16,10 @@ def argument(text: str) -> int | str:
 
 
 def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
-    """The chosen version and the folder of its weights. None chooses the newest version, "best" the best one, and 0 the start's model,
-    
+    """The chosen version and the folder of its weights. Raises ValueError that names the versions the run holds.
+
+    version: None chooses the newest, "best" the best, and 0 the model of the start, which has no folder.
+    """
     kept = {int(path.name[1:]): path for path in (run / "weights").glob("v??????")}
     record = best.read(run)
     if record is not None and record[0].version:
