@@ -68,7 +68,7 @@ def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msg
     saved = out / SETTINGS
     ours = {"lock", f"{SETTINGS}{DRAFT}"}
     if out.exists() and not saved.is_file() and any(path.name not in ours for path in out.iterdir()):
-        raise ValueError(f"--out {out} holds other files and no {SETTINGS}: choose another folder")
+        raise ValueError(f"--out {out} holds something else (no {SETTINGS}): choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     lock = locked(out / "lock", f"--out {out}")
     folders = [(out, settings), *((out / name, own) for name, own in parts)]
