@@ -144,7 +144,7 @@ class _Judge(argparse.Action):
         if self.dest == "judge":
             judges.append({"spec": values, "options": {}, "name": ""})
         elif not judges:
-            parser.error(f"{flag} {values}: give --judge before {flag}, which belongs to a judge")
+            parser.error(f"{flag} {values} belongs to a judge: give --judge before it")
         elif self.dest == "name":
             judges[-1]["name"] = values
         else:
