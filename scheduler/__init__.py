@@ -1,4 +1,4 @@
-"""The scheduler's room. STARTED: when this process began to import it, by the monotonic clock, which all processes share."""
+"""The scheduler's room. STARTED: when this process began to import the room, in seconds of the monotonic clock that all processes share."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Players of a game that need no model, on the held-out tasks: what any policy must beat."""
+"""Players that need no model, on the held-out tasks of a game. Any policy must beat them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ PLAYERS: dict[str, Callable[[list[tuple[int, ...]], random.Random], tuple[int, .
 async def play(
     environment: Environment, tasks: Sequence[Task], context: Callable[[Task, int], Context]
 ) -> dict[str, float]:
-    """The mean headline measure of each player; an environment without a list of legal moves has none."""
+    """The mean headline measure of each player; empty for an environment that is not a game."""
     if not isinstance(environment, Game):
         return {}
-    found = {}
+    means = {}
     for name in PLAYERS:
         values = await together(
             _episode(environment, name, task, context(task, place)) for place, task in enumerate(tasks)
         )
-        found[name] = estimate(values).mean
-    return found
+        means[name] = estimate(values).mean
+    return means
 
 
 async def _episode(game: Game, player: str, task: Task, tools: Context) -> float:

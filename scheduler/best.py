@@ -1,7 +1,7 @@
-"""The weights that did best on the held-out tasks, kept when the learner lets go of their version (methods.md 2.4: best on validation).
+"""Keep the weights that did best on the held-out tasks, even after the learner deletes their version (methods.md 2.4: best on validation).
 
-RUN/best/vNNNNNN holds them (hard links where the file system has them, so no space twice) and best.json; there is one such folder. Version
-0 is the model that the run started from and has no weights of its own.
+The only folder RUN/best/vNNNNNN holds these weights and best.json. The weights are hard links where the file system has them, and take
+no space twice. Version 0 is the model from which the run started; it has no weights of its own.
 """
 
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("scheduler.best")
 
 
 class Best(msgspec.Struct, frozen=True):
-    """What a version reached. measure: the environment's headline; value: its mean over the held-out tasks."""
+    """The result of the best version. measure: the environment's headline; value: its mean over the held-out tasks."""
 
     version: int
     measure: str
@@ -27,24 +27,24 @@ class Best(msgspec.Struct, frozen=True):
 
 
 def read(run: Path) -> tuple[Best, Path] | None:
-    """The best version so far and its folder, if anything was evaluated. A record that a power cut left torn counts for nothing."""
-    found = []
+    """The best version so far and its folder, or None before the first evaluation. A record that a power cut left torn is ignored."""
+    records = []
     for path in sorted((run / "best").glob("v??????/best.json")):
         try:
-            found.append((msgspec.json.decode(path.read_bytes(), type=Best), path.parent))
+            records.append((msgspec.json.decode(path.read_bytes(), type=Best), path.parent))
         except msgspec.DecodeError as error:
-            log.warning("%s: %s; it is passed over", path, error)
-    return max(found, key=lambda pair: pair[0].value, default=None)
+            log.warning("%s is damaged and is ignored: %s", path, error)
+    return max(records, key=lambda pair: pair[0].value, default=None)
 
 
 def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
-    """Keep ``weights`` if they are better than the best before; whether they are. A full disk costs the copy, not the run."""
+    """Keep ``weights`` if they are better than the best so far. Returns whether they were kept; a full disk does not end the run."""
     before = read(run)
     if before is not None and (before[0].value >= value or before[0].version == weights.version):
         return False
     folder = run / "best" / f"v{weights.version:06d}"
     try:
-        with drafted(folder, replace=True, alone=True) as draft:  # a folder that is there has a torn record
+        with drafted(folder, replace=True, alone=True) as draft:  # a folder that exists already has a torn record
             for path in _files(weights):
                 _link(path, draft / path.name)
             (draft / "best.json").write_bytes(msgspec.json.encode(Best(weights.version, measure, value)))
@@ -57,7 +57,7 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
 
 
 def _files(weights: Weights) -> list[Path]:
-    """Of a version; raises FileNotFoundError where it was given out of the learner's memory only."""
+    """The files of a version's weights. Raises FileNotFoundError if the learner gave them out of its memory only."""
     if not weights.version:
         return []
     folder = Path(weights.path)
@@ -69,5 +69,5 @@ def _files(weights: Weights) -> list[Path]:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # the target is on another file system, or the file system has no hard links
         shutil.copy2(source, target)

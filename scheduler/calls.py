@@ -1,4 +1,4 @@
-"""What the dispatcher remembers of workers and calls; it alone changes these records."""
+"""The dispatcher's records of workers and calls. Only the dispatcher changes them."""
 
 import asyncio
 from typing import Any
@@ -13,18 +13,18 @@ from wire.numbers import Count, Positive
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Timing of workers and calls, in seconds."""
+    """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of one call."""
 
     heartbeat_s: Positive = 2.0
     dead_after_s: Positive = 20.0
-    """Silence after which a worker is given up and its calls move on. Well above a long pause of a busy machine."""
+    """A worker that is silent for so long is given up and its calls move on; well above a long pause of a busy machine."""
     max_attempts: Count = 3
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One attempt of one call, for traces. Times are seconds of the monotonic clock.
+    """One attempt of one call, for traces. Times are in seconds of the monotonic clock.
 
-    outcome: "ok", a fault kind, "deadline" or "cancelled" (by the caller).
+    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller).
     """
 
     service: str
@@ -35,7 +35,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """What the dispatcher knows of one connected worker. ``stats`` are those of its last heartbeat, which came at ``beat_at``."""
+    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``."""
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str):
         self.identity, self.hello, self.admission = identity, hello, admission
@@ -49,7 +49,7 @@ class Worker:
         self.draining = False
 
     def state(self, now: float) -> str:
-        """What it does with calls now, in words."""
+        """How the worker treats calls now, in words that follow its name in a message."""
         if self.draining:
             return "is draining"
         if not self.breaker.closed(now):
@@ -58,9 +58,9 @@ class Worker:
 
 
 class Pending:
-    """A call and its waiting ``caller``, in words. ``body`` is encoded once, whatever the number of attempts.
+    """One call until its outcome. ``body`` is encoded once for all attempts; ``caller`` says in words who waits for the outcome.
 
-    attempt: the one that runs now, if any.
+    attempt: the attempt that is running now, if there is one.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class Pending:
         self.last_fault: Fault | None = None
 
     def settle(self, outcome: Any) -> None:
-        """The one outcome; a later one is ignored."""
+        """Set the outcome of the call. Later outcomes are ignored."""
         if self.done.done():
             return
         if isinstance(outcome, BaseException):
@@ -108,7 +108,7 @@ class Pending:
 
 
 class Attempt:
-    """One try of a pending call on one worker."""
+    """One attempt to run a pending call on one worker."""
 
     __slots__ = ("number", "pending", "start", "worker")
 

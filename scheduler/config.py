@@ -8,15 +8,15 @@ from scheduler.dispatch import DispatchConfig
 from wire.numbers import Count, Natural, NotNegative, Positive
 
 UNJUDGED = "none"
-"""scheduler.judge of a run that learns from outcomes alone: no turn is judged."""
+"""The value of scheduler.judge for a run that learns from outcomes alone: no turn is judged."""
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler.evaluation]: held-out evaluation by whole trajectories.
 
-    questions: size of the fixed held-out subset (the same for every seed; 0 switches evaluation off). every: updates between
-    evaluations besides the first and the last (0: none). temperature 0 is greedy. options: of the environment, where they differ
-    from data.options (a fixed opponent).
+    questions: size of the fixed held-out subset (the same for every seed; 0 switches evaluation off). every: updates between further
+    evaluations (0: only the first and the last). temperature: 0 is greedy. options: environment options that replace those of
+    data.options, such as a fixed opponent.
     """
 
     questions: Natural = 128
@@ -28,8 +28,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler.placement], see docs/placement.md.
 
-    batch: samples that an actor should decode together; one that has fewer takes on trees for which its prefix cache has no room (0:
-    the cache comes first).
+    batch: the number of samples that an actor should decode together. An actor with fewer samples takes on trees even if its prefix
+    cache has no room for them (0: it never does).
     """
 
     batch: Natural = 16
@@ -38,11 +38,10 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler].
 
-    strategy: a module of scheduler/strategies, or module:grow; strategy_options: its keyword arguments. budget: steps B.
-    judge: the service judge.<judge>, or "none". max_action_tokens: of one action. thinking: ask a chat template that knows the switch for
-    a thinking block.
-    updates: optimizer steps of the run. questions_per_update: trees that make
-    one update. max_staleness: see scheduler/pacing.py. Deadlines and timeouts in seconds.
+    strategy: a module of scheduler/strategies, or module:grow; strategy_options: the keyword arguments of grow. budget: the largest
+    number of steps, B. judge: the service judge.<judge>, or "none". max_action_tokens: the limit of one action. thinking: ask for a
+    thinking block, if the chat template has that switch. updates: how many the run makes. questions_per_update: trees per update.
+    max_staleness: see scheduler/pacing.py. Deadlines and timeouts are in seconds.
     """
 
     strategy: str = "slate"
@@ -70,8 +69,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat template.
 
-    environment, options: see actors/environments/registry.py. train, heldout: task files, one or several ("" for an environment
-    that makes its tasks). services: those of judges and opponents to wait for. most: samples of one generate call.
+    environment, options: see actors/environments/registry.py. train, heldout: one task file or several ("" if the environment makes
+    its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""What a strategy may do: every slow thing is one awaited call, every result is in the tree when it returns.
+"""What a strategy may do: every slow thing is one awaited call, and its result is in the tree when the call returns.
 
-A step is one transaction of the journal: the one that writes its sampled action (or, in SLATE, its group of judged candidates) also
-writes what changed since the step before: the observation, and scores that came meanwhile. A crash therefore never loses a sample
-that a trajectory continues; it may cost one repeated call of the environment or the judge.
+Each step is one transaction of the journal. The transaction that writes the sampled action (or, in SLATE, the group of judged
+candidates) also writes the observation and the scores that came since the step before. A crash therefore never loses a sample that a
+trajectory continues; at worst one call of the environment or the judge is repeated.
 """
 
 import asyncio
@@ -45,14 +45,14 @@ from wire.messages import (
 Emit = Callable[[Tree, list[Turn]], None]
 
 ATTEMPTS = 5
-"""How often a tree whose calls fail is taken up."""
+"""How many attempts a tree gets when infrastructure faults end them."""
 
 
 class Shop(msgspec.Struct, frozen=True):
-    """What all contexts of a run share. most: samples of one generate call; more are asked for in several calls.
+    """What all contexts of a run share. most: the largest number of samples in one generate call; more samples take several calls.
 
-    aside: room for calls of continuations, so that they wait here, where no deadline runs. fleet: places generate calls. judged: the
-    tally of the run's judge.
+    aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
+    the tally of the run's judge.
     """
 
     dispatcher: Dispatcher
@@ -69,9 +69,9 @@ class Shop(msgspec.Struct, frozen=True):
 
 
 class Context:
-    """One tree's view of the system. ``settings`` may differ from the run's (an evaluation is greedy).
+    """One tree's view of the system. ``settings`` may differ from the run's: an evaluation has its own temperature.
 
-    attempt: which of ``ATTEMPTS`` this is, 0 where there is only one.
+    Call ``plant`` first; strategies do the rest. attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one.
     """
 
     attempt = 0
@@ -85,7 +85,7 @@ class Context:
     # ------------------------------------------------------------------------------------------ strategy calls
 
     async def plant(self) -> None:
-        """The root, unless the tree has one: the rendered prompt, or what all turns' prompts share, and the first state."""
+        """Add the root unless the tree has one: the first state with its prompt, or with the part that all turns' prompts share."""
         state = await asyncio.to_thread(self.environment.initial, self.task)
         self.state_type = type(state)
         if not self.tree.nodes:
@@ -102,15 +102,15 @@ class Context:
         return node
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
-        """``n`` actions sampled from the prefix that ends in ``node``."""
+        """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children."""
         samples, cached = await self.sample(self.tree.prefix(node), n, self.environment.stop)
-        place = node.trajectory if trajectory is None else trajectory
-        made = [self._sampled(node, sample, trajectory=place) for sample in samples]
-        made[0].cached = cached
-        return made
+        trajectory = node.trajectory if trajectory is None else trajectory
+        actions = [self._sampled(node, sample, trajectory=trajectory) for sample in samples]
+        actions[0].cached = cached
+        return actions
 
     def action(self, node: Node) -> Action:
-        """The action of an action node, parsed once."""
+        """The parsed action of an action node. Each node is parsed once."""
         known = self.tree.actions_read.get(node.id)
         if known is None:
             read = self.environment
@@ -119,12 +119,13 @@ class Context:
         return known
 
     async def judge(self, nodes: Sequence[Node]) -> None:
-        """Have sibling actions judged, and mark them; where the judge's columns make the reward, invalid ones are not judged (methods.md 1.4)."""
+        """Have sibling actions judged, and mark them. If rewards are composed of the judge's columns, only valid actions are judged
+        (methods.md 1.4)."""
         await self.score([node for node in nodes if self.action(node).valid or self.environment.rewarded_by_judge])
         self.mark(nodes)
 
     async def score(self, nodes: Sequence[Node]) -> None:
-        """Write the judge's columns to actions, whether they are valid or not; without a judge there are none."""
+        """Have actions judged, valid or not, and write the judge's columns to them. Does nothing in a run without a judge."""
         if not nodes or self.settings.judge == UNJUDGED:
             return
         turns = [self._judged(node, self.action(node)) for node in nodes]
@@ -136,7 +137,7 @@ class Context:
         self.changed(nodes)
 
     def mark(self, nodes: Sequence[Node]) -> None:
-        """Write to actions whether they are valid, and count them; each once, also after a crash or a fault."""
+        """Write the column "valid" to actions and count them. Marked actions are skipped, so repeating the call is safe."""
         new = [node for node in nodes if "valid" not in node.scores]
         for node in new:
             valid = self.action(node).valid
@@ -146,7 +147,7 @@ class Context:
         self.changed(nodes)
 
     async def step(self, node: Node) -> Node | None:
-        """The environment's answer to a chosen action, as the node to act on next; None when the episode is over."""
+        """Take a chosen action in the environment. Returns the node at which the policy acts next, None when the episode is over."""
         if node.forced or "outcome" in node.scores:
             return None
         transition = await self.environment.step(self.state(node), self.action(node), self)
@@ -159,7 +160,7 @@ class Context:
         if self.environment.fresh:
             return self._show(transition.state, node.trajectory, node.step)
         text = transition.observation
-        made = self.tree.add(
+        observation = self.tree.add(
             node,
             "observation",
             self.shop.text.encode(text),
@@ -167,13 +168,13 @@ class Context:
             state=msgspec.to_builtins(transition.state),
             chosen=True,
         )
-        self.changed([made])
-        return made
+        self.changed([observation])
+        return observation
 
     async def onward(self, node: Node) -> Node | None:
-        """Where the trajectory that stands at ``node`` acts next; None when it is over. A used-up budget forces an answer.
+        """The node at which the policy acts after ``node``, or None when the trajectory is over.
 
-        Where nothing can be forced the environment ends its episodes itself.
+        A used-up budget forces an answer. An environment without forced answers ends its episodes itself.
         """
         place = await self.step(node) if node.kind == "action" else node
         if place is not None and self.environment.forced_prefix and place.step >= self.settings.budget:
@@ -182,20 +183,20 @@ class Context:
         return place
 
     async def force_answer(self, node: Node) -> Node:
-        """Append the forced opening of an answer and let the policy finish it: for the log, never trained."""
+        """Append the forced opening of an answer and let the policy finish the answer. The answer is logged, never trained."""
         prefix = self.environment.forced_prefix
         opening = self.tree.add(
             node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state
         )
         (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
-        made = self._sampled(opening, sample, forced=True, chosen=True)
-        self.save([opening, made])
-        return made
+        answer = self._sampled(opening, sample, forced=True, chosen=True)
+        self.save([opening, answer])
+        return answer
 
     async def finish(self, trajectory: int = 0) -> None:
-        """The outcome of a finished trajectory as columns of its last action, where a judge gives it.
+        """Write the outcome of a finished trajectory to its last own action, if a judge gives the outcome.
 
-        A policy that did not answer within its budget has outcome 0; a forced answer is only logged.
+        If the policy did not answer within its budget, the outcome is 0; the forced answer is only logged.
         """
         if self.environment.outcome_judge:
             columns = await self.log_outcome(self.tree.actions(trajectory)[-1])
@@ -204,14 +205,14 @@ class Context:
             self.changed([own[-1]])
 
     async def log_outcome(self, node: Node) -> list[str]:
-        """The outcome judge's columns (exact match and F1) of the answer in ``node``; their names."""
+        """Write the outcome judge's columns (exact match and F1) to the answer in ``node``. Returns their names."""
         (judgement,) = await self._score(self.environment.outcome_judge, [self._judged(node, self.action(node))])
         node.scores.update(judgement.scores)
         self.changed([node])
         return list(judgement.scores)
 
     def emit(self, trajectories: Sequence[Sequence[Node]]) -> None:
-        """One finished group: its trajectories, each a list of scored actions, leave for the learner now."""
+        """Send one finished group to the learner now. trajectories: each is a list of scored actions."""
         turns = [
             Turn(node.id, index, node.step, _finite(node.scores))
             for index, nodes in enumerate(trajectories)
@@ -221,11 +222,11 @@ class Context:
             self.shop.emit(self.tree, turns)
 
     def changed(self, nodes: Sequence[Node]) -> None:
-        """Nodes are new or have new columns: the tree's next transaction writes them."""
+        """Mark nodes that are new or have new columns. The tree's next transaction writes them."""
         self.tree.changed.update((node.id, node) for node in nodes)
 
     def save(self, nodes: Sequence[Node]) -> None:
-        """Write nodes now, and whatever else changed in the tree, in one transaction: once per step, when its sample has come."""
+        """Write ``nodes`` and every other changed node of the tree in one transaction. Call it once per step, after sampling."""
         self.changed(nodes)
         self.shop.journal.save_nodes(self.tree)
 
@@ -236,13 +237,13 @@ class Context:
     # ------------------------------------------------------------------------------------------ beside the tree
 
     def aside(self, purpose: str) -> "Context":
-        """The same tree with randomness of its own, for work whose order among other work is not fixed."""
-        made = Context(self.shop, self.settings, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
-        made.state_type, made.attempt = self.state_type, self.attempt
-        return made
+        """A context of the same tree with its own randomness, so that concurrent work draws the same in any order."""
+        context = Context(self.shop, self.settings, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
+        context.state_type, context.attempt = self.state_type, self.attempt
+        return context
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[str, str]:
-        """The prompt to act in ``state``: what all turns share, and the rest ("" where turns are appended)."""
+        """The prompt for acting in ``state``, as the part that all turns share and the rest ("" where turns are appended)."""
         messages = self.environment.prompt(self.task, state)
         text = self.shop.text.prompt(messages, self.settings.thinking if thinking is None else thinking)
         head, _, tail = text.partition(SPLIT)
@@ -251,9 +252,9 @@ class Context:
     async def sample(
         self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False
     ) -> tuple[list[Sample], int]:
-        """``n`` continuations of a prefix, asked for together, and how many of its tokens the engine had in its cache.
+        """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the prefix the engine had cached.
 
-        beside: they are no turns of a trained trajectory, so those go first.
+        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first.
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
@@ -264,7 +265,7 @@ class Context:
         return samples, results[0].cached_tokens
 
     async def outcome_of(self, state: Any, action: Action, step: int) -> float:
-        """The outcome judge's verdict on an action that is in no tree."""
+        """The outcome that the outcome judge gives to an action which is in no tree."""
         turn = self.environment.judged(self.task, state, action, step, self.settings.budget)
         (judgement,) = await self._score(self.environment.outcome_judge, [turn])
         return judgement.scores.get("outcome", 0.0)
@@ -288,9 +289,9 @@ class Context:
     # ------------------------------------------------------------------------------------------ inner workings
 
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
-        """A fresh prompt that shows ``state``, below what all turns share."""
+        """Add a fresh prompt that shows ``state`` as a child of the root, which holds what all turns share."""
         _, tail = self.rendered(state)
-        made = self.tree.add(
+        prompt = self.tree.add(
             self.tree.nodes[0],
             "prompt",
             self.shop.text.encode(tail),
@@ -300,8 +301,8 @@ class Context:
             trajectory=trajectory,
             step=step,
         )
-        self.changed([made])
-        return made
+        self.changed([prompt])
+        return prompt
 
     def _sampling(self, stop: list[str]) -> Sampling:
         s = self.settings
@@ -312,7 +313,7 @@ class Context:
         return await self._call("generate", request, self.settings.generate_deadline_s, place)
 
     def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
-        """A sampled action as a node of the tree."""
+        """Add a sampled action to the tree."""
         return self.tree.add(
             parent,
             "action",
@@ -343,20 +344,20 @@ class Context:
         return result.judgements
 
     async def _judgements(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """The run's judge on ``turns``, counted."""
+        """Have ``turns`` judged by the run's judge, and count its scores."""
         judgements = await self._score(self.settings.judge, turns)
-        given, invalid = self.shop.judged.note(judgements)
-        self.shop.counts["judged_scores"] += given
+        scores, invalid = self.shop.judged.note(judgements)
+        self.shop.counts["judged_scores"] += scores
         self.shop.counts["invalid_judgements"] += invalid
         return judgements
 
     async def _call(self, service: str, request: msgspec.Struct, deadline: float, place: Place | None = None) -> Any:
-        """The dispatcher's ``call``, in this tree's name."""
+        """Call a service through the dispatcher, with this tree named as the caller."""
         caller = f"tree {self.tree.id}" + (f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else "")
         return await self.shop.dispatcher.call(service, request, deadline=deadline, place=place, caller=caller)
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
-        """Of a trajectory: turns, valid searches, whether it answered, tokens of the response, sampled ones and all (methods.md 2.4)."""
+        """A trajectory's columns: turns, valid searches, whether it answered, sampled tokens, all tokens of its response (methods.md 2.4)."""
         sampled = sum(len(turn.tokens) for turn in turns)
         whole = len(self.tree.prefix(turns[-1])) - len(self.tree.nodes[0].tokens)
         searches = sum(self.action(turn).kind == "search" for turn in turns)

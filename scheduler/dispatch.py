@@ -1,8 +1,8 @@
 """Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's cancellation.
 
-One ``await dispatcher.call(service, request, deadline=...)`` for every service. Calls wait for a worker with room, first in, first
-out unless they bring a ``Place`` that says otherwise; infrastructure faults, deadlines and deaths of workers move a call to another
-worker; late answers are counted.
+Every service is called by ``await dispatcher.call(service, request, deadline=...)``. Calls wait for a worker with room, first in, first
+out, unless their ``Place`` orders them otherwise. After an infrastructure fault or the death of a worker the call moves to another
+worker. The deadline covers all attempts together. Late answers are only counted.
 
 States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done.
 States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> draining -> gone.
@@ -45,20 +45,25 @@ log = logging.getLogger("scheduler.dispatch")
 JoinHook = Callable[[Worker], Awaitable[None]]
 
 _LOOK_AHEAD = 64
-"""Calls that may wait at the head for one particular worker, or be held back, before the calls behind them wait too."""
+"""At most so many calls at the head of a queue are passed over (each waits for a certain worker) before those behind wait too."""
 _LOOK_AGAIN_S = 0.05
-"""How soon calls that are held back while workers have room are tried again, whatever happens."""
+"""Seconds until held-back calls are tried again although nothing happened, while workers have room."""
 
 
-def _turn(pending: Pending) -> tuple[Any, ...]:
-    """Retried calls come first, then ranks count."""
+def _order(pending: Pending) -> tuple[Any, ...]:
+    """The sorting key of a waiting call: retried calls come first, then the ranks of their places decide."""
     return (not pending.failed_on, *(pending.place.rank() if pending.place is not None else ()))
 
 
 class Dispatcher:
-    """Owns the ROUTER socket, the workers and the calls. Start with ``await start()``, end with ``await close()``.
+    """Owns the ROUTER socket, the workers and the calls, from ``start`` to ``close``. A run of one call:
 
-    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers.
+        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys)
+        await dispatcher.start()
+        await dispatcher.wait_for("retrieve", 1, timeout=60)
+        result = await dispatcher.call("retrieve", RetrieveRequest(["capital of Peru"], 3), deadline=30)
+        await dispatcher.close()
+    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers. on_fault(service, fault, caller).
     """
 
     def __init__(self, bind: str, keys: RunKeys | None, config: DispatchConfig = DispatchConfig(), seed: int = 0):
@@ -71,7 +76,7 @@ class Dispatcher:
         self.on_event: Callable[[Event], None] | None = None
         self.on_fault: Callable[[str, Fault, str], None] | None = None
         self._rng = random.Random(seed)
-        # A worker that outlives this scheduler may answer the next one with an old number: no two may share numbers.
+        # A worker may outlive this scheduler and answer the next one with an old number, so no two schedulers may share numbers.
         self._numbers = itertools.count(time.time_ns())
         self._workers: dict[bytes, Worker] = {}
         self._open: set[Pending] = set()
@@ -86,7 +91,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------ callers
 
     async def start(self) -> None:
-        """Begin to receive and to watch for dead workers."""
+        """Start to receive messages and to watch for dead workers."""
         self.router.listen(self._receive).add_done_callback(self._ended)
         self._spawn(self._watch())
 
@@ -102,12 +107,12 @@ class Dispatcher:
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
-        deadline: seconds for the whole call, waiting and retries included. place: chooses among the workers and is told of every
-        attempt; the least loaded without one. worker: the only worker to use, at once, once, even if it is full. caller: in words,
-        for ``on_fault``; without, it is told nothing.
+        deadline: seconds for the whole call, including waiting and retries. place: chooses the worker and is told of every attempt;
+        without a place, the least loaded worker is used. worker: if named, the call goes to this worker only, at once, once, even if
+        the worker is full. caller: words that ``on_fault`` gets; without them ``on_fault`` is not called.
 
-        Raises the Fault that ended the call: InfrastructureFault when the deadline passed, ``max_attempts`` failed or the
-        one ``worker`` is gone, DataFault as the worker reported it; WireError when ``request`` cannot be sent.
+        Raises InfrastructureFault when the deadline passed, ``max_attempts`` attempts failed or the named ``worker`` is gone; DataFault
+        as the worker reported it; WireError when ``request`` cannot be sent.
         """
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
@@ -129,11 +134,11 @@ class Dispatcher:
                 self._forget_waiting(pending)
 
     def workers(self, service: str | None = None) -> list[Worker]:
-        """The ready workers, of one service or of all."""
+        """The ready workers that offer ``service``, or all ready workers."""
         return [w for w in self._workers.values() if w.ready and (service is None or service in w.hello.services)]
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
-        """Wait until ``count`` workers offer ``service``; raises TimeoutError naming what is missing."""
+        """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many came."""
         end = time.monotonic() + timeout
         while len(self.workers(service)) < count:
             self._joined.clear()
@@ -142,24 +147,24 @@ class Dispatcher:
             except TimeoutError:
                 raise TimeoutError(
                     f"{len(self.workers(service))} of {count} workers for service {service!r} came within {timeout:.0f} s:"
-                    " look at their logs in the run folder"
+                    " see their logs in the run folder"
                 ) from None
 
     def waiting(self) -> dict[str, int]:
-        """Open calls by service: those that wait for a worker and those that run on one (what a watchdog prints)."""
+        """The number of open calls per service, waiting and running ones; the watchdog prints it."""
         return dict(Counter(pending.service for pending in self._open))
 
     def look_again(self, service: str) -> None:
-        """A reason for which calls of ``service`` were held back is gone."""
+        """Try the waiting calls of ``service`` again, because something that held them back has changed."""
         self._pump(service)
 
     async def drain(self) -> None:
-        """Ask every worker to finish and leave."""
+        """Ask every worker to finish its calls and leave."""
         for worker in self._workers.values():
             self._send(worker, Drain())
 
     async def close(self) -> None:
-        """Stop; calls still open fail with InfrastructureFault."""
+        """Stop. Calls that are still open fail with InfrastructureFault."""
         self._closed = True
         for timer in self._again_at.values():
             timer.cancel()
@@ -174,7 +179,7 @@ class Dispatcher:
         self.router.close()
 
     def remove(self, worker: Worker, reason: str) -> None:
-        """Send a worker away; its calls move to others."""
+        """Send a worker away. Its calls move to other workers."""
         self._send(worker, Goodbye(reason))
         self._leave(worker, reason)
 
@@ -185,9 +190,9 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------ calls
 
     def _enter(self, pending: Pending) -> None:
-        """Start a call, or let it wait its turn."""
+        """Start a call, or put it in the queue."""
         if pending.worker is not None:
-            # New weights go to an actor that joins, or that is full of generations: a pinned call waits for nothing.
+            # A call pinned to a worker never waits: new weights must reach an actor that is still joining or that is full.
             pinned = next((w for w in self._workers.values() if w.name == pending.worker), None)
             if pinned is None:
                 self.counters["failed"] += 1
@@ -207,7 +212,7 @@ class Dispatcher:
         if not queue:
             return
         if any(pending.place is not None for pending in queue):
-            queue = self._waiting[service] = deque(sorted(queue, key=_turn))
+            queue = self._waiting[service] = deque(sorted(queue, key=_order))
         passed: list[Pending] = []
         room = True
         while queue and room and len(passed) < _LOOK_AHEAD:
@@ -256,7 +261,7 @@ class Dispatcher:
             pending.place.started(worker.name)
 
     def _finish(self, attempt: Attempt, outcome: str, result: Any = None) -> None:
-        """An attempt is over, however it ended: free its room and start what waits."""
+        """An attempt has ended with any outcome: free its room and start waiting calls."""
         worker, pending = attempt.worker, attempt.pending
         worker.in_flight.pop(attempt.number, None)
         pending.attempt = None
@@ -311,13 +316,13 @@ class Dispatcher:
         self._abandon(pending, "deadline")
 
     def _tell(self, pending: Pending, fault: Fault) -> None:
-        """Of each fault, also where the call is tried again."""
+        """Report every fault, including those of attempts that are retried."""
         if self.on_fault is not None and pending.caller:
             log.warning("%s, called by %s: %s", pending.service, pending.caller, fault)
             self.on_fault(pending.service, fault, pending.caller)
 
     def _abandon(self, pending: Pending, outcome: str) -> None:
-        """The caller is gone: stop the attempt that still runs, if any."""
+        """The caller has left: cancel the attempt that is still running, if there is one."""
         if (attempt := pending.attempt) is not None:
             self._send(attempt.worker, Cancel(attempt.number))
             self._finish(attempt, outcome)
@@ -398,7 +403,7 @@ class Dispatcher:
             service_types(service)
         if hello.protocol != 1 or hello.capacity < 1:
             raise WireError(
-                f"{hello.worker} registers with protocol {hello.protocol}, capacity {hello.capacity}: expected 1, at least 1"
+                f"{hello.worker} registers with protocol {hello.protocol}, capacity {hello.capacity}: expected 1 and at least 1"
             )
         for old in [w for w in self._workers.values() if w.name == hello.worker]:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
@@ -408,7 +413,7 @@ class Dispatcher:
         self._spawn(self._admit(worker))
 
     async def _admit(self, worker: Worker) -> None:
-        """A worker gets no work before ``on_join`` has returned (an actor loads the current weights in it)."""
+        """Admit a worker once ``on_join`` has returned (in it, an actor loads the current weights)."""
         if self.on_join is not None:
             try:
                 await self.on_join(worker)
@@ -436,13 +441,13 @@ class Dispatcher:
             self.on_leave(worker, reason)
 
     async def _watch(self) -> None:
-        """Give up workers that were silent for ``dead_after_s``."""
+        """Give up every worker that has been silent for more than ``dead_after_s``."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(self.config.heartbeat_s)
             now = time.monotonic()
             if now - before > 2 * self.config.heartbeat_s:
-                continue  # this process was held up itself: what arrived meanwhile is not read yet
+                continue  # this process itself was held up, so the heartbeats that arrived meanwhile are not read yet
             for worker in [w for w in self._workers.values() if now - w.heard > self.config.dead_after_s]:
                 self.counters["dead_workers"] += 1
                 self._leave(worker, f"silent for {now - worker.heard:.0f} s")

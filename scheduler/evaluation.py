@@ -1,4 +1,4 @@
-"""Held-out evaluation by whole trajectories, with 95% intervals, beside trivial baselines that need no model."""
+"""The results of held-out evaluations by whole trajectories, with 95% intervals, and trivial baselines that need no model."""
 
 import math
 import random
@@ -30,20 +30,20 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 1.96 standard errors; for values in {0, 1} the standard error is that of a proportion, never below one in n."""
+    """The mean and 1.96 standard errors. For values in {0, 1} the standard error is that of a proportion, and never 0."""
     n = len(values)
     if not n:
         return Estimate(math.nan, math.nan)
     mean = math.fsum(values) / n
     variance = math.fsum((v - mean) ** 2 for v in values) / max(1, n - 1)
     if set(values) <= {0.0, 1.0}:
-        smoothed = (math.fsum(values) + 2) / (n + 4)  # Agresti-Coull: an observed 0 or 1 is no certainty
+        smoothed = (math.fsum(values) + 2) / (n + 4)  # Agresti-Coull: an observed share of 0 or 1 is not certain
         variance = max(variance, smoothed * (1 - smoothed))
     return Estimate(mean, 1.96 * math.sqrt(variance / n))
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """What an evaluation found: the environment's measures, of which ``headline`` is the one to look at first."""
+    """The result of one evaluation: the environment's measures. ``headline`` names the most important measure."""
 
     version: int
     questions: int
@@ -52,18 +52,18 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 def summarise(version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]) -> HeldOut:
-    """The evaluation of finished trees with one trajectory each."""
+    """Evaluate finished trees that have one trajectory each."""
     values: dict[str, list[float]] = {}
     for task, tree in trees:
         turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
-        for name, found in environment.measures(task, turns).items():
-            values.setdefault(name, []).extend(found)
-    measures = {name: estimate(found) for name, found in sorted(values.items())}
+        for name, measured in environment.measures(task, turns).items():
+            values.setdefault(name, []).extend(measured)
+    measures = {name: estimate(measured) for name, measured in sorted(values.items())}
     return HeldOut(version, len(trees), environment.headline, measures)
 
 
 def trivial_baselines(heldout: Sequence[Task], train: Sequence[Task]) -> dict[str, float]:
-    """Exact match without a model: a random training answer, and the one constant answer that is best on the held-out set itself."""
+    """Exact match without a model: of a random training answer, and of the constant answer that is best on the held-out set itself."""
     rng = random.Random(0)
     answers = [task.golds[0] for task in train]
     random_hits = [float(rng.choice(answers).lower() in {g.lower() for g in task.golds}) for task in heldout]

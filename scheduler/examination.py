@@ -1,4 +1,4 @@
-"""Held-out evaluation of a run: whole trajectories of the policy in force, on tasks that nothing is trained on."""
+"""Held-out evaluation of a run: whole trajectories by the policy in force, on tasks that are never trained on."""
 
 import asyncio
 import logging
@@ -26,18 +26,18 @@ from wire.faults import DataFault
 log = logging.getLogger("scheduler.examination")
 
 AT_ONCE = 96
-"""Held-out trees that grow together."""
+"""The largest number of held-out trees that grow at the same time."""
 WORK = ("environment_steps", "continuation_steps", "generated_tokens")
-"""Counts of work that a run's curves are drawn against; they go on after a resume (work that a crash undid counts too)."""
+"""Counts of work against which a run's curves are drawn. They continue after a resume, and include work that a crash undid."""
 
 Attempts = Callable[[Tree, Context, Strategy], Awaitable[None]]
 
 
 class Examination:
-    """Evaluates the policy in force on the held-out ``tasks``; without tasks it does nothing.
+    """Evaluates the policy in force on the held-out ``tasks``; does nothing without tasks.
 
-    shop: of the run; a copy of it is used that trains nothing and counts nothing as the run's. environment: as
-    [scheduler.evaluation] changes it. attempts: grows one tree, again after an infrastructure fault. number: numbers the next tree.
+    shop: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment: the run's, with the options of
+    [scheduler.evaluation]. attempts: grows one tree, again after an infrastructure fault. number: gives the next tree's number.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Examination:
         self.strategy = strategies.evaluation(shop.settings.strategy, shop.settings.strategy_options)
 
     async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
-        """What can be had on the held-out tasks without a model."""
+        """The results on the held-out tasks that need no model."""
         if not self.tasks:
             return {}
         if isinstance(training, Tasks):
@@ -71,7 +71,7 @@ class Examination:
         return await baselines.play(self.environment, self.tasks, context)
 
     async def evaluate_if_due(self, version: int, finished: bool) -> None:
-        """Evaluate ``version`` if [scheduler.evaluation] every says so, once; the last version of a run is evaluated at its end."""
+        """Evaluate ``version`` once if it is a multiple of [scheduler.evaluation] every. A run's last version is evaluated at its end."""
         every = self.shop.settings.evaluation.every
         known = {name for _, name, _ in self.shop.journal.evaluations()}
         if every > 0 and version > 0 and version % every == 0 and not finished and f"v{version}" not in known:
@@ -103,7 +103,7 @@ class Examination:
     async def _examine(
         self, position: int, task: Task, settings: SchedulerConfig, room: asyncio.Semaphore
     ) -> tuple[Task, Tree] | None:
-        """One held-out trajectory, None for a task that cannot work."""
+        """Grow one held-out trajectory. Returns None if its task cannot work."""
         async with room:
             tree, journal = Tree(self.number(), task.id, "heldout"), self.shop.journal
             context = Context(self._shop(), settings, task, tree, random.Random(f"heldout/{position}"))
@@ -118,7 +118,7 @@ class Examination:
             return task, tree
 
     def _shop(self) -> Shop:
-        """The run's shop for held-out tasks: nothing is trained, and no work counts as the run's."""
+        """A copy of the run's shop for held-out tasks, which trains nothing and does not count its work as the run's."""
         return msgspec.structs.replace(
             self.shop, emit=lambda tree, turns: None, counts=Counter(), judged=Judged(), environment=self.environment
         )

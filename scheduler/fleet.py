@@ -1,12 +1,12 @@
 """Which actor generates for which tree, and when: prefix affinity, depth first, no more trees at once than the caches hold.
 
-A tree begins on the actor with the least load and the emptiest cache. Its later calls go where most of their prefix is, unless that
-actor is overloaded; siblings wait side by side. Trees that have begun come before new ones, older before younger. A tree's call
-waits while the older trees leave its own tokens no room: a new tree's on every actor, another's where its prefix is. The oldest tree
-never waits, and an actor that decodes fewer than ``batch`` samples for ``PATIENCE_S`` takes a call all the same: so nothing waits for
-ever, and no engine for a slow judge.
+A tree begins on the actor with the least load and the emptiest cache. Its later calls go to the actor that holds most of their prefix,
+unless that actor is overloaded; siblings wait side by side. Trees that have begun come before new ones, older trees before younger ones.
+A call waits while older trees leave no cache room for its tree: a new tree considers every actor, a tree that has begun only the holder
+of its prefix. The oldest tree never waits. An actor that has decoded fewer than ``batch`` samples for ``PATIENCE_S`` takes a call
+anyway. So no call waits forever, and no engine waits for a slow judge.
 
-Pure but for the injected clock: the dispatcher asks (``scheduler.placement.Place``) and does the I/O.
+This is pure but for the injected clock. The dispatcher asks for decisions (``scheduler.placement.Place``) and does the I/O.
 """
 
 import math
@@ -23,22 +23,22 @@ from scheduler.residency import Residency
 from wire.messages import GenerateRequest, GenerateResult
 
 AFFINITY_SLACK = 0.5
-"""An actor that holds a prefix may be fuller than the least loaded one by this share of its capacity before affinity is given up:
-a prefix costs one prefill elsewhere, a queue costs every request behind it."""
+"""Affinity is given up when the holder of a prefix is fuller than the least loaded actor by more than this share of its capacity:
+elsewhere the prefix costs one prefill, while a queue delays every request behind it."""
 PATIENCE_S = 0.2
-"""A tree whose call has just been answered comes back within this time, unless a judge or a tool is slow."""
+"""Seconds within which a tree sends its next call after an answer, unless a judge or a tool is slow."""
 KEPT = 64
-"""Ended trees whose need is the measure for the next."""
+"""The expected need of a tree is the mean over so many ended trees."""
 MEMORY = 0.99
-"""Weight of the samples before in the mean length of a sample."""
+"""Weight of the earlier samples in the moving mean of the length of a sample."""
 CAPACITY = "kv_capacity_tokens"
-"""The gauge of a worker's heartbeat."""
+"""The gauge in a worker's heartbeat that says how many tokens its cache holds."""
 
 
 class Seat(msgspec.Struct):
-    """A tree's place in an actor's cache, in tokens beyond what it shares with other trees.
+    """A tree's place in an actor's cache, in tokens beyond those that the tree shares with other trees.
 
-    path: the longest prompt so far; sampling: expected new tokens of its calls in flight; need: the most of both at once.
+    path: the longest prompt so far; sampling: expected new tokens of the calls in flight; need: the largest sum of both so far.
     """
 
     path: int = 0
@@ -48,16 +48,16 @@ class Seat(msgspec.Struct):
 
 
 class Growing(msgspec.Struct):
-    """A tree that has begun. shared: tokens of its first prompt that an actor had already; first: what that call needed beyond."""
+    """A tree that has begun. shared: tokens of its first prompt that an actor had cached; first: tokens its first call needed besides."""
 
     shared: int
     first: float
 
 
 class Fleet:
-    """All actors. ``call`` makes the place of one generate call; ``ended`` frees a tree's.
+    """The trees on all actors. ``call`` makes the place of one generate call; ``ended`` must be called when a tree is done.
 
-    steps: turns a tree is taken to have until the first trees have ended and shown what they need. batch: see ``PlacementConfig``.
+    steps: the turns that a tree is assumed to take, until ended trees show what a tree needs. batch: see ``PlacementConfig``.
     """
 
     def __init__(self, steps: int = 4, batch: int = 16, clock: Callable[[], float] = time.monotonic):
@@ -72,30 +72,30 @@ class Fleet:
         self._sampled: float | None = None
 
     def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
-        """The place of a call of ``tree``. beside: it is not on the way of a trained trajectory, whose calls come first."""
+        """The place of a call of ``tree``. beside: the call serves no trained trajectory, so the calls of those go first."""
         return Generation(self, tree, request, beside)
 
     def ended(self, tree: int) -> None:
-        """The tree needs no more: its room is free, what it needed is the measure for others."""
+        """The tree needs no more calls: free its room, and remember what it needed as the measure for other trees."""
         seats = [seats.pop(tree) for seats in self._seats.values() if tree in seats]
         if seats:
             self._needs.append(max(seat.need for seat in seats))
         self._trees.pop(tree, None)
 
     def left(self, worker: str) -> None:
-        """The worker is gone, or a new one has its name."""
+        """Forget a worker that is gone, or whose name belongs to a new worker."""
         self.residency.forget(worker)
-        for known in (self._seats, self._decoding, self._low_since):
-            known.pop(worker, None)
+        for by_worker in (self._seats, self._decoding, self._low_since):
+            by_worker.pop(worker, None)
 
     # ------------------------------------------------------------------------------------------ decisions
 
     def begun(self, tree: int) -> bool:
-        """Was a call of the tree sent?"""
+        """Whether a call of the tree was ever sent."""
         return tree in self._trees
 
     def choose(self, call: "Generation", loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        """The actor for a call now; None: it waits."""
+        """The actor on which a call starts now, or None if the call must wait."""
         for load in loads:
             if CAPACITY in load.stats:
                 self.residency.limit(load.worker, load.stats[CAPACITY])
@@ -112,13 +112,13 @@ class Fleet:
         return None if moved and not self._low(best.worker) else best.worker
 
     def _nearest(self, loads: Sequence[Load], held: Mapping[str, int]) -> Load:
-        """The worker that holds most of a prefix, of those that are not overloaded."""
+        """The worker that holds most of a prefix, among those that are not overloaded. held: prefix tokens by worker."""
         least = min(load.share for load in loads)
         near = [load for load in loads if load.share <= least + AFFINITY_SLACK]
         return max(near, key=lambda load: (held[load.worker], -load.share))
 
     def _fits(self, call: "Generation", load: Load) -> bool:
-        """Do the older trees on the worker leave room for this one? The oldest fits anyhow, and any where there is too little to do."""
+        """Whether older trees on the worker leave cache room for this call's tree. The oldest always fits, and any tree while ``_low``."""
         capacity = self.residency.capacity(load.worker)
         seats = self._seats.get(load.worker, {})
         older = [self._size(self._trees[tree], seat.need) for tree, seat in seats.items() if tree < call.tree]
@@ -129,18 +129,18 @@ class Fleet:
         return tree.shared + sum(older) + own <= capacity or self._low(load.worker)
 
     def _low(self, worker: str) -> bool:
-        """Has the worker had less than a batch to decode for a while?"""
+        """Whether the worker has been decoding less than a batch for at least ``PATIENCE_S``."""
         never = math.inf if worker in self._decoding else -math.inf
         return self._clock() - self._low_since.get(worker, never) >= PATIENCE_S
 
     def _crowd(self, load: Load) -> tuple[float, int]:
-        """How little a worker suits a new tree: load and taken cache as shares, then the number of its trees."""
+        """How crowded a worker is for a new tree: its load plus the taken share of its cache, then its number of trees."""
         seats = self._seats.get(load.worker, {})
         taken = sum(self._size(self._trees[tree], seat.need) for tree, seat in seats.items())
         return load.share + taken / self.residency.capacity(load.worker), len(seats)
 
     def _size(self, tree: Growing, need: float) -> float:
-        """Tokens a tree will need at most, by what it has needed and what ended trees did."""
+        """Tokens that a tree is expected to need in all, from its own need so far and the needs of ended trees."""
         return max(need, sum(self._needs) / len(self._needs) if self._needs else self.steps * tree.first)
 
     def _begin(self, call: "Generation") -> Growing:
@@ -148,20 +148,20 @@ class Fleet:
         return Growing(shared, call.length - shared + self.sampling(call))
 
     def sampling(self, call: "Generation") -> float:
-        """Tokens the call will sample, by the length of samples so far."""
+        """Tokens that the call is expected to sample, from the mean length of samples so far."""
         longest = call.request.sampling.max_tokens
         return call.request.n * (longest if self._sampled is None else min(longest, self._sampled))
 
-    # ------------------------------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------------------------------ events
 
     def started(self, call: "Generation", worker: str) -> "Sent":
-        """A call went out."""
+        """An attempt of the call was sent to ``worker``: it takes room there."""
         tree = self._trees.get(call.tree)
         if tree is None:
             tree = self._trees[call.tree] = self._begin(call)
         for name, seats in self._seats.items():
             if name != worker and call.tree in seats and not seats[call.tree].calls:
-                del seats[call.tree]  # it moved
+                del seats[call.tree]  # the tree has moved
         sent = Sent(self.residency.started(worker, call.tokens), self.sampling(call))
         seat = self._seats.setdefault(worker, {}).setdefault(call.tree, Seat())
         seat.calls += 1
@@ -172,7 +172,7 @@ class Fleet:
         return sent
 
     def finished(self, call: "Generation", worker: str, sent: "Sent", result: GenerateResult | None) -> None:
-        """An attempt is over; after a served one its samples are in the worker's cache."""
+        """An attempt has ended. If it was served, its samples are now in the worker's cache."""
         seats = self._seats.get(worker, {})
         if (seat := seats.get(call.tree)) is not None:
             seat.calls -= 1
@@ -190,7 +190,7 @@ class Fleet:
                 self.residency.sampled(worker, tokens, int(sample.versions[0]))
 
     def _decode(self, worker: str, samples: int) -> None:
-        """The worker decodes so many samples more; since when has it been fewer than a batch?"""
+        """Add ``samples`` to those the worker is decoding, and note since when they are fewer than a batch."""
         self._decoding[worker] += samples
         if self._decoding[worker] >= self.batch:
             self._low_since.pop(worker, None)
@@ -199,7 +199,7 @@ class Fleet:
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """An attempt on its way. expected: tokens of its prompt that should be cached; sampling: tokens it will sample."""
+    """An attempt in flight. expected: prompt tokens that should be cached; sampling: tokens it is expected to sample."""
 
     expected: int
     sampling: float
@@ -208,7 +208,7 @@ class Sent(msgspec.Struct, frozen=True):
 class Generation(Place):
     """The place of one generate call of a tree.
 
-    tokens: its prompt as the bytes of int32 [length]. beside: not on the way of a trained trajectory.
+    tokens: the prompt as the bytes of int32 [length]. beside: the call serves no trained trajectory.
     """
 
     def __init__(self, fleet: Fleet, tree: int, request: GenerateRequest, beside: bool):
@@ -218,7 +218,7 @@ class Generation(Place):
         self._sent: dict[str, Sent] = {}
 
     def rank(self) -> tuple[Any, ...]:
-        """Trained trajectories first; trees that have begun, the oldest first, in it the deepest; siblings side by side."""
+        """Trained trajectories first; then trees that have begun, older trees, deeper prompts; siblings side by side."""
         return self.beside, not self.fleet.begun(self.tree), self.tree, -self.length, self.tokens
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
@@ -226,9 +226,9 @@ class Generation(Place):
         return self.fleet.choose(self, loads, avoid)
 
     def started(self, worker: str) -> None:
-        """Its prompt is on the way into the worker's cache."""
+        """The prompt is entering the worker's cache."""
         self._sent[worker] = self.fleet.started(self, worker)
 
     def ended(self, worker: str, result: Any | None) -> None:
-        """Its samples are in the worker's cache, or nobody knows."""
+        """The samples are in the worker's cache if the attempt was served; otherwise nothing is known about them."""
         self.fleet.finished(self, worker, self._sent.pop(worker), result)

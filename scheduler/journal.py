@@ -1,7 +1,7 @@
-"""What happened, durable before it is acted on: SQLite in WAL mode at ``RUN/journal.sqlite``.
+"""The journal makes events durable before anything acts on them: SQLite in WAL mode at ``RUN/journal.sqlite``.
 
-Invariant: a group is journaled before it is sent, and marked with the version that trained it; after any crash every drawn task
-is found again, every emitted group is either marked or sent again, and none enters two updates (the learner's frontier decides).
+Invariant: a group is journaled before it is sent, and is marked with the version that trained it. After any crash every drawn task
+is found again, every emitted group is either marked or sent again, and no group enters two updates (the learner's frontier decides).
 """
 
 import json
@@ -28,11 +28,11 @@ CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 
 
 class JournalError(OSError):
-    """The journal could not be written (a full disk, say); what was committed before is safe."""
+    """The journal could not be written, for example because the disk is full. Earlier transactions are safe."""
 
 
 class TreeRow(msgspec.Struct, frozen=True):
-    """A row of the table of trees. status: growing, closed or quarantined."""
+    """A row of the table of trees. status: growing, closed or quarantined. position: the draw that gave the task."""
 
     id: int
     position: int
@@ -44,7 +44,7 @@ class TreeRow(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """One writer (the scheduler), any readers (``tools/dump`` reads a live run)."""
+    """The journal of one run, open until ``close``. The scheduler alone writes; others read (``tools/dump`` reads a live run)."""
 
     def __init__(self, path: Path, readonly: bool = False):
         self.path = path
@@ -59,7 +59,7 @@ class Journal:
             self._db.executescript(_SCHEMA)
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
-        """All statements in one transaction."""
+        """Execute all statements in one transaction."""
         try:
             with self._db:
                 for statement, rows in statements:
@@ -70,7 +70,7 @@ class Journal:
             ) from error
 
     def _write_changed(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
-        """The tree's changed nodes and ``statements`` in one transaction."""
+        """Write the tree's changed nodes and execute ``statements``, in one transaction."""
         nodes = [(tree.id, node.id, encode_node(node)) for node in tree.changed.values()]
         self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", nodes), *statements)
         tree.changed.clear()
@@ -78,42 +78,42 @@ class Journal:
     # ------------------------------------------------------------------------------------------ writing
 
     def start_tree(self, tree: Tree, position: int, version: int) -> None:
-        """A task was drawn; with the nodes the tree has so far (its root)."""
+        """Record that a task was drawn, with the nodes that its tree has so far (the root)."""
         row = (tree.id, position, tree.task, tree.split, "growing", version, None, time.time())
         tree.changed = dict(tree.nodes)
         self._write_changed(tree, ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]))
 
     def save_nodes(self, tree: Tree) -> None:
-        """What changed in the tree."""
+        """Write the tree's changed nodes."""
         self._write_changed(tree)
 
     def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
-        """A finished group and what changed in its tree, in one transaction: call before the group is sent."""
+        """Write a finished group and its tree's changed nodes in one transaction. Must be called before the group is sent."""
         row = (group, tree.id, msgspec.msgpack.encode(turns))
         self._write_changed(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
-        """The tree grows no more; with what changed in it."""
+        """Record that the tree grows no more, and write its changed nodes."""
         self._write_changed(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree.id)]))
 
     def mark_trained(self, group: int, version: int) -> None:
-        """``group`` is part of ``version``."""
+        """Record that ``version`` was trained on ``group``."""
         self._write(("UPDATE groups SET trained=? WHERE id=?", [(version, group)]))
 
     def reject(self, rejected: Iterable[Rejected]) -> None:
-        """Tasks that cannot work, with reasons."""
+        """Record tasks that cannot work, with the reasons."""
         self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", [(r.where, r.reason) for r in rejected]))
 
     def save_evaluation(self, version: int, name: str, result: dict[str, object]) -> None:
-        """The result of an evaluation."""
+        """Write the result of an evaluation."""
         self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", [(version, name, json.dumps(result))]))
 
     def forget_training_after(self, version: int) -> None:
-        """On resume: groups trained beyond the checkpoint's version are untrained again."""
+        """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained."""
         self._write(("UPDATE groups SET trained=NULL WHERE trained>?", [(version,)]))
 
     def adopt_frontier(self, trained: Iterable[int], version: int) -> None:
-        """On resume: groups the checkpoint of ``version`` holds whose answer was lost in the crash are trained after all."""
+        """On resume, mark groups as trained that the checkpoint of ``version`` holds and whose answers the crash lost."""
         self._write(
             ("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", [(version, group) for group in trained])
         )
@@ -121,19 +121,19 @@ class Journal:
     # ------------------------------------------------------------------------------------------ reading
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
-        """Rows of trees under an SQL condition on id, position, task, split, status, version."""
+        """The rows of trees that meet an SQL condition on id, position, task, split, status and version."""
         query = f"SELECT id, position, task, split, status, version, reason FROM trees WHERE {where} ORDER BY id"
         return [TreeRow(*row) for row in self._db.execute(query, values)]
 
     def tree(self, row: TreeRow) -> Tree:
-        """A tree with its nodes and group ids."""
+        """The tree of a row, with its nodes and group ids."""
         blobs = self._db.execute("SELECT body FROM nodes WHERE tree=? ORDER BY id", (row.id,))
         tree = Tree(row.id, row.task, row.split, [decode_node(body) for (body,) in blobs])
         tree.groups = [group for group, _ in self.groups(row.id)]
         return tree
 
     def groups(self, tree: int) -> list[tuple[int, int | None]]:
-        """(group id, version that trained it or None) of a tree."""
+        """The groups of a tree, as pairs of the group id and the version that trained it (None if none has)."""
         return list(self._db.execute("SELECT id, trained FROM groups WHERE tree=? ORDER BY id", (tree,)))
 
     def turns(self, group: int) -> list[Turn]:
@@ -142,7 +142,7 @@ class Journal:
         return msgspec.msgpack.decode(body, type=list[Turn])
 
     def untrained_trees(self) -> list[TreeRow]:
-        """Training trees that still grow, or ended (a quarantined one may have given some) with a group that no version holds."""
+        """Training trees that still grow, or that ended (even quarantined) and have a group on which no version was trained."""
         return self.trees(
             "split='train' AND (status='growing' OR EXISTS"
             " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL))"
@@ -162,12 +162,12 @@ class Journal:
         return self._db.execute(query).fetchone()[0]
 
     def quarantined(self) -> list[tuple[str, str]]:
-        """(place, reason) of rows and trees that could not work."""
+        """The rows and trees that could not work, as pairs of place and reason."""
         rows = list(self._db.execute("SELECT place, reason FROM rejected"))
         return rows + [(f"task {t.task}", t.reason or "") for t in self.trees("status='quarantined'")]
 
     def evaluations(self) -> list[tuple[int, str, dict[str, float]]]:
-        """(version, name, result), oldest first."""
+        """The evaluations as (version, name, result), oldest first."""
         rows = self._db.execute("SELECT version, name, result FROM evaluations ORDER BY version")
         return [(version, name, json.loads(result)) for version, name, result in rows]
 

@@ -1,4 +1,4 @@
-"""How many of the judge's scores could be used: an invalid one is no score, and 0 in a composite reward, so it must not go unseen."""
+"""Count the valid scores of the judge. An invalid score counts as 0 in a composite reward, so the user must hear of it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,44 +7,44 @@ from pathlib import Path
 from wire.messages import Judgement
 
 LEVELS = (0.9, 0.5)
-"""Shares of valid scores below which the run warns, each once."""
+"""The run warns once when the share of valid scores falls below each of these levels."""
 
 
 class Judged:
-    """The tally of one judge. ``note`` what it gave; ``take`` once an update.
+    """The tally of one judge: call ``note`` with its judgements, and ``take`` once per update.
 
-    share: of its scores between the last two updates with any, how many were valid; None before the first. judge, run: for the warning.
+    share: the valid share of the scores before the last update that had any; None before the first. judge, run: for the warning.
     """
 
     def __init__(self, judge: str = "", run: Path = Path("RUN")):
         self.judge, self.run = judge, run
         self.share: float | None = None
-        self._given: Counter[str] = Counter()
+        self._scores: Counter[str] = Counter()
         self._invalid: Counter[str] = Counter()
         self._passed = 0
 
     def note(self, judgements: Sequence[Judgement]) -> tuple[int, int]:
-        """Count; returns how many scores the judgements hold, valid or not, and how many of them are invalid."""
-        given = Counter(column for judgement in judgements for column in (*judgement.scores, *judgement.invalid))
+        """Count judgements. Returns the number of their scores, valid or not, and the number of invalid ones."""
+        scores = Counter(column for judgement in judgements for column in (*judgement.scores, *judgement.invalid))
         invalid = Counter(column for judgement in judgements for column in judgement.invalid)
-        self._given += given
+        self._scores += scores
         self._invalid += invalid
-        return given.total(), invalid.total()
+        return scores.total(), invalid.total()
 
     def take(self) -> str:
-        """Update ``share`` and begin anew; the warning when it fell below the next of ``LEVELS``, else ""."""
-        given, invalid = self._given, self._invalid
-        self._given, self._invalid = Counter(), Counter()
-        if not given:
+        """Update ``share`` and restart the tally. Returns a warning if the share fell below a further level, else ""."""
+        scores, invalid = self._scores, self._invalid
+        self._scores, self._invalid = Counter(), Counter()
+        if not scores:
             return ""
-        self.share = 1 - invalid.total() / given.total()
+        self.share = 1 - invalid.total() / scores.total()
         passed = sum(self.share < level for level in LEVELS)
         if passed <= self._passed:
             return ""
         self._passed = passed
-        columns = ", ".join(f"{column} {invalid[column]} of {given[column]}" for column in sorted(invalid))
+        columns = ", ".join(f"{column} {invalid[column]} of {scores[column]}" for column in sorted(invalid))
         return (
-            f"judge {self.judge} gave {invalid.total()} invalid scores of {given.total()} since the last update ({columns});"
+            f"judge {self.judge} gave {invalid.total()} invalid scores of {scores.total()} since the last update ({columns});"
             f" they reward nothing: see the turns with tools/dump {self.run}, and the judge's log ({self.run / 'logs'}, or the"
             " terminal of tools/serve)"
         )

@@ -1,7 +1,7 @@
 """The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights, evaluate again, sum up.
 
-``python -m scheduler.main PROCESS.json``. Invariant: every drawn task ends closed or quarantined; the run ends with a summary, an
-error that says what failed, or a signal after which ``tools/launch --resume`` goes on.
+``python -m scheduler.main PROCESS.json``. Invariant: every drawn task ends closed or quarantined. The run ends with a summary, with an
+error that says what failed, or by a signal; ``tools/launch --resume`` continues it after a signal.
 """
 
 import asyncio
@@ -44,37 +44,37 @@ log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
 JUDGED = ("judged_scores", "invalid_judgements")
-"""Counts of the summary; they go on as well."""
+"""Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
-"""How soon a background task that died ends the run."""
+"""Seconds within which the death of a background task is noticed; it ends the run."""
 
 
 class Frontier(msgspec.Struct, frozen=True):
-    """What the learner's newest checkpoint holds (state.json)."""
+    """What the learner's newest checkpoint holds (state.json). trained: ids of the trained groups."""
 
     version: int = 0
     trained: list[int] = []
 
 
 def frontier(run: Path) -> Frontier:
-    """The trained frontier of the newest checkpoint, empty when there is none. Raises DataFault for one that is damaged."""
-    found = sorted((run / "checkpoints").glob("v??????/state.json"))
+    """The trained frontier of the newest checkpoint, empty if there is no checkpoint. Raises DataFault if the checkpoint is damaged."""
+    files = sorted((run / "checkpoints").glob("v??????/state.json"))
     try:
-        return msgspec.json.decode(found[-1].read_bytes(), type=Frontier) if found else Frontier()
+        return msgspec.json.decode(files[-1].read_bytes(), type=Frontier) if files else Frontier()
     except msgspec.DecodeError as error:
         raise DataFault(
-            f"checkpoint {found[-1].parent} is damaged ({error}): delete it to resume from the one before"
+            f"checkpoint {files[-1].parent} is damaged ({error}): delete it to resume from the one before"
         ) from None
 
 
 def command_began() -> float | None:
-    """When the command began that started this process, if it said so."""
+    """When the command that started this process began (monotonic seconds), or None if the command did not say."""
     process, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
     return float(at) if process == str(os.getppid()) else None
 
 
 class Run:
-    """One run of the scheduler."""
+    """One run of the scheduler: ``await main()`` to its end or until it is cancelled, then ``await close()`` in any case."""
 
     training: Training
 
@@ -137,10 +137,10 @@ class Run:
     # ------------------------------------------------------------------------------------------ the run
 
     async def main(self) -> None:
-        """From the first worker to the summary."""
-        if (held := frontier(self.folder).version) and not self.resumed:
+        """Do the whole run, from waiting for the first worker to writing the summary."""
+        if (version := frontier(self.folder).version) and not self.resumed:
             raise DataFault(
-                f"{self.folder} holds weights of version {held} and an empty journal: they belong to another run;"
+                f"{self.folder} holds weights of version {version} and an empty journal: they belong to another run;"
                 " choose another folder, or remove this one while nothing runs in it"
             )
         if self.tasks.rejected:
@@ -165,9 +165,9 @@ class Run:
         report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
 
     async def _begin(self) -> None:
-        """The evaluation "start" is of version 0 alone: no newer weights reach an actor before its result is durable.
+        """Evaluate "start", which is of version 0 alone: no actor gets newer weights before the result is durable.
 
-        Only the trees of the first update grow beside it, so the learner is never further than one version ahead of the actors.
+        Only the trees of the first update grow meanwhile, so the learner is never more than one version ahead of the actors.
         """
         if not any(name == "start" for _, name, _ in self.journal.evaluations()):
             await self.examination.evaluate("start")
@@ -175,12 +175,12 @@ class Run:
         self.moved.set()
 
     async def dismiss(self) -> None:
-        """Ask every worker to leave: from here on none is missed."""
+        """Ask every worker to leave. From now on no worker is reported missing."""
         self.attendance.needed = ()
         await self.dispatcher.drain()
 
     async def _wait_for_workers(self) -> None:
-        """Until everybody is there who grows trees; the learner may be later."""
+        """Wait for all workers that growing trees needs. The learner may come later."""
         services = {"generate": self.process.actors} | dict.fromkeys(self.process.services, 1)
         services |= {
             f"judge.{name}": 1
@@ -200,9 +200,9 @@ class Run:
             raise InfrastructureFault(str(missing)) from None
 
     async def _wait_for_learner(self) -> None:
-        """All workers are there, and the actors hold the learner's version."""
+        """Wait for the learner, and give the actors its version of the weights."""
         await self._wait_for("train")
-        # The learner wrote its newest weights before it registered; a resumed run goes on from them.
+        # The learner wrote its newest weights before it registered. A resumed run continues from them.
         path = self.folder / "learner.json"
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
         self.stream.version = weights.version
@@ -216,18 +216,18 @@ class Run:
     async def _train(self) -> None:
         await self._wait_for_learner()
         self.journal.forget_training_after(self.spread.weights.version)
-        held = frontier(self.folder)
-        self.journal.adopt_frontier(held.trained, held.version)
-        left = self.journal.untrained_trees()
+        checkpoint = frontier(self.folder)
+        self.journal.adopt_frontier(checkpoint.trained, checkpoint.version)
+        unfinished = self.journal.untrained_trees()
         s = self.settings
-        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, self.spread.weights.version, len(left))
+        version = self.spread.weights.version
+        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version, len(unfinished))
         self.metrics.counters(self.dispatcher.workers())
         first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), time.monotonic()
-        for row in left:
+        for row in unfinished:
             self._take_up(row)
-        await self.examination.evaluate_if_due(
-            self.pacing.version, self.pacing.finished
-        )  # a crash may have come between an update and its evaluation
+        # A crash may have come between an update and its evaluation.
+        await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         moved_at = time.monotonic()
         while not self.pacing.finished:
             while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < s.questions_per_update):
@@ -254,7 +254,7 @@ class Run:
         )
 
     def _check(self) -> None:
-        """A background task that died stops the run with its error."""
+        """Raise the error of a background task that died; the error ends the run."""
         for failure in (self.dispatcher.failure(), self.stream.failure(), self._failure):
             if failure is not None:
                 raise failure
@@ -265,12 +265,12 @@ class Run:
     # ------------------------------------------------------------------------------------------ trees
 
     def _number(self) -> int:
-        """The next tree's number."""
+        """Take the next tree's number."""
         number, self.next_tree = self.next_tree, self.next_tree + 1
         return number
 
     def _plant(self) -> None:
-        """Draw the next task and let its tree grow."""
+        """Draw the next task and start to grow its tree."""
         position = self.journal.next_position()
         task = self.tasks.at(position)
         tree = Tree(self._number(), task.id)
@@ -280,7 +280,7 @@ class Run:
         self._spawn(tree, context)
 
     def _take_up(self, row: TreeRow) -> None:
-        """Go on with a tree of the run before: resend its groups, regrow what is missing."""
+        """Continue a tree that was journaled before this start: resend its untrained groups, and grow what is missing."""
         tree = self.journal.tree(row)
         for group, trained in self.journal.groups(row.id):
             if trained is None:
@@ -308,7 +308,7 @@ class Run:
         task.add_done_callback(ended)
 
     async def _grow(self, tree: Tree, context: Context) -> None:
-        """Grow one tree to its end; a task that cannot work is quarantined."""
+        """Grow one tree to its end. A task that cannot work is quarantined."""
         started = self.pacing.version
         try:
             await self._attempts(tree, context, self.grow)
@@ -322,7 +322,7 @@ class Run:
         self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
 
     async def _attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
-        """Plant and grow, again after an infrastructure fault. Raises DataFault, and the last InfrastructureFault."""
+        """Plant and grow a tree, again after an infrastructure fault. Raises DataFault, or the InfrastructureFault of the last attempt."""
         try:
             with self.growth.over("trees"):
                 await self._attempt(tree, context, grow)
@@ -352,7 +352,7 @@ class Run:
         self.counts["quarantined"] += 1
         self.journal.close_tree(tree, "quarantined", reason)
         if tree.groups:
-            self.stream.close(tree)  # what it gave is trained
+            self.stream.close(tree)  # the groups it has emitted are trained
         else:
             self.pacing.withdraw()
         if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
@@ -361,14 +361,14 @@ class Run:
     # ------------------------------------------------------------------------------------------ weights
 
     async def _trained(self, trained: Trained) -> None:
-        """A new version: spread it, then let pacing move on."""
+        """A version was trained: give its weights to the actors, record its metrics, then let pacing admit more trees."""
         await self.begun.wait()
         start = time.monotonic()
         await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
         if self.shop.judged.share is not None:
-            values.setdefault("score/judge_valid", self.shop.judged.share)  # PPR's turns have it as a column
+            values.setdefault("score/judge_valid", self.shop.judged.share)  # PPR's turns already have this as a column
         values["time/spread"] = time.monotonic() - start
         values["time/training"] = time.monotonic() - self.training_since
         if self.outcomes:
@@ -395,9 +395,9 @@ class Run:
     def _left(self, worker: Worker, reason: str) -> None:
         log.info("%s left: %s", worker.name, reason)
         self.shop.fleet.left(worker.name)
-        stay = [other for other in self.dispatcher.workers() if not other.draining]
+        staying = [other for other in self.dispatcher.workers() if not other.draining]
         self.attendance.left(
-            worker.hello.services, reason, {service for other in stay for service in other.hello.services}
+            worker.hello.services, reason, {service for other in staying for service in other.hello.services}
         )
 
     async def _workers_left(self, timeout: float) -> None:
@@ -408,7 +408,7 @@ class Run:
     # ------------------------------------------------------------------------------------------ end
 
     async def close(self) -> None:
-        """Stop growing, keep everything that was journaled."""
+        """Stop growing trees and close everything. The journal keeps what was written to it."""
         for task in list(self.growing.values()):
             task.cancel()
         await asyncio.gather(*self.growing.values(), return_exceptions=True)
@@ -419,21 +419,21 @@ class Run:
 
 
 async def run(process: SchedulerProcess) -> int:
-    """Run to the end or to a signal; returns the exit status."""
-    made = Run(process)
-    work = asyncio.create_task(made.main())
+    """Run until the end or until a signal. Returns the exit status."""
+    scheduling = Run(process)
+    work = asyncio.create_task(scheduling.main())
     try:
         if not await loop.or_signal(work):
-            await made.dismiss()
+            await scheduling.dismiss()
             return INTERRUPTED
         work.result()
         return 0
     finally:
-        await made.close()
+        await scheduling.close()
 
 
 def main() -> None:
-    """The launcher's scheduler process."""
+    """Run the scheduler process, as the launcher starts it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
     try:

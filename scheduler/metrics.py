@@ -1,4 +1,4 @@
-"""One record an update: RUN/metrics.jsonl, TensorBoard scalars, and a line of the live table."""
+"""One record per update: a line of RUN/metrics.jsonl, TensorBoard scalars, and a line of the live table."""
 
 import time
 from collections import defaultdict
@@ -37,15 +37,15 @@ _COLUMNS = [
     ("saved", "cache/tokens_saved", "{:.0f}"),
     ("seconds", "time/run", "{:.0f}"),
 ]
-"""Heading, metric and format of the live table; a column is shown once a record has it. judged is the share of the judge's
-scores that were valid, search the searches of a trajectory. engine and learner are busy shares of wall time, per process; cache is the
-share of prompt tokens served from the prefix cache (docs/placement.md), saved their number."""
+"""Heading, metric and format of the live table's columns. A column is shown once a record has its metric. judged: the valid share of the
+judge's scores; search: searches per trajectory; engine and learner: busy shares of wall time per process; cache and saved: the share and
+the number of prompt tokens that the prefix cache served (docs/placement.md)."""
 _LEAST = ("saved", "judged", "turns", "think", "cache", "outcome", "search", "tok/s")
-"""Columns that a narrow terminal goes without, the first first; metrics.jsonl has them all."""
+"""Columns that a narrow terminal leaves out, in this order; metrics.jsonl has them all."""
 
 
 def _that_fit(columns: list[tuple[str, str, str]], width: int) -> list[tuple[str, str, str]]:
-    """The columns, without the least of them until a line of cells of seven, two spaces between, is at most ``width`` wide."""
+    """Leave out the least important columns until a line is at most ``width`` wide: each cell has seven characters, with two between."""
     for least in _LEAST:
         if 9 * len(columns) - 2 <= width:
             break
@@ -54,7 +54,7 @@ def _that_fit(columns: list[tuple[str, str, str]], width: int) -> list[tuple[str
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A worker's counters at its heartbeat of time ``at``, what was new since the call before, and how much of each came in a second."""
+    """A worker's counters at its heartbeat of time ``at``. new: their growth since the call before; rates: the same per second."""
 
     at: float
     stats: dict[str, float]
@@ -63,7 +63,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def _grown(worker: Worker, before: Seen | None) -> Seen:
-    """The worker now; with the rates of before where no heartbeat came since."""
+    """The worker's counters now. If no heartbeat came since ``before``, they keep the earlier rates."""
     if before is None:
         return Seen(worker.beat_at, worker.stats)
     if worker.beat_at <= before.at:
@@ -74,23 +74,23 @@ def _grown(worker: Worker, before: Seen | None) -> Seen:
 
 
 def _busy(seen: Sequence[Seen]) -> float | None:
-    """The mean busy share. An engine that adds up requests side by side counts as busy all the time when they come to more than that."""
+    """The mean busy share, or None without rates. Engines that add up concurrent requests may exceed 1 and then count as 1."""
     shares = [min(1.0, one.rates.get("busy_s", 0.0)) for one in seen if one.rates]
     return sum(shares) / len(shares) if shares else None
 
 
 _KINDS = {"generate": "actors", "judge": "judges", "player": "players", "retrieve": "retriever"}
-"""What a summary calls the workers that offer a service."""
+"""The summary's name for the workers that offer a service."""
 
 
 def _rate(seen: Sequence[Seen], counter: str) -> float | None:
-    """How much of ``counter`` all of them do in a second."""
+    """The growth of ``counter`` per second over all workers, or None without rates."""
     rates = [one.rates.get(counter, 0.0) for one in seen if one.rates]
     return sum(rates) if rates else None
 
 
 class Metrics:
-    """Writes records; ``counters`` turns worker statistics into differences between updates."""
+    """Writes the records of a run until ``close``. ``counters`` turns worker statistics into differences between updates."""
 
     def __init__(self, run: Path):
         self.run, self._path = run, run / "metrics.jsonl"
@@ -107,18 +107,18 @@ class Metrics:
         self._columns: set[str] = set()
 
     def last(self, names: Sequence[str]) -> dict[str, int]:
-        """The newest recorded counts ``names`` of an earlier part of this run; 0 where there is none."""
-        found = dict.fromkeys(names, 0)
+        """The newest counts of the given names that earlier starts of this run recorded; 0 if there are none."""
+        counts = dict.fromkeys(names, 0)
         for line in self._path.read_bytes().splitlines():
             try:
                 record = msgspec.json.decode(line, type=dict[str, float])
             except msgspec.DecodeError:
-                continue  # cut off by a crash
-            found |= {name: max(found[name], int(record.get(f"count/{name}", 0))) for name in names}
-        return found
+                continue  # the line was cut off by a crash
+            counts |= {name: max(counts[name], int(record.get(f"count/{name}", 0))) for name in names}
+        return counts
 
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
-        """Store one record and show its line."""
+        """Write one record, and print its line of the live table if ``show``."""
         values = {"version": float(version), "time/run": time.monotonic() - self._start, **values}
         self._file.write(msgspec.json.encode(values) + b"\n")
         self._file.flush()
@@ -138,10 +138,10 @@ class Metrics:
         print("  ".join(f"{cell:>7}" for cell in cells), flush=True)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
-        """What the workers' heartbeats tell that came since the last call.
+        """Metrics from the heartbeats that came since the last call.
 
-        Shares and rates are of the time between those heartbeats. A worker that sent none keeps its last ones; before its second, it has
-        none, and what no worker has is absent.
+        Shares and rates refer to the time between a worker's heartbeats. A worker without a new heartbeat keeps its last rates, and it
+        has none before its second heartbeat. A metric that no worker has is absent.
         """
         before = self._seen
         self._seen = {
@@ -155,7 +155,7 @@ class Metrics:
             sum(engine.new.get(name, 0.0) for engine in engines)
             for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
         )
-        made = {
+        values = {
             "busy/engine": _busy(engines),
             "busy/learner": _busy(learners),
             "rate/decoded_tokens": _rate(engines, "decoded_tokens"),
@@ -163,7 +163,7 @@ class Metrics:
             "cache/tokens_saved": saved,
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
         }
-        return {name: value for name, value in made.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
     def _add_busy(self, worker: Worker, seen: Seen, since: float) -> None:
         busy = [seconds for name, seconds in seen.new.items() if name.endswith("busy_s")]
@@ -173,16 +173,16 @@ class Metrics:
                 self._watched[kind] += seen.at - since
 
     def busy(self) -> dict[str, float]:
-        """Busy shares by kind of worker of all the time between heartbeats that ``counters`` has seen."""
+        """The busy share per kind of worker, over all the time between the heartbeats that ``counters`` has seen."""
         return {kind: self._busy[kind] / watched for kind, watched in self._watched.items()}
 
     def _of(self, workers: Sequence[Worker], service: str) -> list[Seen]:
-        """What was seen of the workers that offer ``service``."""
+        """The counters of the workers that offer ``service``."""
         offering = [worker.admission for worker in workers if service in worker.hello.services]
         return [self._seen[admission] for admission in offering if admission in self._seen]
 
     def event(self, event: Event) -> None:
-        """One attempt of a call as a Chrome trace event (``tools`` of the field open the file)."""
+        """Write one attempt of a call as a Chrome trace event; trace viewers open the file."""
         row = {
             "name": event.service,
             "ph": "X",
@@ -195,7 +195,7 @@ class Metrics:
         self._trace.write(msgspec.json.encode(row) + b",\n")
 
     def close(self) -> None:
-        """Flush everything."""
+        """Flush and close all files."""
         self._file.close()
         self._trace.close()
         self._board.close()

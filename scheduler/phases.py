@@ -1,6 +1,6 @@
-"""Where the seconds go. Invariant: every moment belongs to one phase, so the phases add up to the time since the start.
+"""Where the seconds of a run go. Invariant: every moment belongs to one phase, so the phases add up to the time since the start.
 
-Pure but for the injected clock.
+The module is pure but for the injected clock.
 """
 
 import time
@@ -17,13 +17,13 @@ SUMMED = {
     "time/checkpoint": "checkpoints",
     "time/spread": LOADING,
 }
-"""Seconds in the records of updates, and what the table calls them."""
+"""Metrics in the updates' records that are seconds, and the table's names for them."""
 
 
 class Phases:
-    """The phase that runs now, and the seconds of all phases so far.
+    """The phase that is running now, and the seconds of all phases so far.
 
-    ``enter`` ends the phase before. ``over`` covers whatever phases come and go inside its block: what runs beside has no row of its own.
+    ``enter`` ends the previous phase. ``over`` takes the whole time of its block, whatever phases are entered inside the block.
     """
 
     def __init__(self, first: str, start: float | None = None, clock: Callable[[], float] = time.monotonic):
@@ -33,13 +33,13 @@ class Phases:
         self._spent: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str, at: float | None = None) -> None:
-        """``name`` begins now, or began ``at`` a moment after the last change."""
+        """Begin the phase ``name`` now, or at the earlier moment ``at``, which must be after the last change."""
         self._book(at)
         self._name = name
 
     @contextmanager
     def over(self, name: str) -> Iterator[None]:
-        """The time of the block is ``name``'s."""
+        """Count the time of the block for ``name``."""
         self._book()
         self._over.append(name)
         try:
@@ -49,7 +49,7 @@ class Phases:
             self._over.remove(name)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase until now, in the order in which the phases first came; one that took no time is left out."""
+        """Seconds per phase until now, in the order in which the phases first came. Phases that took no time are left out."""
         self._book()
         return {name: seconds for name, seconds in self._spent.items() if seconds}
 
@@ -64,10 +64,11 @@ class Phases:
 
 
 class Training(msgspec.Struct, frozen=True):
-    """The seconds from the first tree of this start to its last update in force, updates beside the first evaluation included.
+    """The time from the first tree of this start to its last update in force, including updates during the first evaluation.
 
-    first, last: versions before and after. resumed: whether there was a start before this one. learner: seconds of one rank, which add up. busy: shares of processes, by what they are.
-    without_trees: seconds in which nothing grew. loading: seconds in which new weights were on their way to the actors.
+    first, last: versions before and after. resumed: whether an earlier start of the run exists. learner: seconds of one rank by activity,
+    which sum to ``seconds``. busy: busy shares by kind of process. without_trees: seconds in which no tree grew. loading: seconds in
+    which the actors were being given new weights.
     """
 
     first: int
@@ -89,7 +90,7 @@ class Training(msgspec.Struct, frozen=True):
         busy: dict[str, float],
         idle: float,
     ) -> "Training":
-        """sums: of the updates' records, by the names in ``SUMMED``. idle: seconds without trees."""
+        """Make the record. sums: the sums over all updates of the metrics in ``SUMMED``. idle: seconds without trees."""
         learner = {name: sums.get(metric, 0.0) for metric, name in SUMMED.items()}
         loading = learner.pop(LOADING)
         learner["waiting for trees"] = max(0.0, seconds - sum(learner.values()))
@@ -97,19 +98,19 @@ class Training(msgspec.Struct, frozen=True):
 
 
 def table(phases: Mapping[str, float], training: Training) -> list[str]:
-    """Lines of less than 80 characters: the phases of this start, then what happened inside its updates."""
-    wall, made = sum(phases.values()), training.last - training.first
+    """Lines of less than 80 characters: the phases of this start, then the time inside its updates."""
+    wall, updates = sum(phases.values()), training.last - training.first
     resumed = f" (resumed at version {training.first})" if training.resumed else ""
     lines = [f"  where the {wall:.1f} s of this start went{resumed}"]
     lines += [_line(name, seconds, wall) for name, seconds in phases.items()]
-    if not made:
+    if not updates:
         return lines
     rows = {f"learner: {name}": seconds for name, seconds in training.learner.items()}
     rows |= {f"{name}: busy": share * training.seconds for name, share in training.busy.items()}
     rows |= {"actors: no tree may grow": training.without_trees, "actors: new weights on their way": training.loading}
-    each = training.seconds / made
+    each = training.seconds / updates
     lines.append(
-        f"  {made} update{'s' * (made > 1)} in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process"
+        f"  {updates} update{'s' * (updates > 1)} in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process"
     )
     return lines + [_line(name, seconds, training.seconds) for name, seconds in rows.items()]
 

@@ -1,6 +1,6 @@
-"""Where a call runs when nothing is known but load, and what the dispatcher asks of those who know more.
+"""The choice of a worker by load alone, and ``Place``, through which a call that knows more makes the choice itself.
 
-Pure decisions with an injected clock; the dispatcher does the I/O.
+These are pure decisions with an injected clock; the dispatcher does the I/O.
 """
 
 import random
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Load(msgspec.Struct, frozen=True):
-    """A worker as placement sees it. stats: its counters and gauges, of its last heartbeat."""
+    """A worker as placement sees it. stats: the counters and gauges of its last heartbeat."""
 
     worker: str
     in_flight: int
@@ -20,15 +20,15 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Used part of the capacity; above 1 when pinned calls came on top."""
+        """The used share of the capacity; above 1 when pinned calls were added to a full worker."""
         return self.in_flight / self.capacity
 
 
 def roomy(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> list[Load]:
     """The workers that have room for a call.
 
-    ``avoid`` holds workers that failed this call: they are used only when no other worker exists at all, because one that fails
-    fast always has room and would swallow every attempt.
+    ``avoid`` names the workers that have failed this call. They are used only if there is no other worker at all, because a worker
+    that fails fast always has room and would swallow every attempt.
     """
     candidates = [load for load in loads if load.worker not in avoid] or loads
     return [load for load in candidates if load.in_flight < load.capacity]
@@ -41,19 +41,19 @@ def choose(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> str | 
 
 
 class Place:
-    """What one call asks of the dispatcher, and learns from it; this one takes its turn on the least loaded worker.
+    """How one call is ordered and placed. The base class waits first in, first out for the least loaded worker.
 
-    ``started`` and ``ended`` come in pairs, one for each attempt.
+    The dispatcher asks ``rank`` and ``choose`` while the call waits, then calls ``started`` and ``ended`` once per attempt.
     """
 
     def rank(self) -> tuple[Any, ...]:
-        """Calls of one service that wait are tried in the order of their ranks, equal ones in the order they came; may change."""
+        """The sorting key among the waiting calls of one service; equal ranks keep the order of arrival. The rank may change."""
         return ()
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
         """The worker to run on now, or None to wait. loads: the usable workers; avoid: see ``roomy``.
 
-        Who waits though there is room is asked again when a call ends or a heartbeat comes, and soon after.
+        A call that waits although there is room is asked again when a call ends, when a heartbeat comes, and soon anyway.
         """
         return choose(loads, avoid)
 
@@ -61,13 +61,13 @@ class Place:
         """An attempt was sent to ``worker``."""
 
     def ended(self, worker: str, result: Any | None) -> None:
-        """The attempt is over; result is None when it failed, was cancelled, or came too late."""
+        """The attempt has ended. result: None if the attempt failed, was cancelled or passed the deadline."""
 
 
 class Breaker:
-    """Rests a worker that failed ``threshold`` calls in a row for ``rest_s`` seconds.
+    """Keeps calls away from a worker for ``rest_s`` seconds after ``threshold`` failures in a row.
 
-    States: closed -> (threshold failures) -> open -> (rest_s passes) -> closed with one failure left.
+    States: closed -> (threshold failures) -> open -> (rest_s passes) -> closed, where a single failure opens it again.
     """
 
     def __init__(self, threshold: int = 5, rest_s: float = 10.0):
@@ -76,7 +76,7 @@ class Breaker:
         self.open_until = float("-inf")
 
     def record(self, ok: bool, now: float) -> None:
-        """Note the outcome of one call."""
+        """Record whether one call succeeded."""
         self.failures = 0 if ok else self.failures + 1
         if self.failures >= self.threshold:
             self.open_until = now + self.rest_s
@@ -88,6 +88,6 @@ class Breaker:
 
 
 def backoff(attempt: int, rng: random.Random, base_s: float = 0.05, most_s: float = 5.0) -> float:
-    """Seconds to wait before attempt ``attempt`` + 1: exponential, with jitter over its upper half."""
+    """Seconds to wait before attempt ``attempt`` + 1: exponential, with the upper half of the wait drawn at random."""
     ceiling = min(most_s, base_s * 2 ** min(attempt, 30))
     return ceiling * (0.5 + 0.5 * rng.random())

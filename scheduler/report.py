@@ -1,4 +1,4 @@
-"""What a run says at its end: held-out start against end with intervals, baselines beside them, where everything lies."""
+"""The summary at the end of a run: the held-out start against the end with intervals, baselines, and where the run's files are."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,11 +11,11 @@ from scheduler.journal import Journal
 from scheduler.terminal import folded
 
 
-def heldout_line(name: str, found: HeldOut, seconds: float) -> str:
-    """One line for the terminal, the headline first."""
-    names = sorted(found.measures, key=lambda measure: (measure != found.headline, measure))
-    shown = ", ".join(f"{measure} {found.measures[measure]}" for measure in names)
-    return folded(f"held-out {name} (version {found.version}, {found.questions} tasks): {shown}, {seconds:.0f} s")
+def heldout_line(name: str, result: HeldOut, seconds: float) -> str:
+    """One line for the terminal, with the headline first."""
+    names = sorted(result.measures, key=lambda measure: (measure != result.headline, measure))
+    shown = ", ".join(f"{measure} {result.measures[measure]}" for measure in names)
+    return folded(f"held-out {name} (version {result.version}, {result.questions} tasks): {shown}, {seconds:.0f} s")
 
 
 def write(
@@ -27,11 +27,11 @@ def write(
     spent: dict[str, float],
     training: phases.Training,
 ) -> None:
-    """RUN/summary.json and the closing lines. spent: seconds of this start of the run by phase."""
-    found = {name: (version, result) for version, name, result in journal.evaluations()}
+    """Write RUN/summary.json and print the closing lines. spent: seconds per phase of this start of the run."""
+    evaluations = {name: (version, result) for version, name, result in journal.evaluations()}
     summary = {
         "baselines": baselines,
-        "heldout": {name: {"version": version, **result} for name, (version, result) in found.items()},
+        "heldout": {name: {"version": version, **result} for name, (version, result) in evaluations.items()},
         "counts": dict(counts),
         "calls": dict(calls),
         "quarantined": journal.quarantined(),
@@ -42,8 +42,8 @@ def write(
         summary["best"] = msgspec.to_builtins(kept[0])
     (run / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
     print("\nsummary")
-    if "start" in found and "end" in found:
-        start, end = (msgspec.convert(found[name][1], HeldOut) for name in ("start", "end"))
+    if "start" in evaluations and "end" in evaluations:
+        start, end = (msgspec.convert(evaluations[name][1], HeldOut) for name in ("start", "end"))
         both = [measure for measure in start.measures if measure in end.measures]
         for measure in sorted(both, key=lambda measure: (measure != end.headline, measure)):
             a, b = start.measures[measure], end.measures[measure]
@@ -58,24 +58,16 @@ def write(
         print(
             f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (tools/export --version best)"
         )
-    given, invalid = counts["judged_scores"], counts["invalid_judgements"]
-    if given and invalid:
+    judged, invalid = counts["judged_scores"], counts["invalid_judgements"]
+    if judged and invalid:
         print(
-            f"  {invalid} of {given} scores of the judge were invalid ({1 - invalid / given:.3f} valid): see tools/dump {run}"
+            f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {run}"
         )
     if summary["quarantined"]:
         print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
     print("\n".join(phases.table(spent, training)))
-    for name in (
-        "config.json",
-        "journal.sqlite",
-        "metrics.jsonl",
-        "tensorboard",
-        "checkpoints",
-        "weights",
-        "best",
-        "logs",
-    ):
+    files = ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "best", "logs")
+    for name in files:
         if (run / name).exists():
             print(f"  {name:<15} {run / name}")
     print(f"look at a tree: tools/dump {run}", flush=True)

@@ -1,9 +1,8 @@
-"""What each actor's prefix cache holds, as far as the scheduler can know: it sees every prompt that goes out and every sample that
-comes back.
+"""What each actor's prefix cache probably holds: the scheduler sees every prompt that goes out and every sample that comes back.
 
-A model, not a measurement: per worker one radix tree of token ids that forgets its least recently used leaves beyond the
-worker's capacity and everything at a new policy version. How good it is, ``Forecast`` says: predicted against reported cached tokens.
-Pure: owns no task and no clock; the order of calls is its time.
+This is a model, not a measurement: one radix tree of token ids per worker, which forgets its least recently used leaves beyond the
+worker's capacity, and everything at a new policy version. ``Forecast`` measures the model: predicted against reported cached tokens.
+The module is pure: it owns no task and no clock, and the order of calls is its time.
 """
 
 import heapq
@@ -15,15 +14,15 @@ import msgspec
 import numpy as np
 
 _WIDTH = 4
-"""Bytes of a token id: prefixes are compared as bytes of int32."""
+"""Bytes per token id: prefixes are compared as the bytes of int32."""
 GAP = 0.2
-"""Share of prompt tokens by which caches may fall short of what is predicted before something must be wrong."""
+"""If caches fall short of the prediction by more than this share of the prompt tokens, something is wrong."""
 STRETCH = 10_000
-"""Prompt tokens over which a shortfall is looked for."""
+"""A shortfall is looked for over stretches of this many prompt tokens."""
 
 
 class Edge:
-    """Tokens below ``parent``, as bytes; ``used`` is when a call last passed."""
+    """A run of tokens below ``parent``, as bytes. used: when a call last passed here, by the clock of ``Prefixes``."""
 
     __slots__ = ("alive", "children", "parent", "tokens", "used")
 
@@ -34,7 +33,7 @@ class Edge:
 
 
 def common(a: bytes, b: bytes) -> int:
-    """Tokens that ``a`` and ``b`` begin with alike."""
+    """The number of tokens in the common prefix of ``a`` and ``b``."""
     shortest = min(len(a), len(b))
     if a[:shortest] == b[:shortest]:
         return shortest // _WIDTH
@@ -43,21 +42,21 @@ def common(a: bytes, b: bytes) -> int:
 
 
 class Prefixes:
-    """The prefixes one cache holds. capacity: tokens; infinite while nobody knows."""
+    """The prefixes that one cache holds. capacity: in tokens; infinite while it is unknown."""
 
     def __init__(self, capacity: float = math.inf):
         self.capacity = capacity
         self.tokens = 0
         self._root = Edge(b"", None, 0)
         self._clock = itertools.count(1)
-        self._leaves: list[tuple[int, int, Edge]] = []  # a heap; entries of edges that were used since are stale
+        self._leaves: list[tuple[int, int, Edge]] = []  # a heap; the entries of edges used again are stale
 
     def match(self, tokens: bytes) -> int:
-        """Length in tokens of the longest prefix of ``tokens`` that is held; leaves no trace."""
+        """The length in tokens of the longest held prefix of ``tokens``. Does not count as a use."""
         return sum(shared for _, shared in self._walk(tokens))
 
     def insert(self, tokens: bytes) -> None:
-        """Hold ``tokens`` and every prefix of it, as just used."""
+        """Hold ``tokens`` and all its prefixes, and mark them as just used."""
         now, edge, held = next(self._clock), self._root, 0
         for below, shared in list(self._walk(tokens)):
             edge = below if shared * _WIDTH == len(below.tokens) else self._split(below, shared)
@@ -72,7 +71,7 @@ class Prefixes:
         self.shrink()
 
     def shrink(self) -> None:
-        """Forget least recently used leaves until the rest is within the capacity."""
+        """Forget the least recently used leaves until the remaining tokens are within the capacity."""
         while self.tokens > self.capacity and self._leaves:
             used, _, edge = heapq.heappop(self._leaves)
             if not edge.alive or edge.children or edge.used != used or edge.parent is None:
@@ -89,7 +88,7 @@ class Prefixes:
         self.tokens = 0
 
     def _walk(self, tokens: bytes) -> Iterator[tuple[Edge, int]]:
-        """The edges along ``tokens``, each with how many of its tokens are shared."""
+        """The edges along ``tokens``, each with the number of its tokens that match."""
         edge, position = self._root, 0
         while (below := edge.children.get(tokens[position : position + _WIDTH])) is not None:
             shared = common(below.tokens, tokens[position : position + len(below.tokens)])
@@ -99,7 +98,7 @@ class Prefixes:
             edge, position = below, position + len(below.tokens)
 
     def _split(self, edge: Edge, at: int) -> Edge:
-        """Cut an edge after ``at`` tokens; its new upper half."""
+        """Cut an edge after ``at`` tokens. Returns the new upper half."""
         assert edge.parent is not None
         head = Edge(edge.tokens[: at * _WIDTH], edge.parent, edge.used)
         edge.parent.children[head.tokens[:_WIDTH]] = head
@@ -113,14 +112,14 @@ class Prefixes:
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Prompt tokens of served calls: all, those predicted to be cached when the call went out, those reported as cached."""
+    """Prompt tokens of served calls: all of them, those predicted to be cached at sending, and those reported as cached."""
 
     prompt: int = 0
     predicted: int = 0
     reported: int = 0
 
     def values(self) -> dict[str, float]:
-        """Metrics: shares of the prompt tokens. Empty where nothing was served."""
+        """The metrics, as shares of the prompt tokens. Empty if no call was served."""
         if not self.prompt:
             return {}
         return {
@@ -130,12 +129,12 @@ class Forecast(msgspec.Struct, frozen=True):
         }
 
     def with_call(self, prompt: int, predicted: int, reported: int) -> "Forecast":
-        """The same and one more call."""
+        """This forecast with one more call added."""
         return Forecast(self.prompt + prompt, self.predicted + predicted, self.reported + reported)
 
     @property
     def short(self) -> bool:
-        """Did the caches hold much less than predicted?"""
+        """Whether the caches held much less than predicted."""
         return self.predicted - self.reported > GAP * self.prompt
 
     def __str__(self) -> str:
@@ -147,7 +146,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 class Residency:
-    """The caches of all workers. ``expect`` asks, ``started`` and ``served`` tell."""
+    """The caches of all workers. Report calls by ``started``, ``sampled`` and ``compared``; ask by ``expect``."""
 
     def __init__(self) -> None:
         self._forecast = Forecast()
@@ -158,40 +157,40 @@ class Residency:
         self._versions: dict[str, int] = {}
 
     def limit(self, worker: str, capacity: float) -> None:
-        """The worker's cache holds ``capacity`` tokens."""
+        """Set the capacity of the worker's cache in tokens."""
         cache = self._cache(worker)
         if cache.capacity != capacity:
             cache.capacity = capacity
             cache.shrink()
 
     def capacity(self, worker: str) -> float:
-        """Tokens; infinite while unknown."""
+        """The capacity of the worker's cache in tokens; infinite while it is unknown."""
         return self._cache(worker).capacity
 
     def resident(self, worker: str) -> int:
-        """Tokens in the worker's cache."""
+        """The number of tokens in the worker's cache."""
         return self._cache(worker).tokens
 
     def expect(self, worker: str, tokens: bytes) -> int:
-        """How many of the prompt ``tokens`` the worker will find in its cache; the last is computed in any case, for its logits."""
+        """How many of the prompt ``tokens`` the worker should find cached. The last token never counts: its logits must be computed."""
         cache = self._caches.get(worker)
         return min(cache.match(tokens), len(tokens) // _WIDTH - 1) if cache is not None else 0
 
     def started(self, worker: str, tokens: bytes) -> int:
-        """A call with this prompt was sent: from now on the prompt counts as resident. Returns what ``expect`` said before."""
+        """A call with this prompt was sent: count the prompt as resident. Returns what ``expect`` said before."""
         expected = self.expect(worker, tokens)
         self._cache(worker).insert(tokens)
         return expected
 
     def sampled(self, worker: str, tokens: bytes, version: int) -> None:
-        """A prompt with its continuation is resident, unless it was begun by an older version than the worker has now."""
+        """A prompt with its continuation is resident, unless an older version than the worker's current one began the sample."""
         if version > self._versions.get(worker, version):
             self.emptied(worker, version)
         if version == self._versions.setdefault(worker, version):
             self._cache(worker).insert(tokens)
 
     def compared(self, prompt: int, predicted: int, reported: int) -> None:
-        """A call was served: its prompt tokens, those predicted and those reported as cached."""
+        """A call was served: compare the cached tokens that were predicted with those that were reported."""
         self._forecast = self._forecast.with_call(prompt, predicted, reported)
         self._stretch = self._stretch.with_call(prompt, predicted, reported)
         if self._stretch.prompt >= STRETCH:
@@ -201,24 +200,24 @@ class Residency:
             self._stretch = Forecast()
 
     def emptied(self, worker: str, version: int) -> None:
-        """The worker loaded weights of ``version``: its cache starts anew."""
+        """The worker loaded weights of ``version``, so its cache is empty."""
         self._cache(worker).clear()
         self._versions[worker] = version
 
     def forget(self, worker: str) -> None:
-        """The worker is gone."""
+        """Forget a worker that is gone."""
         self._caches.pop(worker, None)
         self._versions.pop(worker, None)
 
     def take(self) -> Forecast:
-        """The forecast since the last ``take``."""
+        """Return the forecast since the last ``take``, and begin a new one."""
         taken, self._forecast = self._forecast, Forecast()
         return taken
 
     def doubt(self) -> str:
-        """The warning that two stretches in a row fell short, when they first do, once; else ""."""
-        said, self._doubt = self._doubt, ""
-        return said
+        """The warning that two stretches in a row fell short, or "". Each series of short stretches is reported once."""
+        warning, self._doubt = self._doubt, ""
+        return warning
 
     def _cache(self, worker: str) -> Prefixes:
         return self._caches.setdefault(worker, Prefixes())

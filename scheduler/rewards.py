@@ -1,4 +1,4 @@
-"""From judge columns to a step's reward, and from advantages to the choice of the next step (methods.md 1.1, 1.3, 1.4)."""
+"""Compute a step's reward from the judge's columns, and choose the candidate to continue by advantage (methods.md 1.1, 1.3, 1.4)."""
 
 import math
 import random
@@ -9,14 +9,14 @@ from scheduler.context import Context
 from scheduler.tree import Node
 
 COMPONENTS = frozenset({"think", "query", "answer"})
-"""The judge's columns of which ``composite`` makes a reward."""
+"""The judge's columns from which ``composite`` makes a reward."""
 INVALID_REWARD = -2.0
 """An action with neither search nor answer gets the worst composite score (methods.md 1.4)."""
 
 
 async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float]:
-    """Judge sibling actions and return their rewards r_t, NaN without a judge: the judge's own column "reward" where the environment
-    says so, else SLATE's ``composite`` of its columns."""
+    """Have sibling actions judged, and return their rewards r_t (NaN without a judge): the judge's own column "reward" if the environment
+    is ``rewarded_by_judge``, otherwise SLATE's ``composite`` of the judge's columns."""
     await ctx.judge(nodes)
     if not ctx.environment.rewarded_by_judge and ctx.settings.judge != UNJUDGED:
         for node in nodes:
@@ -27,7 +27,7 @@ async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float
 
 
 def composite(scores: dict[str, float], answered: bool, step: int, budget: int, bonus: float) -> float:
-    """r_t: think + query for a search; think + answer + bonus (B - t) / B for an answer, t from 1. An invalid component is 0."""
+    """r_t: think + query for a search; think + answer + bonus (B - t) / B for an answer at step t from 1. An invalid component is 0."""
     think = scores.get("think", 0.0)
     if not answered:
         return think + scores.get("query", 0.0)
@@ -35,7 +35,7 @@ def composite(scores: dict[str, float], answered: bool, step: int, budget: int, 
 
 
 def selection(scores: Sequence[float], eta: float) -> list[float]:
-    """softmax(A / eta): the probability of each candidate to be continued."""
+    """softmax(A / eta): the probability that each candidate is continued."""
     top = max(scores)
     weights = [math.exp((score - top) / eta) for score in scores]
     total = math.fsum(weights)
@@ -43,7 +43,7 @@ def selection(scores: Sequence[float], eta: float) -> list[float]:
 
 
 def choose(scores: Sequence[float], allowed: Sequence[int], rule: str, eta: float, rng: random.Random) -> int:
-    """Index of the candidate to continue among ``allowed``: drawn by ``selection``, or the first best ("best-of-k")."""
+    """The index, among ``allowed``, of the candidate to continue: drawn by ``selection``, or the first of the best ("best-of-k")."""
     if rule == "best-of-k":
         return max(allowed, key=lambda index: scores[index])
     return rng.choices(allowed, selection([scores[index] for index in allowed], eta))[0]

@@ -1,7 +1,7 @@
-"""Continuations of a position by the policy, beside the tree: for Monte Carlo values.
+"""Continuations of a position by the policy, outside the tree, for Monte Carlo values.
 
-All that start from one position are asked for together, so its prefix is prefilled once; those that reach the same position again
-go on as one request.
+All continuations of one position are requested together, so that their prefix is prefilled once. Continuations that reach the same
+position again continue as one request.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from wire.messages import Sample
 
 
 class Position(msgspec.Struct, frozen=True):
-    """A decision of the policy. prefix: int32 token ids as bytes; step: actions before it."""
+    """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of actions before it."""
 
     prefix: bytes
     state: Any
@@ -25,7 +25,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 def position_before(ctx: Context, action: Node) -> Position:
-    """Where ``action`` was taken; its prompt in non-thinking mode where each turn has its own."""
+    """The position in which ``action`` was taken, with the prompt in non-thinking mode if each turn has its own prompt."""
     state = ctx.state(action)
     if ctx.environment.fresh:
         return _shown(ctx, state, action.step - 1)
@@ -35,7 +35,7 @@ def position_before(ctx: Context, action: Node) -> Position:
 
 
 async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
-    """The outcomes of ``n`` continuations."""
+    """The outcomes of ``n`` continuations of ``position``."""
     prefix = np.frombuffer(position.prefix, np.int32)
     async with ctx.shop.aside:
         samples, _ = await ctx.sample(prefix, n, ctx.environment.stop, beside=True)
@@ -44,11 +44,11 @@ async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
     going = Counter(place for place in reached if isinstance(place, Position))
     siblings = sorted(going.items(), key=lambda item: item[0].prefix)
     later = await together(outcomes(ctx, place, count) for place, count in siblings)
-    return ended + [outcome for found in later for outcome in found]
+    return ended + [outcome for several in later for outcome in several]
 
 
 async def advance(ctx: Context, position: Position, sample: Sample) -> Position | float:
-    """The next position after a sampled action, or the outcome when the episode is over. A policy without an answer has outcome 0."""
+    """The position after a sampled action, or the outcome if the episode is over: 0 if the budget is used up without an answer."""
     environment, step = ctx.environment, position.step + 1
     action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
     async with ctx.shop.aside:

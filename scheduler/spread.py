@@ -1,4 +1,4 @@
-"""The newest weights on every actor: given to all after an update and to each that joins, and proven to be the same everywhere."""
+"""Give every actor the newest weights, after an update and when it joins, and prove that all actors hold the same weights."""
 
 import asyncio
 from collections import Counter
@@ -12,11 +12,11 @@ from wire.faults import Fault, InfrastructureFault
 from wire.messages import LoadRequest, LoadResult
 
 LOAD_S = 1200.0
-"""Above what an engine gives to the steps of an update (actors.sglang.update_timeout_s each), so that it fails with its own reason."""
+"""Longer than an engine's own timeouts for loading (actors.sglang.update_timeout_s per step), so that its own error arrives first."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """One version as the learner published it; RUN/learner.json holds the newest. Version 0 is the model that actors start with."""
+    """One version as the learner published it. RUN/learner.json holds the newest. Version 0 is the model with which actors start."""
 
     version: int = 0
     path: str = ""
@@ -24,27 +24,27 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 def most_common(proofs: Sequence[str]) -> str:
-    """The proof that most actors give, of those that give one; "" when none does. Of equally many, the first's."""
+    """The most frequent proof that is not "", the first one on a tie; "" if no actor gives a proof."""
     return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
 
 
 class Spread:
-    """Who holds what. An actor that cannot prove the newest weights is sent away: its process is started anew and joins again.
+    """Gives weights and compares proofs. An actor that cannot prove the newest weights is sent away; its process restarts and joins again.
 
-    counts: "failed_loads" is counted in it.
+    counts: receives the count "failed_loads".
     """
 
     def __init__(self, dispatcher: Dispatcher, residency: Residency, counts: Counter[str]):
         self.dispatcher, self.residency, self.counts = dispatcher, residency, counts
         self.weights = Weights()
         self._common = ""
-        """The proof of most, of the newest weights."""
+        """The most common proof of the newest weights."""
         self._settled = asyncio.Event()
-        """Whether it is known."""
+        """Set while that proof is known, cleared while new weights are being given to all actors."""
         self._settled.set()
 
     async def everywhere(self, weights: Weights) -> None:
-        """Give ``weights`` to all that are ready. Where none is left that has them, the next to join will."""
+        """Give ``weights`` to all ready actors, and drop those that do not prove them. An actor that joins later gets them then."""
         self.weights = weights
         if not weights.version:
             return
@@ -62,9 +62,9 @@ class Spread:
             print(f"no actor holds policy version {weights.version}: waiting for one to join", flush=True)
 
     async def to(self, actor: Worker) -> None:
-        """Give the newest weights to one that joins. Raises Fault when it does not take them, or proves others than the rest hold."""
+        """Give the newest weights to an actor that joins. Raises Fault if it does not take them, or if its proof differs from most."""
         held, proof = 0, ""
-        while held != self.weights.version:  # another may come while one is loaded
+        while held != self.weights.version:  # a newer version may come while one is being loaded
             weights = self.weights
             proof, held = await self._give(actor, weights), weights.version
             await self._settled.wait()
@@ -73,7 +73,7 @@ class Spread:
         self._common = self._common or proof
 
     async def _proven(self, actor: Worker) -> str:
-        """The engine's own proof of the newest weights, "" when it has none or did not take them."""
+        """Give an actor the newest weights. Returns its engine's proof, or "" if the engine has none or the actor was dropped."""
         try:
             return await self._give(actor, self.weights)
         except Fault as fault:

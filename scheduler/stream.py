@@ -1,6 +1,6 @@
-"""Finished groups to the learner, and its new versions back. A group is journaled, then sent; sent again until it is trained.
+"""Send finished groups to the learner and receive its new versions. A group is journaled, then sent, and sent again until it is trained.
 
-A node travels once to a learner; after a reconnect, or when the learner misses an ancestor, the whole path is sent.
+Each node travels once to a learner. After the learner reconnects, or after a send has failed, the whole path is sent.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from wire.messages import Trained, TrainGroup, TreeClosed, Turn
 log = logging.getLogger("scheduler.stream")
 
 FOREVER_S = 7 * 24 * 3600.0
-"""A train call is answered when its update is done, however long the batch takes to fill."""
+"""The deadline of a train call: it is answered when its update is done, however long the batch takes to fill."""
 _RESEND_WAIT_S = 1.0
 
 
 class Stream:
-    """Owns the open ``train`` and ``close`` calls. ``on_trained`` is awaited once for each new version, in order."""
+    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each new version, in order."""
 
     def __init__(self, dispatcher: Dispatcher, journal: Journal, on_trained: Callable[[Trained], Awaitable[None]]):
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
@@ -33,31 +33,31 @@ class Stream:
         self._order = asyncio.Lock()
 
     def learner_joined(self, worker: Worker) -> None:
-        """A learner connected: it has no nodes yet."""
+        """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none."""
         if "train" in worker.hello.services:
             self._sent.clear()
 
     def emit(self, tree: Tree, turns: list[Turn]) -> None:
-        """A new group: durable first, then on its way."""
+        """Journal a new group of ``tree``, then start to send it."""
         group, self._next_group = self._next_group, self._next_group + 1
         self.journal.save_group(tree, group, turns)
         tree.groups.append(group)
         self._spawn(self._send(tree, group, turns))
 
     def resend(self, tree: Tree, group: int) -> None:
-        """A journaled group that no version holds yet."""
+        """Send a journaled group again on which no version was trained."""
         self._spawn(self._send(tree, group, self.journal.turns(group)))
 
     def close(self, tree: Tree) -> None:
-        """The tree will emit no more."""
+        """Tell the learner that the tree will emit no more groups."""
         self._spawn(self._close(TreeClosed(tree.id, list(tree.groups))))
 
     def failure(self) -> BaseException | None:
-        """The error that ended a send, if one did."""
+        """The error that ended a send, or None."""
         return self._failure
 
     async def stop(self) -> None:
-        """Abandon open calls; their groups stay in the journal."""
+        """Abandon the open calls. Their groups stay in the journal."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

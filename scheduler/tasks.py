@@ -1,4 +1,4 @@
-"""Tasks in epoch order: each epoch is a fresh shuffle by seed, a position names one draw, so a resumed run skips no task."""
+"""Tasks in epoch order. Each epoch is a new shuffle by the seed, and a position names one draw, so a resumed run skips no task."""
 
 import random
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from actors.environments.base import Rejected, Task
 from actors.environments.task_files import load_tasks
 
 HELD_OUT_SEEDS = 2**30
-"""The first seed of held-out tasks; training draws below it, a warm start from 2,000,000,000."""
+"""The first seed of held-out tasks. Training draws smaller seeds; a warm start draws seeds from 2,000,000,000 up."""
 
 
 class Tasks:
-    """The training tasks of one source or several. ``rejected`` rows are quarantined with their reasons."""
+    """The training tasks of one source or several. rejected: the rows that cannot work, with the reasons; they are quarantined."""
 
     def __init__(self, source: str | list[str], seed: int):
         self.tasks: list[Task]
@@ -39,9 +39,9 @@ def held_out(source: str | list[str], count: int) -> list[Task]:
 
 
 class GeneratedTasks:
-    """Tasks an environment makes from seeds: each draw is one of 2^30, held-out seeds are never drawn.
+    """Tasks that an environment makes from seeds. Training draws seeds below 2^30, so it never draws a held-out seed.
 
-    Different seeds may make the same task where a game has few (an empty board has one).
+    Different seeds may make the same task if a game has few tasks (an empty board is the only one).
     """
 
     def __init__(self, make: Callable[[int], Task], seed: int):

@@ -1,7 +1,7 @@
-"""What the terminal is told beside the live table: faults of services, missing workers, warnings. Each as soon as it matters, none so
-often that it hides the table.
+"""Lines on the terminal beside the live table: faults of services, missing workers, warnings. Each line comes as soon as it matters, and
+none comes so often that it hides the table.
 
-Pure but for ``say`` and the injected clock.
+The module is pure but for ``say`` and the injected clock.
 """
 
 import math
@@ -14,35 +14,35 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 EVERY_S = 60.0
-"""Between two lines about one failing service: enough to see that it goes on."""
+"""Seconds between two lines about one failing service, often enough to show that it still fails."""
 EVERY_UPDATES = 10
-"""Between two lines of a warning that stays."""
+"""Updates between two lines of a warning that persists."""
 _LONGEST = 300
-"""Characters of a fault's text that are shown; all of it is in the log."""
+"""The number of characters of a fault's text that are shown; the log has the whole text."""
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 
 UNLIMITED = 10_000
-"""The width of a file or pipe: nothing is folded or left out there."""
+"""The width that a file or a pipe counts as, so that nothing is folded or left out there."""
 
 
 def width() -> int:
-    """Columns of the terminal that the launcher prints to (it passes them on as COLUMNS)."""
+    """The width in columns of the terminal to which the launcher prints (the launcher passes it on as COLUMNS)."""
     return shutil.get_terminal_size((UNLIMITED, 24)).columns
 
 
 def folded(line: str) -> str:
-    """``line``, at most as wide as the terminal."""
+    """Fold ``line`` to the width of the terminal."""
     return textwrap.fill(line, width(), subsequent_indent="  ", break_long_words=False)
 
 
 def say(line: str) -> None:
-    """A line on the terminal, at once."""
+    """Print a line at once."""
     print(line, flush=True)
 
 
 class Faults:
-    """Failures by service: the first is told at once, later ones every ``EVERY_S`` seconds at most, with their number."""
+    """Reports failures per service: the first at once, later ones at most every ``EVERY_S`` seconds, with their number."""
 
     def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic):
         self._say, self._clock = say, clock
@@ -50,7 +50,7 @@ class Faults:
         self._untold: Counter[str] = Counter()
 
     def failed(self, service: str, fault: Exception, caller: str) -> None:
-        """``service`` failed at a call of ``caller`` ("tree 7, attempt 1 of 5")."""
+        """A call of ``service`` by ``caller`` ("tree 7, attempt 1 of 5") failed."""
         now, before = self._clock(), self._said_at.get(service, -math.inf)
         self._untold[service] += 1
         if now - before < EVERY_S:
@@ -63,9 +63,9 @@ class Faults:
 
 
 class Attendance:
-    """Services that the run needs: it is told when the last worker of one goes, and when one is there again.
+    """Reports when the last worker of a needed service leaves, and when the service has a worker again.
 
-    needed: the services; empty before the run waits for its workers and once it sends them home.
+    needed: the needed services; empty until the run waits for its workers, and again once it has dismissed them.
     """
 
     def __init__(self, run: Path, say: Callable[[str], None] = say):
@@ -74,7 +74,7 @@ class Attendance:
         self._missing: set[str] = set()
 
     def left(self, services: Sequence[str], reason: str, offered: Collection[str]) -> None:
-        """A worker of ``services`` is gone. offered: the services that those who stay offer."""
+        """A worker of ``services`` is gone. offered: the services that the remaining workers offer."""
         for service in services:
             if service in self.needed and service not in offered and service not in self._missing:
                 self._missing.add(service)
@@ -91,16 +91,16 @@ class Attendance:
 
 
 class Reminders:
-    """Warnings of updates: one is told when it is new or was gone before, and while it stays every ``EVERY_UPDATES`` updates.
+    """Chooses which warnings of updates to print: a new or returning one at once, a persisting one every ``EVERY_UPDATES`` updates.
 
-    Two warnings are of one kind when they differ in their numbers alone.
+    Two warnings are of the same kind if they differ only in their numbers.
     """
 
     def __init__(self) -> None:
         self._said: dict[str, int] = {}
 
     def due(self, version: int, warnings: Iterable[str]) -> list[str]:
-        """Those of update ``version`` that are to be told now."""
+        """The warnings of update ``version`` that must be printed now."""
         kinds = {_NUMBER.sub("#", warning): warning for warning in warnings}
         self._said = {kind: said for kind, said in self._said.items() if kind in kinds}
         due = [kind for kind in kinds if version - self._said.get(kind, -EVERY_UPDATES) >= EVERY_UPDATES]

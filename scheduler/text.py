@@ -1,4 +1,4 @@
-"""Text to tokens, once, when it enters the tree; sampled ids are never tokenized again. No torch here."""
+"""Text becomes tokens once, when it enters the tree; sampled ids are never tokenized again. This module never imports torch."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from wire.chat_template import ChatTemplate
 
 
 class Text:
-    """Tokenizer and chat template of a Hugging Face folder."""
+    """The tokenizer and the chat template of a Hugging Face folder."""
 
     def __init__(self, folder: str):
         path = Path(folder)
@@ -19,15 +19,15 @@ class Text:
         self._template = ChatTemplate(path)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [tokens], nothing added."""
+        """int32 [tokens], without added special tokens."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text without special tokens."""
+        """The text of ``tokens`` without special tokens."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def prompt(self, messages: list[dict[str, str]], thinking: bool = True) -> str:
-        """Messages in the model's chat format, open for the model's turn; plain text for a model without template.
+        """The messages in the model's chat format, up to where the model's turn begins; plain text if the model has no template.
 
         thinking: False asks a template that knows ``enable_thinking`` (Qwen3's) for an answer without a thinking block.
         """

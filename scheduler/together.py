@@ -1,4 +1,4 @@
-"""Concurrent work with one fate: the first fault is raised as it is, and ends the rest."""
+"""Concurrent work that succeeds or fails as a whole: the first fault is raised unchanged and cancels the rest."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -9,21 +9,21 @@ T = TypeVar("T")
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order."""
+    """Run coroutines concurrently. Returns their results in order."""
     async with Beside() as beside:
         tasks = [beside.start(one) for one in work]
     return [task.result() for task in tasks]
 
 
 class Beside:
-    """``async with Beside() as beside: beside.start(..)``: leaving waits for what was started and raises its first fault, which ends
-    the rest; an error of the body ends all of it."""
+    """``async with Beside() as beside: beside.start(work())``. Leaving the block waits for all started work and raises its first fault,
+    which cancels the rest. An error of the block cancels all started work."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin ``work`` now."""
+        """Start ``work`` now."""
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
         return task

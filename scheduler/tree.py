@@ -1,6 +1,6 @@
-"""The prefix tree of one question: a node holds only the tokens it adds; root to node, concatenated, is what the policy saw.
+"""The prefix tree of one question. A node holds only the tokens it adds; the tokens from root to node are exactly what the policy saw.
 
-The chosen nodes form one path from the root, the tree's spine; its tip is where the next step grows, also after a restart.
+The chosen nodes form one path from the root, the tree's spine. The next step grows at the tip of the spine, also after a restart.
 """
 
 from typing import Any, Literal
@@ -14,11 +14,11 @@ Kind = Literal["prompt", "action", "observation"]
 
 
 class Node(msgspec.Struct):
-    """One node. Times a node of an action: logprobs, versions and sampled are [tokens], as in ``wire.messages.TreeNode``.
+    """One node. logprobs, versions and sampled are [tokens], on actions only, as in ``wire.messages.TreeNode``.
 
-    scores: named columns; invalid: columns a judge could not give; notes: its explanations by judge. state: the environment
-    state after the node (plain values). step: actions up to and including this node. trajectory: which of several whole
-    trajectories it belongs to. cached: prompt tokens the engine had in its cache.
+    scores: named columns; invalid: columns that a judge could not give; notes: explanations, by judge. state: the environment
+    state after the node, as plain values. step: the number of actions up to and including this node. trajectory: which of
+    several whole trajectories the node belongs to. cached: prompt tokens that the engine had in its cache.
     """
 
     id: int
@@ -41,15 +41,15 @@ class Node(msgspec.Struct):
     cached: int = 0
 
     def travels(self) -> TreeNode:
-        """The node as the learner gets it."""
+        """The node as the learner receives it."""
         return TreeNode(self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled)
 
 
 class Tree:
-    """Nodes by id, in the order they were added. ``id`` is unique in the run.
+    """Nodes by id, in the order in which they were added. The tree's ``id`` is unique in the run.
 
-    changed: nodes that the journal does not have yet as they are; its next transaction of this tree writes them. actions_read: the
-    parsed action of each action node that was read; an action is parsed again only after a restart.
+    changed: nodes that the journal lacks or has in an older state; the tree's next transaction writes them. actions_read: the parsed
+    actions by node id; an action is parsed again only after a restart.
     """
 
     def __init__(self, id: int, task: str, split: str = "train", nodes: list[Node] | None = None):
@@ -60,47 +60,45 @@ class Tree:
         self.actions_read: dict[int, Any] = {}
 
     def add(self, parent: Node | None, kind: Kind, tokens: np.ndarray, text: str, **fields: Any) -> Node:
-        """A new child of ``parent`` (None makes the root). ``step`` is given where the parent is not the turn before (a fresh prompt)."""
+        """Add a child of ``parent`` (None: the root). Pass ``step`` if the parent is not the turn before, as for a fresh prompt."""
         step = fields.pop("step", (parent.step if parent is not None else 0) + (kind == "action"))
         trajectory = fields.pop("trajectory", parent.trajectory if parent is not None else 0)
         parent_id = parent.id if parent is not None else -1
-        id = (
-            next(reversed(self.nodes), -1) + 1
-        )  # not their number: a journal may lack candidates whose step was never finished
+        id = next(reversed(self.nodes), -1) + 1  # not len(nodes): a journal may lack candidates of an unfinished step
         node = Node(id, parent_id, kind, tokens, text, step, trajectory=trajectory, **fields)
         self.nodes[node.id] = node
         return node
 
     def parent(self, node: Node) -> Node | None:
-        """The node above, None for the root."""
+        """The parent of ``node``, None for the root."""
         return self.nodes.get(node.parent)
 
     def path(self, node: Node) -> list[Node]:
-        """Root to ``node``."""
-        found = [node]
-        while (above := self.parent(found[-1])) is not None:
-            found.append(above)
-        return found[::-1]
+        """The nodes from the root to ``node``."""
+        path = [node]
+        while (above := self.parent(path[-1])) is not None:
+            path.append(above)
+        return path[::-1]
 
     def prefix(self, node: Node) -> np.ndarray:
-        """int32 [tokens]: everything from the root to ``node``."""
+        """int32 [tokens]: all tokens from the root to the end of ``node``."""
         return np.concatenate([n.tokens for n in self.path(node)]).astype(np.int32, copy=False)
 
     def children(self, node: Node) -> list[Node]:
-        """The nodes right below."""
+        """The children of ``node``."""
         return [n for n in self.nodes.values() if n.parent == node.id]
 
     def tip(self, trajectory: int = 0) -> Node:
-        """The end of the spine (of one trajectory): the last chosen node, or the root."""
+        """The end of one trajectory's spine: its last chosen node, or the root."""
         spine = [n for n in self.nodes.values() if n.chosen and n.trajectory == trajectory]
         return spine[-1] if spine else self.nodes[0]
 
     def actions(self, trajectory: int = 0) -> list[Node]:
-        """The actions of one trajectory's spine in order, forced ones included."""
+        """The actions of one trajectory's spine in order, including forced ones."""
         return [n for n in self.nodes.values() if n.kind == "action" and n.chosen and n.trajectory == trajectory]
 
     def state_before(self, node: Node) -> Any:
-        """The environment state in which ``node`` was added: that of its nearest ancestor which has one."""
+        """The environment state in which ``node`` was added: the state of the nearest ancestor that has one."""
         above = self.parent(node)
         while above is not None and above.state is None:
             above = self.parent(above)
@@ -108,10 +106,10 @@ class Tree:
 
 
 def encode_node(node: Node) -> bytes:
-    """A node as msgpack; arrays inline as [dtype, bytes]."""
+    """Encode a node as msgpack, with arrays inline as [dtype, bytes]."""
     return msgspec.msgpack.encode(node, enc_hook=lambda array: [array.dtype.name, array.tobytes()])
 
 
 def decode_node(blob: bytes) -> Node:
-    """Inverse of ``encode_node``."""
+    """Decode what ``encode_node`` returned."""
     return msgspec.msgpack.decode(blob, type=Node, dec_hook=lambda _, value: np.frombuffer(value[1], dtype=value[0]))

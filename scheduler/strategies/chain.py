@@ -1,6 +1,6 @@
-"""Chains: one trajectory from each of many initial states, every turn scored; a batch of chains is one group (methods.md 3.5).
+"""Chains: one trajectory from each of many initial states, with every turn scored; a batch of chains is one group (methods.md 3.5).
 
-VPR's and PPR's sampling. Turns are scored while the next ones are played: the engine never waits for an oracle.
+This is VPR's and PPR's sampling. Turns are scored while the next turns are played, so the engine never waits for an oracle.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from wire.declared import StrategyGives
 
 
 def gives(**_: object) -> StrategyGives:
-    """One trajectory of each task."""
+    """Declare one trajectory per task."""
     return StrategyGives(group="task", reward_options=frozenset({"bonus"}))
 
 
@@ -30,9 +30,9 @@ async def episode(
     trajectory: int = 0,
     acting: Callable[[Node], object] = lambda action: None,
 ) -> list[Node]:
-    """One trajectory from where it stands; its trained actions in order. ``acting`` is told of each action when it is sampled."""
+    """Continue one trajectory to its end. Returns its trained actions in order. ``acting`` is called with each action once it is sampled."""
     async with Beside() as beside:
-        for action in tree.actions(trajectory):  # of a tree that was grown halfway
+        for action in tree.actions(trajectory):  # there are some if the tree is half-grown
             if "valid" not in action.scores and not action.forced:
                 beside.start(judge(ctx, [action], bonus))
             acting(action)

@@ -1,8 +1,8 @@
-"""Monte Carlo values (VPR's baseline MC-PR, methods.md 3.6): a chain, and from every state it visits ``continuations`` more by the policy.
+"""Monte Carlo values (VPR's baseline MC-PR, methods.md 3.6): a chain, with ``continuations`` further episodes from every state it visits.
 
-V(s) is the mean outcome of the continuations from s, in non-thinking mode. Columns of each action: mc_value (of the state it acted
-in) and mc_error (its standard error); the learner's scheme ``mc_pr`` takes the differences. Continuations are not trained and not
-journaled; a resumed tree keeps the values it has.
+V(s) is the mean outcome of the policy's continuations from s, in non-thinking mode. Each action gets two columns: mc_value, the value of
+the state in which the action was taken, and mc_error, its standard error. The learner's scheme ``mc_pr`` takes the differences.
+Continuations are neither trained nor journaled; a resumed tree keeps the values it has.
 """
 
 import math
@@ -17,12 +17,12 @@ from wire.numbers import Count
 
 
 def gives(**_: object) -> StrategyGives:
-    """One trajectory of each task, whose states have values."""
+    """Declare one trajectory per task, whose states have values."""
     return StrategyGives(group="task", purpose=frozenset({"mc_value", "mc_error"}), reward_options=frozenset({"bonus"}))
 
 
 async def grow(tree: Tree, ctx: Context, continuations: Count = 100, bonus: float = 0.1) -> None:
-    """Grow the chain; value its states meanwhile; emit it. bonus: see ``scheduler.rewards.composite``."""
+    """Grow the chain and value its states meanwhile, then emit the chain. bonus: see ``scheduler.rewards.composite``."""
     if tree.groups:
         return
     async with Beside() as beside:
@@ -33,12 +33,12 @@ async def grow(tree: Tree, ctx: Context, continuations: Count = 100, bonus: floa
 
 
 async def value(ctx: Context, action: Node, continuations: int) -> None:
-    """The value of the state in which ``action`` was taken."""
+    """Estimate the value of the state in which ``action`` was taken, and write it to the action's columns."""
     if action.forced or "mc_value" in action.scores:
         return
-    aside = ctx.aside(f"value {action.id}")  # the chain's own draws do not depend on when continuations come back
-    found = await outcomes(aside, position_before(ctx, action), continuations)
-    mean = math.fsum(found) / len(found)
-    variance = math.fsum((x - mean) ** 2 for x in found) / max(1, len(found) - 1)
-    action.scores |= {"mc_value": mean, "mc_error": math.sqrt(variance / len(found))}
+    aside = ctx.aside(f"value {action.id}")  # so the chain's draws do not depend on when continuations come back
+    samples = await outcomes(aside, position_before(ctx, action), continuations)
+    mean = math.fsum(samples) / len(samples)
+    variance = math.fsum((x - mean) ** 2 for x in samples) / max(1, len(samples) - 1)
+    action.scores |= {"mc_value": mean, "mc_error": math.sqrt(variance / len(samples))}
     ctx.save([action])

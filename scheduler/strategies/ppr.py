@@ -1,7 +1,7 @@
-"""PPR: one trajectory a question; each turn but the last is judged together with what its search found (methods.md 2.1, 2.2).
+"""PPR: one trajectory per question; each turn but the last is judged together with its search results (methods.md 2.1, 2.2).
 
-A budget of B turns is B - 1 rounds of search and one final generation, which is left to the outcome even if it is no answer. Turns
-are judged while the next ones are generated.
+A budget of B turns is B - 1 rounds of search and one final generation. The final generation is not judged, even if it is no answer; the
+outcome decides. Turns are judged while the next turns are generated.
 """
 
 from scheduler.config import UNJUDGED
@@ -15,7 +15,7 @@ EVALUATION = "ppr"
 
 
 def gives(**_: object) -> StrategyGives:
-    """One trajectory of each question with the judge's columns; no reward is made of them."""
+    """Declare one trajectory per question with the judge's columns, of which no reward is made."""
     columns = frozenset({"judge_valid"})
     return StrategyGives(group="task", columns=columns, rewarded=False, needs_outcome_judge=True)
 
@@ -27,17 +27,17 @@ async def grow(tree: Tree, ctx: Context) -> None:
 
 
 async def episode(tree: Tree, ctx: Context) -> list[Node]:
-    """The trajectory from where it stands; its actions in order."""
+    """Continue the trajectory to its end. Returns its actions in order."""
     async with Beside() as beside:
         place: Node | None = await ctx.tip()
-        for action in tree.actions():  # of a tree that was grown halfway
+        for action in tree.actions():  # there are some if the tree is half-grown
             if action is not place and "judge_valid" not in action.scores:
                 beside.start(_assess(ctx, action))
         while place is not None:
             if place.kind != "action":
                 (place,) = await ctx.generate(place, 1)
                 place.chosen = True
-            if "valid" not in place.scores:  # else it was marked before a crash or a fault
+            if "valid" not in place.scores:  # otherwise the action was marked before a crash or a fault
                 ctx.mark([place])
                 ctx.save([place])
             if ctx.action(place).kind == "answer" or place.step >= ctx.settings.budget:
@@ -49,7 +49,7 @@ async def episode(tree: Tree, ctx: Context) -> list[Node]:
 
 
 async def _assess(ctx: Context, node: Node) -> None:
-    """The judge's columns of one turn, together with what the environment answered; judge_valid is 1 when all of them could be used."""
+    """Judge one turn together with the environment's answer to it. The column judge_valid is 1 if all the judge's columns are valid."""
     if ctx.settings.judge != UNJUDGED:
         await ctx.score([node])
         node.scores["judge_valid"] = float(not node.invalid)

@@ -462,7 +462,7 @@ _ROUTED = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.worke
         (["actors.engine=sglang", 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
         (
             ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=2"],
-            "expected a URL an actor",
+            "expected one URL per actor",
         ),
         (["actors.engine=sglang", 'actors.sglang.workers=["http://h"]'], "actors.sglang.workers has no effect"),
         (["actors.engine=sglang", "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),

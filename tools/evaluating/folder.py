@@ -1,4 +1,4 @@
-"""What evaluations share: a folder for one of them alone, tasks that count once, what was spent, and how a command ends.
+"""What all evaluations share: an exclusive folder, tasks that count once, a ledger of the costs, and the end of a command.
 
 Invariant: every task is a tree of the folder's journal and counts once, however often the evaluation was interrupted.
 """
@@ -25,23 +25,23 @@ from wire.messages import Sample
 
 INTERRUPTED = 130
 PATIENCE_S = 3600.0
-"""Deadline of a call: an engine or a service of this process cannot be replaced by another one."""
+"""The deadline of a call. It is long because no other engine or service could take over from the one in this process."""
 HOPELESS = 10
-"""So many tasks that could not be done, before one that could, end the evaluation."""
+"""If so many tasks fail before the first one succeeds, the evaluation ends."""
 SETTINGS = "evaluation.json"
 GAUGES = ("version", "running", "kv_cache_bytes")
-"""Of an engine's stats, what cannot be summed over sessions."""
+"""The stats of an engine that cannot be summed over sessions."""
 
-Found = TypeVar("Found")
+Outcome = TypeVar("Outcome")
 Grow = Callable[[Tree, list[Sample]], Awaitable[None]]
 
 
 class NotStarted(RuntimeError):
-    """The player cannot be had: a model that does not fit, a key that is not set."""
+    """The player could not be started, for example because the model does not fit or an API key is not set."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Mean and half width of the 95% interval over ``n`` values: tasks, or turns for what is measured of each turn."""
+    """Mean and half width of the 95% interval over ``n`` values: one per task, or one per turn if each turn is measured."""
 
     mean: float
     half: float
@@ -52,9 +52,9 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def claim(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]] = ()) -> Any:
-    """The folder for this evaluation alone, its lock held by the file returned.
+    """Claim the folder for this evaluation alone. Returns the lock file, which holds the lock while it is open.
 
-    parts: folders inside, each with settings of its own. Raises ValueError when it holds another, or cannot be written.
+    parts: inner folders with their own settings. Raises ValueError if the folder holds another evaluation or cannot be written.
     """
     try:
         return _claimed(out, settings, parts)
@@ -64,11 +64,11 @@ def claim(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspe
 
 def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]]) -> Any:
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: expected a folder, of this evaluation or not there yet")
+        raise ValueError(f"--out {out} is a file: expected a folder of this evaluation, or one that does not exist yet")
     saved = out / SETTINGS
     ours = {"lock", f"{SETTINGS}{DRAFT}"}
     if out.exists() and not saved.is_file() and any(path.name not in ours for path in out.iterdir()):
-        raise ValueError(f"--out {out}: it holds something else (no {SETTINGS}); choose another folder")
+        raise ValueError(f"--out {out} holds something else (no {SETTINGS}): choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     lock = locked(out / "lock", f"--out {out}")
     folders = [(out, settings), *((out / name, own) for name, own in parts)]
@@ -84,51 +84,51 @@ def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msg
     return lock
 
 
-def locked(path: Path, what: str) -> Any:
-    """``path`` opened and locked for as long as it is open. Raises ValueError when another process holds it; what: named in its message."""
+def locked(path: Path, subject: str) -> Any:
+    """Open ``path`` and lock it while it is open. Raises ValueError, naming the locked ``subject``, if another process holds the lock."""
     lock = path.open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(f"{what} is in use by another process: stop that one, or choose another --out") from None
+        raise ValueError(f"{subject} is in use by another process: stop it, or choose another --out") from None
     return lock
 
 
-def check_same(saved: Path, settings: msgspec.Struct, what: str) -> None:
-    """Raises ValueError naming the key in which the settings in ``saved``, if it is there, differ; what: what was begun with them."""
+def check_same(saved: Path, settings: msgspec.Struct, subject: str) -> None:
+    """Raises ValueError that names the first key in which ``saved``, if it exists, differs. subject: the work with these settings."""
     if not saved.is_file():
         return
-    given = msgspec.json.decode(msgspec.json.encode(settings))
+    current = msgspec.json.decode(msgspec.json.encode(settings))
     try:
         before = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ValueError(
             f"{saved} holds no settings ({error}): restore it from a copy, or choose another --out"
         ) from None
-    for key in sorted({*given, *before}):
-        if before.get(key) != given.get(key):
+    for key in sorted({*current, *before}):
+        if before.get(key) != current.get(key):
             raise ValueError(
-                f"{what} was begun with {key} = {before.get(key)!r}, now it is {given.get(key)!r}:"
+                f"{subject} was begun with {key} = {before.get(key)!r}, now it is {current.get(key)!r}:"
                 " give the same settings, or choose another --out"
             )
 
 
-def keep(path: Path, settings: msgspec.Struct, what: str) -> None:
-    """Write the settings of work that may be gone on with. Raises ValueError as ``check_same`` does."""
-    check_same(path, settings, what)
+def keep(path: Path, settings: msgspec.Struct, subject: str) -> None:
+    """Write the settings of work that may be continued later. Raises ValueError as ``check_same`` does."""
+    check_same(path, settings, subject)
     if not path.is_file():
         write_whole(path, settings)
 
 
 def append(path: Path, row: Any) -> None:
-    """One more line of a file that is read back by ``cut_torn_tail`` and a line at a time."""
+    """Append one JSON line to a file. A reader calls ``cut_torn_tail`` first, then reads line by line."""
     with path.open("ab") as file:
         file.write(msgspec.json.encode(row) + b"\n")
 
 
 def cut_torn_tail(path: Path) -> None:
-    """Cut what stands behind the last whole line of a file, if it is there: a full disk or a killed process left it."""
+    """Remove an incomplete last line from a file, if the file exists. A full disk or a killed process leaves such a line."""
     if path.is_file():
         whole = path.read_bytes()
         kept = whole.rfind(b"\n") + 1
@@ -140,14 +140,14 @@ def cut_torn_tail(path: Path) -> None:
 
 
 class Progress:
-    """How many pieces of work are done; says so on stderr at every tenth of them. who: the beginning of the line."""
+    """Counts finished pieces of work, and prints a line on stderr after every tenth of the total. who: the beginning of that line."""
 
     def __init__(self, total: int, unit: str, before: int = 0, who: str = ""):
         self.total, self.unit, self.done, self.who = total, unit, before, who
         self.start_s = time.monotonic()
 
     def one(self) -> None:
-        """One more is done."""
+        """Count one more finished piece."""
         self.done += 1
         if self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
             seconds = time.monotonic() - self.start_s
@@ -155,31 +155,31 @@ class Progress:
 
 
 class Kept:
-    """The tasks of one journal, by position. ``task`` does one, unless it was done before; ``concurrency`` of them at a time.
+    """The tasks of one journal, by position. ``task`` does one task, unless it was done before; ``concurrency`` run at a time.
 
-    unit: their name; failed: what they could not be, in the message that gives all of them up.
+    unit: the plural name of a task ("games"); failed: how it fails ("not be played"), for the error that gives up all tasks.
     """
 
     def __init__(self, folder: Path, total: int, unit: str, failed: str, concurrency: int):
         self.journal = Journal(folder / "journal.sqlite")
         self.rows: dict[int, TreeRow] = {row.id: row for row in self.journal.trees("split='heldout'")}
         self.before = sum(row.status == "closed" for row in self.rows.values())
-        """Done in earlier sessions."""
+        """The number of tasks done in earlier sessions."""
         self.progress = Progress(total, unit, self.before)
         self.failed, self.room = failed, asyncio.Semaphore(concurrency)
         self.undone: dict[str, str] = {}
-        """Task -> why it could not be done."""
+        """The reasons of the tasks that could not be done, by task."""
 
     @property
     def now(self) -> int:
-        """Done in this session."""
+        """The number of tasks done in this session."""
         return self.progress.done - self.before
 
     async def task(self, position: int, task: str, version: int, grow: Grow, name: str = "") -> Tree | None:
-        """The finished tree of a task: the one that is kept, or one that is grown now; None when the task cannot be done.
+        """The finished tree of a task, from the journal or grown now; None if the task cannot be done.
 
-        ``grow`` is given a new tree, and what the player said in the one that an interruption left. name: of the task, where its id is
-        not unique. Raises InfrastructureFault when it seems that no task can be done.
+        ``grow`` gets a new tree, and the samples that the player gave before an interruption. name: the task's name if its id is not
+        unique. Raises InfrastructureFault if the first ``HOPELESS`` tasks could not be done.
         """
         await self.room.acquire()
         row = self.rows.get(position)
@@ -189,7 +189,7 @@ class Kept:
             tree = Tree(position, task, "heldout")
             self.journal.start_tree(tree, position, version)
             tree = await self._grown(tree, said, grow, name or task)
-        self.room.release()  # one that fails keeps its place, so that nobody begins before the end that it brings
+        self.room.release()  # after a fault the room stays taken, so that no further task begins while the evaluation ends
         return tree
 
     async def _grown(self, tree: Tree, said: list[Sample], grow: Grow, name: str) -> Tree | None:
@@ -212,35 +212,35 @@ class Kept:
 
 
 def _sample(action: Node) -> Sample:
-    """What an action's node was made of."""
+    """The sample from which an action node was made."""
     assert action.logprobs is not None, "no action"
     assert action.versions is not None, "no action"
     return Sample(action.tokens, action.logprobs, action.versions, action.finish)  # pyright: ignore[reportArgumentType]
 
 
-# ---------------------------------------------------------------------------------------------- what was spent
+# ---------------------------------------------------------------------------------------------- costs
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """Seconds, and the engine's counters."""
+    """The costs of a session or of all sessions: seconds, and the engine's counters."""
 
     seconds: float
     engine: dict[str, float]
 
 
 class Ledger:
-    """FOLDER/sessions.jsonl: a line for what was spent between a start and its end or interruption; a killed session has none."""
+    """FOLDER/sessions.jsonl: one line with the costs of each session that ended or was interrupted; a killed session has no line."""
 
     def __init__(self, folder: Path, unit: str, start_s: float):
         self.path, self.unit, self.start_s = folder / "sessions.jsonl", unit, start_s
         self.stats: Callable[[], dict[str, float]] | None = None
 
     def open(self, stats: Callable[[], dict[str, float]]) -> None:
-        """Spending begins; ``stats`` are the engine's since then."""
+        """Begin a session. stats: returns the engine's counters since this moment."""
         self.stats = stats
 
     def close(self, done: int) -> None:
-        """Spending has ended; ``done`` tasks were finished. Without effect when none began."""
+        """End the session, in which ``done`` tasks were finished. Has no effect if no session is open."""
         if self.stats is None:
             return
         counters = {key: value for key, value in self.stats().items() if key not in GAUGES}
@@ -250,7 +250,7 @@ class Ledger:
         append(self.path, line)
 
     def total(self) -> Spent:
-        """Over all sessions. Raises InfrastructureFault naming a line that is none."""
+        """The costs of all sessions. Raises InfrastructureFault that names a line which is not a session."""
         cut_torn_tail(self.path)
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         sessions = [self._session(number, line) for number, line in enumerate(lines, 1)]
@@ -264,25 +264,25 @@ class Ledger:
             return msgspec.json.decode(line, type=Spent)
         except msgspec.DecodeError as error:
             raise InfrastructureFault(
-                f"{self.path}:{number} is no session ({error}): remove that line, what it counted is lost"
+                f"{self.path}:{number} is no session ({error}): remove that line; its counts are lost"
             ) from None
 
 
 # ---------------------------------------------------------------------------------------------- how a command ends
 
 
-class Playing(Protocol[Found]):  # pyright: ignore[reportInvalidTypeVarUse]
-    """An evaluation: ``play`` may be cancelled at any moment and gone on with later; ``close`` releases everything."""
+class Playing(Protocol[Outcome]):  # pyright: ignore[reportInvalidTypeVarUse]
+    """An evaluation: ``play`` may be cancelled at any moment and continued by a later command; ``close`` releases everything."""
 
-    async def play(self) -> Found: ...
+    async def play(self) -> Outcome: ...
 
     async def close(self) -> None: ...
 
 
 def conduct(
-    evaluation: Callable[[], Playing[Found]], again: str, kept: str, command: str = "tools/evaluate"
-) -> Found | int:
-    """The result, or the exit status of ``command`` that ended without one, which has said why. again: the command that goes on."""
+    evaluation: Callable[[], Playing[Outcome]], again: str, kept: str, command: str = "tools/evaluate"
+) -> Outcome | int:
+    """Run an evaluation. Returns its result, or an exit status after printing the reason. again: the command that continues it."""
     try:
         result = loop.run(_to_end(evaluation))
     except NotStarted as error:
@@ -302,9 +302,9 @@ def conduct(
     return result
 
 
-async def _to_end(make: Callable[[], Playing[Found]]) -> Found | None:
+async def _to_end(make: Callable[[], Playing[Outcome]]) -> Outcome | None:
     evaluation = make()
-    playing: Coroutine[Any, Any, Found] = evaluation.play()
+    playing: Coroutine[Any, Any, Outcome] = evaluation.play()
     work = asyncio.create_task(playing)
     try:
         return work.result() if await loop.or_signal(work) else None

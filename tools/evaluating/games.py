@@ -1,4 +1,4 @@
-"""The command tools/evaluate: a player's measures on an environment's own tasks, with intervals, in one process.
+"""The command tools/evaluate measures a player on the tasks that an environment makes, with intervals, in one process.
 
 Invariant: every game is a tree of OUT/journal.sqlite and counts once, however often the evaluation was interrupted.
 """
@@ -33,8 +33,8 @@ from wire.faults import InfrastructureFault
 from wire.messages import Sample
 
 
-class Found(msgspec.Struct, frozen=True):
-    """The games whose task seeds begin at ``seed``."""
+class SeedResult(msgspec.Struct, frozen=True):
+    """The measures of the games whose task seeds begin at ``seed``."""
 
     seed: int
     games: int
@@ -42,12 +42,12 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """OUT/result.json. seconds, generated_tokens, engine: over all sessions that were not killed."""
+    """OUT/result.json. seconds, generated_tokens, engine: summed over all sessions that were not killed."""
 
     settings: Settings
     headline: str
-    overall: Found
-    by_seed: list[Found]
+    overall: SeedResult
+    by_seed: list[SeedResult]
     unplayed: dict[str, str]
     seconds: float
     generated_tokens: int
@@ -58,7 +58,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="tools/evaluate", description="Measure a player on an environment that makes its own tasks (a game)."
     )
@@ -66,7 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     _add_players(parser)
     _add_games(parser.add_argument_group("games"))
     parser.add_argument(
-        "--out", type=Path, help="folder; an evaluation that is there goes on (default: evaluations/ENV-TIME)"
+        "--out", type=Path, help="folder; an evaluation in it is continued (default: evaluations/ENV-TIME)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--concurrency", type=int, default=16, help="games played at once (default: %(default)s)")
@@ -78,29 +78,29 @@ def _add_players(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--model", help="a model folder, a built-in name or a hub id")
     one.add_argument("--run", type=Path, help="a run folder: its newest weights, and its settings of ENV")
     one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
-    one.add_argument("--baseline", choices=sorted(NO_MODEL), help="without a model: any, or the first, legal move")
+    one.add_argument("--baseline", choices=sorted(NO_MODEL), help="no model: a random or the first legal move")
     players.add_endpoint(parser)
     players.add_local(parser)
     players.add_actions(parser)
 
 
 def _add_games(games: Any) -> None:
-    games.add_argument("--games", type=int, default=100, help="games a seed (default: %(default)s)")
-    games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS, help="first task seed (default: of held-out tasks)")
-    games.add_argument("--seeds", type=int, default=1, help="repeat with so many sets of tasks")
-    games.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of ENV, a TOML value")
+    games.add_argument("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
+    games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS, help="first task seed (default: held-out)")
+    games.add_argument("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
+    games.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="option of ENV, a TOML value")
     games.add_argument("--opponent", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)")
-    games.add_argument("--simulations", type=int, help=f"of the MCTS opponent ({SIMULATIONS})")
+    games.add_argument("--simulations", type=int, help=f"simulations of the MCTS opponent ({SIMULATIONS})")
     oracle = "label moves by the built-in oracle (default: yes)"
     games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
-    games.add_argument("--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="of the oracle")
+    games.add_argument("--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="option of the oracle")
 
 
 # ---------------------------------------------------------------------------------------------- playing
 
 
 class Evaluation:
-    """The games of one match in one folder. ``play`` may be cancelled at any moment and gone on with later."""
+    """The games of one match in one folder. ``play`` may be cancelled at any moment and continued later; then ``close``."""
 
     def __init__(self, match: Match, out: Path, concurrency: int):
         self.match, self.settings, self.out = match, match.settings, out
@@ -110,25 +110,25 @@ class Evaluation:
         self.kept = Kept(out, s.games * s.seeds, "games", "not be played", concurrency)
         self.ledger = Ledger(out, "games", self.kept.progress.start_s)
         self.config = config_of(s, match.judge, strategy="chain")
-        # The dispatcher is each game's seat.
+        # The dispatcher is None here, because each game's seat takes its place.
         self.shop = Shop(
             None,  # pyright: ignore[reportArgumentType]
             self.kept.journal, match.text, match.environment, self.config, Counter(), lambda tree, turns: None,
         )  # fmt: skip
 
     async def _start(self) -> None:
-        """The services, with the weights of the run's version. Raises NotStarted."""
+        """Start the services, with the weights of the run's version. Raises NotStarted."""
         self.started = True
         await self.services.begin(self.match.load)
         self.ledger.open(self.match.engine.stats if self.match.engine is not None else dict)
 
     async def play(self) -> Result:
-        """Play what is not played yet. Raises Fault when it cannot go on, NotStarted when it cannot begin."""
+        """Play the games that are not played yet. Raises Fault if they cannot go on, NotStarted if they cannot begin."""
         s = self.settings
         if self.kept.before < s.games * s.seeds:
             await self._start()
-        found = await together(self._game(position) for position in range(s.games * s.seeds))
-        pairs = [pair for pair in found if pair is not None]
+        games = await together(self._game(position) for position in range(s.games * s.seeds))
+        pairs = [pair for pair in games if pair is not None]
         unplayed = self.kept.undone
         if not pairs:
             raise InfrastructureFault(f"no game could be played; the last reason: {list(unplayed.values())[-1]}")
@@ -138,9 +138,9 @@ class Evaluation:
         for k in range(s.seeds):
             first = s.seed + k * s.games
             ours = [(task, tree) for task, tree in pairs if first <= task.seed < first + s.games]
-            by_seed.append(self._found(first, ours))
+            by_seed.append(self._measured(first, ours))
         result = Result(
-            s, self.match.environment.headline, self._found(s.seed, pairs), by_seed, unplayed,
+            s, self.match.environment.headline, self._measured(s.seed, pairs), by_seed, unplayed,
             spent.seconds, int(spent.engine.get("decoded_tokens", 0)), spent.engine,
         )  # fmt: skip
         write_whole(self.out / "result.json", result)
@@ -153,11 +153,11 @@ class Evaluation:
         return (task, tree) if tree is not None else None
 
     async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
-        # The same draws as in a run's held-out evaluation of this task, and again the same after an interruption.
+        # The draws are the same as in a run's held-out evaluation of this task, and the same again after an interruption.
         rng = random.Random(f"heldout/{tree.id}")
         context = Context(self.shop, self.config, task, tree, rng)
         seat = Seat(self.services, said)
-        if self.settings.player == "baseline":  # it says the same again by itself
+        if self.settings.player == "baseline":  # a baseline makes the same moves again by itself
             game: Any = self.match.environment
             seat = Seat(
                 self.services, [], without_model(NO_MODEL[self.settings.source], game, self.match.text, context)
@@ -166,44 +166,45 @@ class Evaluation:
         await context.plant()
         await strategies.load("chain")(tree, context)
 
-    def _found(self, seed: int, pairs: list[tuple[Task, Tree]]) -> Found:
+    def _measured(self, seed: int, pairs: list[tuple[Task, Tree]]) -> SeedResult:
         counts: Counter[str] = Counter()
         for task, tree in pairs:
             turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
             counts.update({name: len(values) for name, values in self.match.environment.measures(task, turns).items()})
-        found = summarise(self.settings.version, self.match.environment, pairs)
-        measures = {name: Measured(e.mean, e.half, counts[name]) for name, e in found.measures.items() if counts[name]}
-        return Found(seed, len(pairs), measures)
+        summary = summarise(self.settings.version, self.match.environment, pairs)
+        estimates = summary.measures.items()
+        measures = {name: Measured(e.mean, e.half, counts[name]) for name, e in estimates if counts[name]}
+        return SeedResult(seed, len(pairs), measures)
 
     async def close(self) -> None:
-        """Release everything; what was played stays."""
+        """Release everything. The finished games stay in the folder."""
         self.ledger.close(self.kept.now)
         self.kept.journal.close()
         if self.started:
             await self.services.close()
 
 
-# ---------------------------------------------------------------------------------------------- what is said
+# ---------------------------------------------------------------------------------------------- the printed result
 
 
 def lines(result: Result) -> str:
-    """The result as a table: overall, and the means of each seed where there are several."""
+    """The result as a table: the overall measures, and the means of each set of tasks if there are several sets."""
     s = result.settings
     names = sorted(result.overall.measures, key=lambda name: (name != result.headline, name))
     each = result.by_seed if len(result.by_seed) > 1 else []
-    rows = [["measure", "mean ±95%", "n", *(f"seed {found.seed}" for found in each)]]
+    rows = [["measure", "mean ±95%", "n", *(f"seed {one.seed}" for one in each)]]
     for name in names:
         m = result.overall.measures[name]
-        means = [f"{found.measures[name].mean:.3f}" if name in found.measures else "-" for found in each]
+        means = [f"{one.measures[name].mean:.3f}" if name in one.measures else "-" for one in each]
         rows.append([name, f"{m.mean:.3f} ±{m.half:.3f}", str(m.n), *means])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    made = [f"{s.environment}, {result.overall.games} games, {_player(s)}{_against(s)}"]
-    made += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    printed = [f"{s.environment}, {result.overall.games} games, {_player(s)}{_against(s)}"]
+    printed += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for task, reason in list(result.unplayed.items())[:3]:
-        made.append(f"not played: {task}: {reason}")
+        printed.append(f"not played: {task}: {reason}")
     if len(result.unplayed) > 3:
-        made.append(f"not played: {len(result.unplayed) - 3} more, see result.json")
-    return "\n".join([*made, f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens"])
+        printed.append(f"not played: {len(result.unplayed) - 3} more, see result.json")
+    return "\n".join([*printed, f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens"])
 
 
 def _player(s: Settings) -> str:
@@ -220,24 +221,24 @@ def _against(s: Settings) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    given = parse(arguments)
+    flags = parse(arguments)
     try:
-        match = prepare(given)
-        out = given.out or Path("evaluations") / time.strftime(f"{match.environment.name}-%Y%m%d-%H%M%S")
+        match = prepare(flags)
+        out = flags.out or Path("evaluations") / time.strftime(f"{match.environment.name}-%Y%m%d-%H%M%S")
         lock = claim(out, match.settings)
     except (OSError, ValueError, MemoryError) as error:
         print(f"tools/evaluate: {error}", file=sys.stderr)
         return 2
     with lock:
-        return _report(given, match, out, arguments)
+        return _report(flags, match, out, arguments)
 
 
-def _report(given: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
-    again = shlex.join(["tools/evaluate", *arguments, *([] if given.out else ["--out", str(out)])])
-    result = conduct(lambda: Evaluation(match, out, given.concurrency), again, "played")
+def _report(flags: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
+    again = shlex.join(["tools/evaluate", *arguments, *([] if flags.out else ["--out", str(out)])])
+    result = conduct(lambda: Evaluation(match, out, flags.concurrency), again, "played")
     if isinstance(result, int):
         return result
-    print(msgspec.json.encode(result).decode() if given.json else f"{lines(result)}\nresult {out / 'result.json'}")
+    print(msgspec.json.encode(result).decode() if flags.json else f"{lines(result)}\nresult {out / 'result.json'}")
     return 0

@@ -1,4 +1,4 @@
-"""The services of an evaluation in one process: what stands where the dispatcher and its workers stand in a run."""
+"""The services of an evaluation in one process. They take the place of a run's dispatcher and workers."""
 
 import asyncio
 import random
@@ -30,8 +30,10 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 class InProcess:
-    """``generate`` of an engine, ``judge.<name>`` and ``player.<name>`` of workers, called as the dispatcher is. engine: None for
-    players without a model. more: handlers of other services."""
+    """Serves ``generate`` by an engine, ``judge.<name>`` and ``player.<name>`` by workers, through the dispatcher's ``call``.
+
+    Call ``begin`` or ``start`` first and ``close`` last. engine: None for a player without a model. more: handlers of other services.
+    """
 
     def __init__(self, engine: Engine | None, workers: Sequence[Judge | Player], more: Mapping[str, Handler] = {}):
         self.engine, self.workers = engine, workers
@@ -43,14 +45,14 @@ class InProcess:
             self.handlers[f"{kind}.{worker.name}"] = _judging(worker) if isinstance(worker, Judge) else _playing(worker)
 
     async def start(self) -> None:
-        """Start the engine, then the workers. Raises what they raise, such as MemoryError for a model that does not fit."""
+        """Start the engine, then the workers. Their errors pass through, such as MemoryError for a model that does not fit."""
         if self.engine is not None:
             await self.engine.start()
         for worker in self.workers:
             await worker.start()
 
     async def begin(self, load: LoadRequest | None) -> None:
-        """``start``, then the weights in ``load``. Raises NotStarted."""
+        """Start, then load the weights that ``load`` names. Raises NotStarted."""
         try:
             await self.start()
         except (OSError, ValueError, MemoryError) as error:
@@ -66,7 +68,7 @@ class InProcess:
             await self.engine.close()
 
     async def call(self, service: str, request: Any, *, deadline: float, **_: Any) -> Any:
-        """The answer of a service. Raises InfrastructureFault when nobody offers it or ``deadline`` seconds have passed."""
+        """The answer of a service. Raises InfrastructureFault if the service does not exist or ``deadline`` seconds have passed."""
         if service not in self.handlers:
             raise InfrastructureFault(f"no {service} in this process: there are {sorted(self.handlers)}")
         try:
@@ -78,16 +80,16 @@ class InProcess:
 
 def _judging(judge: Judge) -> Handler:
     batcher = Batcher(judge)
-    return lambda request: batcher.handle(request, None)  # pyright: ignore[reportArgumentType] (it asks nothing of its call)
+    return lambda request: batcher.handle(request, None)  # pyright: ignore[reportArgumentType] (the handler ignores its call)
 
 
 def _playing(player: Player) -> Handler:
     handle = playing(player)
-    return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (nor does this)
+    return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (the same)
 
 
 def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
-    """How a player with these settings is sampled, one trajectory a task, however long a service takes."""
+    """The scheduler's settings for a player: one trajectory per task, with deadlines that allow slow services."""
     s = settings
     return SchedulerConfig(
         judge=judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_action_tokens=s.max_tokens,
@@ -96,9 +98,9 @@ def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
 
 
 class Seat:
-    """The services as one game sees them: what its player said before an interruption is said again, then ``generate`` goes on.
+    """The services as one game sees them. The samples ``said`` before an interruption come first, then ``generate`` gives new ones.
 
-    The opponent's moves follow from the game's seed, so that the game is the one that was interrupted.
+    The opponent's moves follow from the game's seed, so the game repeats up to the interruption.
     """
 
     def __init__(self, services: InProcess, said: Sequence[Sample], generate: Handler | None = None):
@@ -116,7 +118,7 @@ class Seat:
 
 
 def without_model(name: str, game: Game, text: Text, context: Context) -> Handler:
-    """``generate`` of the player ``name`` of scheduler/baselines.py, who sees the state that stands at the tip of the tree."""
+    """The ``generate`` of player ``name`` in scheduler/baselines.py, who moves in the state at the tip of the tree."""
     rng = random.Random(f"{name}/{context.task.id}")
 
     async def generate(request: GenerateRequest) -> GenerateResult:

@@ -1,4 +1,4 @@
-"""What an evaluation plays: the command line's environment, opponents, oracle and player, checked before anything is started."""
+"""The match of an evaluation: environment, opponents, oracle and player of the command line, checked before anything is started."""
 
 import argparse
 import inspect
@@ -24,16 +24,16 @@ from tools.evaluating.players import MAX_CONTEXT, Trained, table
 from wire.messages import LoadRequest
 
 NO_MODEL = {name.removesuffix("_legal_move"): name for name in baselines.PLAYERS}
-"""The players of --baseline."""
+"""The players of --baseline, by their names on the command line."""
 SIMULATIONS = 1000
-"""Of the fixed opponent (methods.md 3.2)."""
+"""The simulations per move of the fixed opponent (methods.md 3.2)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the result depends on, saved as OUT/evaluation.json; a resumed evaluation must have the same.
+    """Everything on which the result depends, saved as OUT/evaluation.json; a resumed evaluation must have the same settings.
 
-    source: the model folder, the run, the endpoint's URL or the baseline. weights: their digest, where they are here. sides: "half each", or "as drawn" by the option second.
-    opponents: the served ones, with their options. oracle: "" for none.
+    source: the model folder, the run, the endpoint's URL or the baseline. weights: the digest of local weights. sides: "half each", or
+    "as drawn" by the environment's option second. opponents: those that are served, with their options. oracle: "" for none.
     """
 
     environment: str
@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HalfEach:
-    """A game in which the opponent begins every second task: exactly half of consecutive seeds."""
+    """A game in which the opponent begins every second task, so exactly half of an even number of consecutive seeds."""
 
     def __init__(self, environments: Sequence[Game]):
         self.environments = environments
@@ -68,16 +68,16 @@ class HalfEach:
         return getattr(self.environments[0], name)
 
     def initial(self, task: Task) -> Any:
-        """The first state, with the side of the task's seed."""
+        """The first state. The seed of the task decides the player's side."""
         return self.environments[task.seed % 2].initial(task)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Those of the side played."""
+        """The measures for the side that was played."""
         return self.environments[task.seed % 2].measures(task, turns)
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Everything an evaluation needs, before anything is started or paid for. load: weights to put over the model's."""
+    """Everything that an evaluation needs; nothing is started or paid for yet. load: weights that replace the model's."""
 
     settings: Settings
     environment: Environment
@@ -88,78 +88,78 @@ class Match(msgspec.Struct, frozen=True):
     load: LoadRequest | None = None
 
 
-def prepare(given: argparse.Namespace) -> Match:
-    """The match of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
-    check(given)
-    run = players.read_run(given.run, given.version) if given.run else None
-    options = table("--option", given.option)
-    same = run is not None and run.scheduler.environment == given.environment
-    if run is not None and same:  # the prompt it was trained with, but not the opponents: those are the measure's
+def prepare(flags: argparse.Namespace) -> Match:
+    """The match that a command line describes. Raises ValueError, OSError or MemoryError with the remedy."""
+    check(flags)
+    run = players.read_run(flags.run, flags.version) if flags.run else None
+    options = table("--option", flags.option)
+    same = run is not None and run.scheduler.environment == flags.environment
+    if run is not None and same:  # the run's own prompt, but the fixed opponents, because results must be comparable
         trained = run.scheduler.options | run.scheduler.scheduler.evaluation.options
         kept = {k: v for k, v in trained.items() if k not in ("opponents", "second")}
         options = kept | options
-    environment = _environment(given.environment, options)
-    options, opponents, workers = _opponents(given, environment, options)
+    environment = _environment(flags.environment, options)
+    options, opponents, workers = _opponents(flags, environment, options)
     halves = "second" in inspect.signature(type(environment).__init__).parameters and "second" not in options
-    environment = _environment(given.environment, options)
+    environment = _environment(flags.environment, options)
     if halves:
-        each = [_environment(given.environment, options | {"second": side}) for side in (0.0, 1.0)]
+        each = [_environment(flags.environment, options | {"second": side}) for side in (0.0, 1.0)]
         environment: Any = HalfEach(each)
-    oracle = environment.name if given.oracle and environment.name in BUILT_IN else ""
-    oracle_options = table("--oracle-option", given.oracle_option)
+    oracle = environment.name if flags.oracle and environment.name in BUILT_IN else ""
+    oracle_options = table("--oracle-option", flags.oracle_option)
     if oracle_options and not oracle:
-        raise ValueError(f"--oracle-option has no effect: {given.environment} has no built-in oracle")
+        raise ValueError(f"--oracle-option has no effect: {flags.environment} has no built-in oracle")
     judges = ([_worker(oracle, oracle_options, "--oracle-option")] if oracle else []) + (
         [_worker(environment.outcome_judge, {}, "")] if environment.outcome_judge else []
     )
     default = run.scheduler.scheduler if run is not None and same else SchedulerConfig()
     settings = Settings(
-        environment=given.environment, options=options, games=given.games, seed=given.seed, seeds=given.seeds,
-        temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
-        max_tokens=given.max_tokens or default.max_action_tokens, thinking=default.thinking and not given.no_thinking,
+        environment=flags.environment, options=options, games=flags.games, seed=flags.seed, seeds=flags.seeds,
+        temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
+        max_tokens=flags.max_tokens or default.max_action_tokens, thinking=default.thinking and not flags.no_thinking,
         sides="half each" if halves else "as drawn", opponents=opponents, oracle=oracle, oracle_options=oracle_options,
-        **_player(given, run, environment),
+        **_player(flags, run, environment),
     )  # fmt: skip
-    engine, text = _engine(given, settings, run)
+    engine, text = _engine(flags, settings, run)
     judge = judges[0].name if oracle else UNJUDGED
     return Match(settings, environment, [*workers, *judges], engine, text, judge, run.load if run else None)
 
 
 def _environment(name: str, options: dict[str, Any]) -> Any:
     try:
-        made = registry.load(name, options)
+        environment = registry.load(name, options)
     except ValueError as error:
-        said = str(error).replace("data.environment = ", "ENV ").replace("data.options", "--option")
-        raise ValueError(said) from None
-    if not registry.makes_tasks(made):
+        message = str(error).replace("data.environment = ", "ENV ").replace("data.options", "--option")
+        raise ValueError(message) from None
+    if not registry.makes_tasks(environment):
         raise ValueError(f"ENV {name!r} reads task files: expected an environment that makes its own tasks (a game)")
-    return made
+    return environment
 
 
 def _opponents(
-    given: argparse.Namespace, environment: Environment, options: dict[str, Any]
+    flags: argparse.Namespace, environment: Environment, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Judge | Player]]:
-    """The environment's options with its opponents, and the players that serve them with their options."""
+    """The environment's options with its opponents, the options of the served opponents, and the players that serve them."""
     if not hasattr(environment, "opponents"):
         for flag in ("opponent", "simulations"):
-            if getattr(given, flag) is not None:
-                raise ValueError(f"--{flag} has no effect: {given.environment} has no opponent")
+            if getattr(flags, flag) is not None:
+                raise ValueError(f"--{flag} has no effect: {flags.environment} has no opponent")
         return options, {}, []
-    if "opponents" in options and given.opponent:
+    if "opponents" in options and flags.opponent:
         raise ValueError("--opponent and --option opponents: give one of them")
     mcts = f"{environment.name}_mcts"
     if "opponents" in options:
         specs = {name: name for name in options["opponents"]}
     else:
-        asked = given.opponent or mcts
+        asked = flags.opponent or mcts
         specs = {asked: f"{environment.name}_{asked}" if f"{environment.name}_{asked}" in PLAYERS else asked}
     served: dict[str, dict[str, Any]] = {}
     workers: list[Judge | Player] = []
     for spec in specs.values():
         if spec != "random":
-            served[spec] = {"simulations": given.simulations or SIMULATIONS} if spec == mcts else {}
+            served[spec] = {"simulations": flags.simulations or SIMULATIONS} if spec == mcts else {}
             workers.append(_worker(spec, served[spec], "--opponent"))
-    if given.simulations is not None and mcts not in served:
+    if flags.simulations is not None and mcts not in served:
         raise ValueError(f"--simulations has no effect with the opponents {sorted(specs)}")
     if "opponents" not in options:
         name = workers[0].name if workers else "random"
@@ -169,60 +169,60 @@ def _opponents(
 
 def _worker(spec: str, options: dict[str, Any], flag: str) -> Judge | Player:
     try:
-        made = make_worker(spec, options)
+        worker = make_worker(spec, options)
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(f"{flag} {spec}: {error}") from None
-    if flag == "--opponent" and not isinstance(made, Player):
+    if flag == "--opponent" and not isinstance(worker, Player):
         raise ValueError(
             f"--opponent {spec} is no opponent: expected random, one of {sorted(PLAYERS)}, or module:Class"
         )
-    return made
+    return worker
 
 
 # ---------------------------------------------------------------------------------------------- the player
 
 
-def _player(given: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
+def _player(flags: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
     """The player's part of the settings. Raises ValueError."""
-    if given.baseline:
+    if flags.baseline:
         if not isinstance(environment, (Game, HalfEach)):
-            raise ValueError(f"--baseline: {given.environment} lists no legal moves, as a subclass of Game does")
-        return {"player": "baseline", "source": given.baseline}
+            raise ValueError(f"--baseline: {flags.environment} lists no legal moves, as a subclass of Game does")
+        return {"player": "baseline", "source": flags.baseline}
     if run is not None:
-        source = str(given.run.resolve())
+        source = str(flags.run.resolve())
         described = {"model": run.actor.model, "version": run.version, "weights": run.weights}
         return {"player": "run", "source": source, **described}
-    if given.model:
-        folder = players.model_folder(given.model)
+    if flags.model:
+        folder = players.model_folder(flags.model)
         return {"player": "model", "source": folder, "weights": players.weights_digest(folder)}
     if not environment.fresh:
-        raise ValueError(f"--endpoint: {given.environment} shows no fresh prompt each turn")
-    players.check_url(given.endpoint)
-    fields = table("--endpoint-field", given.endpoint_field)
-    return {"player": "endpoint", "source": given.endpoint, "model": given.endpoint_model, "fields": fields}
+        raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
+    players.check_url(flags.endpoint)
+    fields = table("--endpoint-field", flags.endpoint_field)
+    return {"player": "endpoint", "source": flags.endpoint, "model": flags.endpoint_model, "fields": fields}
 
 
-def _engine(given: argparse.Namespace, settings: Settings, run: Trained | None) -> tuple[Engine | None, Any]:
-    """What generates, not started, and its text."""
+def _engine(flags: argparse.Namespace, settings: Settings, run: Trained | None) -> tuple[Engine | None, Any]:
+    """The player's engine, not started (None: a baseline), and its text."""
     if settings.player == "baseline":
         return None, EndpointText()
     if settings.player == "endpoint":
-        return EndpointEngine(players.endpoint_of(given)), EndpointText()
+        return EndpointEngine(players.endpoint_of(flags)), EndpointText()
     config = run.actor.actors if run else ActorsConfig(max_context=MAX_CONTEXT)
     folder = run.actor.model if run else settings.source
-    return players.local_engine(folder, config, given), Text(folder)
+    return players.local_engine(folder, config, flags), Text(folder)
 
 
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def check(given: argparse.Namespace) -> None:
-    """Refuses values out of range and settings without effect. Raises ValueError."""
+def check(flags: argparse.Namespace) -> None:
+    """Refuse values out of range and settings without effect. Raises ValueError."""
     positive = ("games", "seeds", "concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
-    players.check_positive(given, positive)
-    players.check_sampling(given)
-    players.check_needs(given)
-    if given.baseline and (given.temperature or given.max_tokens):
+    players.check_positive(flags, positive)
+    players.check_sampling(flags)
+    players.check_needs(flags)
+    if flags.baseline and (flags.temperature or flags.max_tokens):
         raise ValueError("--temperature and --max-tokens have no effect with --baseline: leave them out")
-    if given.oracle_option and not given.oracle:
+    if flags.oracle_option and not flags.oracle:
         raise ValueError("--oracle-option has no effect with --no-oracle")

@@ -1,4 +1,4 @@
-"""Who is measured: a model folder, a run's weights or an endpoint, from the command line to an engine that is not started."""
+"""The measured player: a model folder, a run's weights or an endpoint, from the command line to an engine that is not started."""
 
 import argparse
 import hashlib
@@ -19,13 +19,13 @@ from wire import published
 from wire.messages import LoadRequest
 
 MAX_CONTEXT = 4096
-"""Tokens of prompt and action where no run says otherwise."""
+"""Tokens of prompt and action, unless a run's settings say otherwise."""
 _READ_WHOLE = 2**30
-"""Bytes of weights that are read for their digest, a second or so."""
+"""Bytes of weights up to which the whole files are read for their digest, which takes about a second."""
 
 
 def add_endpoint(parser: Any) -> None:
-    """How an endpoint is asked."""
+    """Add the flags that say how an endpoint is asked."""
     remote = parser.add_argument_group("with --endpoint")
     remote.add_argument("--endpoint-model", metavar="NAME", help="the model to ask for")
     remote.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key")
@@ -37,7 +37,7 @@ def add_endpoint(parser: Any) -> None:
 
 
 def add_local(parser: Any) -> None:
-    """How a model of this process computes."""
+    """Add the flags that say how a model in this process computes."""
     local = parser.add_argument_group("with --model or --run")
     local.add_argument(
         "--version",
@@ -52,7 +52,7 @@ def add_local(parser: Any) -> None:
 
 
 def add_actions(parser: Any) -> None:
-    """How actions are sampled."""
+    """Add the flags that say how actions are sampled."""
     actions = parser.add_argument_group("actions")
     actions.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     actions.add_argument("--top-p", type=float, default=1.0)
@@ -63,34 +63,34 @@ def add_actions(parser: Any) -> None:
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def check_positive(given: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises ValueError for a value that is given and not above 0."""
+def check_positive(flags: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises ValueError if one of the flags ``names`` has a value that is not above 0."""
     for name in names:
-        value = getattr(given, name)
+        value = getattr(flags, name)
         if value is not None and value <= 0:
             raise ValueError(f"{flag(name)} {value}: expected more than 0")
 
 
-def check_sampling(given: argparse.Namespace) -> None:
+def check_sampling(flags: argparse.Namespace) -> None:
     """Raises ValueError for sampling out of range or without effect."""
-    if not (given.temperature == 0 or given.temperature >= 1e-3):
-        raise ValueError(f"--temperature {given.temperature}: expected 0 (greedy) or at least 0.001")
-    if not 0 < given.top_p <= 1 or given.top_k < 0 or given.seed < 0:
+    if not (flags.temperature == 0 or flags.temperature >= 1e-3):
+        raise ValueError(f"--temperature {flags.temperature}: expected 0 (greedy) or at least 0.001")
+    if not 0 < flags.top_p <= 1 or flags.top_k < 0 or flags.seed < 0:
         raise ValueError("--top-p: expected above 0 and at most 1; --top-k and --seed: expected 0 or more")
-    if given.temperature == 0 and (given.top_p, given.top_k) != (1.0, 0):
+    if flags.temperature == 0 and (flags.top_p, flags.top_k) != (1.0, 0):
         raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
 
 
-def check_needs(given: argparse.Namespace) -> None:
-    """Raises ValueError for a flag without the player it belongs to."""
-    if given.endpoint and not given.endpoint_model:
+def check_needs(flags: argparse.Namespace) -> None:
+    """Raises ValueError for a flag without the player to which it belongs."""
+    if flags.endpoint and not flags.endpoint_model:
         raise ValueError("--endpoint needs --endpoint-model, the name of a model served there")
     local = "--model or --run"
     needs = dict.fromkeys(("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), "--endpoint")
     needs |= {"version": "--run", "threads": local, "max_context": local, "no_thinking": local}
     for name, needed in needs.items():
-        if getattr(given, name) not in (None, [], False) and not any(
-            getattr(given, _name(one)) for one in needed.split(" or ")
+        if getattr(flags, name) not in (None, [], False) and not any(
+            getattr(flags, _name(one)) for one in needed.split(" or ")
         ):
             raise ValueError(f"{flag(name)} has no effect without {needed}")
 
@@ -105,24 +105,24 @@ def _name(one: str) -> str:
 
 
 def table(name: str, texts: list[str]) -> dict[str, Any]:
-    """KEY=VALUE texts of the flag ``name``; a value is read as TOML, a bare word is a string. Raises ValueError."""
-    made = {}
+    """The KEY=VALUE texts of the flag ``name``. A value is read as TOML; a bare word is a string. Raises ValueError."""
+    values = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ValueError(f"{name} {text!r}: expected KEY=VALUE")
         try:
-            made[key] = tomllib.loads(f"value = {value}")["value"]
+            values[key] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
-            made[key] = value
-    return made
+            values[key] = value
+    return values
 
 
 # ---------------------------------------------------------------------------------------------- players
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """A run folder as a player: its process files, and the weights to load (None: those of its model folder)."""
+    """A run folder as a player: its process files, and the weights to load (None: the weights of its model folder)."""
 
     scheduler: SchedulerProcess
     actor: ActorProcess
@@ -130,26 +130,26 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> int:
-        """Of the weights; 0 is the model folder's."""
+        """The version of the weights; 0 is the model folder's."""
         return self.load.version if self.load else 0
 
     @property
     def weights(self) -> str:
-        """Their digest: as published, or of the model folder."""
+        """The digest of the weights, as published or of the model folder."""
         return self.load.digest if self.load else weights_digest(self.actor.model)
 
 
 def read_run(run: Path, version: int | str | None) -> Trained:
-    """The run and its version (None: the newest, "best": on its held-out tasks). Raises ValueError or FileNotFoundError."""
+    """The run with one version (None: the newest, "best": on its held-out tasks). Raises ValueError or FileNotFoundError."""
     folder = run / "processes"
     if not (folder / "scheduler.json").is_file():
         raise FileNotFoundError(f"--run {run}: no processes/scheduler.json there; expected the folder of a run")
     scheduler = saved(folder / "scheduler.json", SchedulerProcess)
     actor = saved(folder / "actor-0.json", ActorProcess)
-    number, found = versions.chosen(run, version)
+    number, weights = versions.chosen(run, version)
     load = None
-    if found is not None:
-        load = LoadRequest(number, str(found.resolve()), saved(found / published.NAME, published.Manifest).digest)
+    if weights is not None:
+        load = LoadRequest(number, str(weights.resolve()), saved(weights / published.NAME, published.Manifest).digest)
     return Trained(scheduler, actor, load)
 
 
@@ -157,13 +157,13 @@ _Read = TypeVar("_Read")
 
 
 def saved(path: Path, kind: type[_Read]) -> _Read:
-    """A file that a run wrote. Raises ValueError with the remedy where it is missing, torn or of another form."""
+    """Read a file that a run wrote. Raises ValueError with the remedy if the file is missing, torn or of another form."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"--run: {path}: {reason}; expected what a run wrote there: copy the run folder again, or measure another run or version"
+            f"--run: {path}: {reason}; expected a file that a run wrote: copy the run folder again, or measure another run or version"
         ) from None
 
 
@@ -179,9 +179,9 @@ def model_folder(name: str) -> str:
 
 
 def weights_digest(folder: str) -> str:
-    """What tells the weights of a model folder from others that come to stand there.
+    """A digest that changes when other weights replace those in a model folder.
 
-    Of the contents; of names, sizes and times where those are large.
+    It is computed from the contents of the files, or from their names, sizes and times if the files are large.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     small = sum(file.stat().st_size for file in files) <= _READ_WHOLE
@@ -196,22 +196,22 @@ def weights_digest(folder: str) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError for what is no endpoint's address."""
+    """Raises ValueError if ``url`` is not the address of an endpoint."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
         raise ValueError("--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)")
 
 
-def endpoint_of(given: argparse.Namespace) -> Endpoint:
-    """The endpoint of a command line."""
-    more = {"timeout_s": given.timeout, "attempts": given.attempts, "api_key_env": given.api_key_env}
+def endpoint_of(flags: argparse.Namespace) -> Endpoint:
+    """The endpoint that a command line describes."""
+    more = {"timeout_s": flags.timeout, "attempts": flags.attempts, "api_key_env": flags.api_key_env}
     more = {key: value for key, value in more.items() if value is not None}
-    fields = table("--endpoint-field", given.endpoint_field)
-    return Endpoint(given.endpoint, given.endpoint_model, concurrency=given.concurrency, fields=fields, **more)
+    fields = table("--endpoint-field", flags.endpoint_field)
+    return Endpoint(flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency, fields=fields, **more)
 
 
-def local_engine(folder: str, config: ActorsConfig, given: argparse.Namespace) -> Engine:
-    """The embedded engine with room for what is asked at once."""
+def local_engine(folder: str, config: ActorsConfig, flags: argparse.Namespace) -> Engine:
+    """The embedded engine, with a batch that holds all concurrent requests of the command line (at most 64)."""
     from transformers.utils import logging  # these import torch, which the other players do without
 
     from actors.engines.local import LocalEngine
@@ -219,8 +219,8 @@ def local_engine(folder: str, config: ActorsConfig, given: argparse.Namespace) -
     logging.disable_progress_bar()
     config = msgspec.structs.replace(
         config,
-        max_batch=max(config.max_batch, min(given.concurrency, 64)),
-        max_context=given.max_context or config.max_context,
-        threads=given.threads or config.threads,
+        max_batch=max(config.max_batch, min(flags.concurrency, 64)),
+        max_context=flags.max_context or config.max_context,
+        threads=flags.threads or config.threads,
     )
     return LocalEngine(folder, config)

@@ -1,6 +1,6 @@
 """One TOML file per experiment becomes typed structs. An unknown key, a wrong type or a value out of range is refused with its path.
 
-A file may state only what differs from another: `extends = "slate-7b.toml"` at its top.
+A file may state only the values that differ from another file: `extends = "slate-7b.toml"` at its top.
 """
 
 import difflib
@@ -25,7 +25,7 @@ DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: names the key, the value, what was expected."""
+    """A configuration that cannot be used. The message names the key, the value and what was expected."""
 
 
 def load(path: Path, overrides: list[str]) -> Config:
@@ -62,7 +62,7 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """base with changes: tables are merged key by key, every other value is replaced."""
+    """Apply changes to base: tables are merged key by key, every other value is replaced."""
     merged = dict(base)
     for key, value in changes.items():
         old = base.get(key)
@@ -75,12 +75,12 @@ def _shipped() -> str:
 
 
 def saved(config: Config) -> bytes:
-    """The config as a run folder keeps it."""
+    """The config as JSON, as a run folder keeps it."""
     return as_json(config)
 
 
 def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
-    """The same from a table."""
+    """The config of a table of settings, with ``a.b=value`` overrides. Raises ConfigError."""
     for override in overrides:
         _set(tree, override)
     try:
@@ -92,13 +92,13 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
         raise ConfigError(f"config: {_located(tree, str(error))}") from None
     except ConfigError:
         raise
-    except (ValueError, FileNotFoundError) as error:  # from where a name or an option of a plug-in is looked up
+    except (ValueError, FileNotFoundError) as error:  # a name or an option of a plug-in is wrong
         raise ConfigError(f"config: {error}") from None
     return rules.with_adapters(config)
 
 
 def _located(tree: dict[str, Any], fault: str) -> str:
-    """A fault of msgspec's, "Expected .. - at `$.path`", with the value that stands at the path first."""
+    """Put the path and its value before the text of msgspec's error, which is "Expected .. - at `$.path`"."""
     expected, _, place = fault.partition(" - at `$.")
     value: Any = tree
     try:
@@ -110,7 +110,7 @@ def _located(tree: dict[str, Any], fault: str) -> str:
 
 
 def _check_finite(tree: dict[str, Any]) -> None:
-    """JSON, in which processes get their numbers, has no NaN and no infinity."""
+    """Refuse NaN and infinity, because processes get their numbers as JSON, which has neither."""
     for path, value in _numbers(tree, ""):
         if not math.isfinite(value):
             raise ConfigError(f"config: {path} = {value}: expected a finite number")
@@ -145,7 +145,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
 
 
 def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
-    """Unknown keys, with the nearest known name, before msgspec checks types."""
+    """Refuse unknown keys and name the nearest known key; msgspec checks the types afterwards."""
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:

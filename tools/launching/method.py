@@ -1,4 +1,4 @@
-"""The one check of a method: what its scheme reads against what its strategy, judge and environment declare that they give."""
+"""The one check of a method: compare what the scheme reads with what strategy, judge and environment declare that they give."""
 
 import difflib
 from collections.abc import Iterable
@@ -19,14 +19,14 @@ from tools.launching.settings import Config
 from wire.declared import SchemeNeeds, StrategyGives
 
 Served = dict[str, Judge | Player]
-"""Judges and opponents of [judges.use] by the service that each offers."""
+"""The judges and opponents of [judges.use], by the service that each of them offers."""
 
 _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
-"""Columns of a trajectory's last turn where a judge gives the outcome (``Context.finish``)."""
+"""Columns that a trajectory's last turn has if a judge gives the outcome (``Context.finish``)."""
 
 
-class Given(msgspec.Struct, frozen=True):
-    """Score columns that the turns have, by who gives them; ``unknown`` when a judge of [judges.outside] may give any."""
+class Columns(msgspec.Struct, frozen=True):
+    """Score columns by source. reward: why "reward" is missing, or "". unknown: a judge of [judges.outside] may give any column."""
 
     strategy: set[str]
     judge: set[str]
@@ -35,20 +35,20 @@ class Given(msgspec.Struct, frozen=True):
     unknown: bool
 
     @property
-    def columns(self) -> set[str]:
-        """All of them."""
+    def all(self) -> set[str]:
+        """The columns of all sources."""
         return self.strategy | self.judge | self.environment | ({"reward"} if not self.reward else set())
 
 
 def check_method(config: Config, served: Served, environment: Environment) -> None:
-    """Raises ValueError that says what a scheme reads and nobody gives, or what does not go together, and which choices would do."""
+    """Raises ValueError if the scheme reads a column that nobody gives, or if choices do not fit; the error names fitting choices."""
     s, w = config.scheduler, config.learner
     scheme, strategy = schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options)
     judge = served.get(f"judge.{s.judge}")
     _check_judge(s.judge, judge, environment)
     _check_groups(scheme, strategy)
     _check_strategy(config, strategy, environment)
-    _check_columns(config, scheme, strategy, given(config, strategy.gives, served, environment))
+    _check_columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
     _check_models(config, scheme)
 
 
@@ -60,7 +60,7 @@ def _check_judge(name: str, judge: Judge | Player | None, environment: Environme
 
 
 def mismatch(needs: SchemeNeeds, gives: StrategyGives) -> str:
-    """Why a scheme cannot work on what a strategy ("{}") emits, "" when it can."""
+    """The reason why a scheme cannot work with what a strategy ("{}" in the reason) emits, or ""."""
     if needs.group == "step" and gives.group != "step":
         return "compares the candidates of one prefix, and {} emits whole trajectories"
     if needs.group != "step" and gives.group == "step":
@@ -110,8 +110,8 @@ def _check_strategy(config: Config, strategy: Strategy, environment: Environment
         raise ValueError(f"scheduler.strategy_options {idle} have no effect without SLATE's rewards: remove them")
 
 
-def given(config: Config, gives: StrategyGives, served: Served, environment: Environment) -> Given:
-    """Who gives which score column. ``Given.reward``: why there is no column "reward", "" when there is."""
+def columns_of(config: Config, gives: StrategyGives, served: Served, environment: Environment) -> Columns:
+    """The score columns of a run with this config and these plug-ins."""
     s = config.scheduler
     judge, outcome = served.get(f"judge.{s.judge}"), served.get(f"judge.{environment.outcome_judge}")
     judged = {*judge.columns} if isinstance(judge, Judge) and gives.judged else set[str]()
@@ -129,23 +129,23 @@ def given(config: Config, gives: StrategyGives, served: Served, environment: Env
     elif not judged >= COMPONENTS:
         reward = f"it is made of {sorted(COMPONENTS)}, of which judge {s.judge!r} lacks {sorted(COMPONENTS - judged)}"
     outside = s.judge in config.judges.outside or environment.outcome_judge in config.judges.outside
-    return Given({"valid", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
+    return Columns({"valid", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
 
 
-def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, found: Given) -> None:
+def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Columns) -> None:
     s, reads, gives = config.scheduler, scheme.needs.columns, strategy.gives
     if gives.purpose and not reads & gives.purpose:
         raise ValueError(
             f"scheduler.strategy = {s.strategy!r} has no effect with learner.scheme = {scheme.name!r}, which reads none of"
             f" {sorted(gives.purpose)}: expected learner.scheme of {_reading(gives.purpose)}, or another strategy"
         )
-    missing = sorted(reads - found.columns)
-    if found.unknown or not missing:
+    missing = sorted(reads - columns.all)
+    if columns.unknown or not missing:
         return
     column = missing[0]
-    near = difflib.get_close_matches(column, found.columns)
+    near = difflib.get_close_matches(column, columns.all)
     why = (
-        f" ({found.reward})"
+        f" ({columns.reward})"
         if column == "reward"
         else f"; did you mean {' or '.join(map(repr, near))}?"
         if near
@@ -157,8 +157,8 @@ def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, found: Gi
     offers = f"; scheduler.strategy of {fitting} gives it" if fitting else ""
     raise ValueError(
         f"learner.scheme = {scheme.name!r} reads column {column!r}, which nobody gives{why}{offers}. scheduler.strategy = {s.strategy!r}"
-        f" gives {sorted(found.strategy)}, scheduler.judge = {s.judge!r} gives {sorted(found.judge)}, data.environment ="
-        f" {config.data.environment!r} gives {sorted(found.environment)}"
+        f" gives {sorted(columns.strategy)}, scheduler.judge = {s.judge!r} gives {sorted(columns.judge)}, data.environment ="
+        f" {config.data.environment!r} gives {sorted(columns.environment)}"
     )
 
 
@@ -167,7 +167,7 @@ def _reading(columns: Iterable[str]) -> list[str]:
 
 
 def _check_models(config: Config, scheme: Scheme) -> None:
-    """The learner's own models: those that the scheme reads may have a section, the others not."""
+    """Only those of the learner's own models that the scheme reads may have a section."""
     w, needs = config.learner, scheme.needs
     for section, column in (("critic", "value"), ("prm", "prm")):
         if getattr(w, section) is not None and column not in needs.models:

@@ -1,4 +1,4 @@
-"""Which settings go together: contradictions, and settings that would silently do nothing, are refused when a config is read."""
+"""Check that settings fit together. Contradictions and settings without effect are refused when a config is read."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def check(config: Config) -> None:
     if d.dead_after_s <= d.heartbeat_s:
         raise ValueError(
             f"scheduler.dispatch.dead_after_s = {d.dead_after_s}: expected more than scheduler.dispatch.heartbeat_s ="
-            f" {d.heartbeat_s}, or every worker is given up between two beats"
+            f" {d.heartbeat_s}, or every worker would be given up between two heartbeats"
         )
     if s.max_action_tokens >= a.max_context:
         raise ValueError(
@@ -46,13 +46,13 @@ def check(config: Config) -> None:
 
 
 def doubts(config: Config) -> list[str]:
-    """Legal settings that do not do what their names promise, to be told when a run starts."""
+    """Warnings, printed when a run starts, about legal settings that do not do what their names promise."""
     w = config.learner
     return corrections.load(w.correction, w.correction_options).doubts(w.epochs * w.minibatches, w.aggregation)
 
 
 def _check_engine(config: Config) -> None:
-    """Settings of one engine, or of one way to it, that another would silently ignore."""
+    """Refuse settings that the chosen engine, or the chosen way to reach it, would silently ignore."""
     a, publish, default = config.actors, config.learner.publish, ActorsConfig()
     g = a.sglang
     engines.check(a.engine, a.engine_options)
@@ -74,13 +74,13 @@ def _check_engine(config: Config) -> None:
         )
     if g.urls and a.count > len(g.urls):
         raise ValueError(
-            f"actors.count = {a.count} and {len(g.urls)} actors.sglang.urls: expected a URL an actor, since each pauses and"
-            " updates its own server"
+            f"actors.count = {a.count} and {len(g.urls)} actors.sglang.urls: expected one URL per actor, since each actor"
+            " pauses and updates its own server"
         )
     if g.workers and (config.scheduler.top_p < 1 or config.scheduler.top_k):
         raise ValueError(
-            "scheduler.top_p and top_k behind a router (actors.sglang.workers): it drops the request for what they left, so"
-            " log-probabilities would be of another distribution; set top_p = 1 and top_k = 0"
+            "scheduler.top_p and top_k behind a router (actors.sglang.workers): the router drops the request for the tokens they left,"
+            " so log-probabilities would be of another distribution; set top_p = 1 and top_k = 0"
         )
     idle = {"url": ("python", "arguments", "environment", "gpus")}.get(g.way, ("workers", "api_key_env"))
     for key in idle:
@@ -88,8 +88,8 @@ def _check_engine(config: Config) -> None:
             raise ValueError(f"actors.sglang.{key} has no effect with actors.sglang.way = {g.way!r}: remove it")
     if g.workers and a.count > 1:
         raise ValueError(
-            f"actors.count = {a.count} with actors.sglang.workers = {g.workers}: expected 1, since each actor would pause and"
-            " update the same servers; the router spreads what one actor sends"
+            f"actors.count = {a.count} with actors.sglang.workers = {g.workers}: expected 1, since several actors would pause"
+            " and update the same servers; the router spreads the requests of one actor"
         )
     if "SGLANG_RETURN_ORIGINAL_LOGPROB" in g.environment:
         raise ValueError(
@@ -105,11 +105,11 @@ def _check_engine(config: Config) -> None:
 
 
 _ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
-"""Running requests keep the adapter they began with beside the newest one's; the third is on its way."""
+"""Running requests keep the adapter with which they began, new requests use the newest one, and a third may be loading."""
 
 
 def _check_adapters(g: SGLangConfig, rank: int) -> None:
-    """Arguments under which SGLang would refuse the learner's adapters, at the first update."""
+    """Refuse arguments under which SGLang would refuse the learner's adapters at the first update."""
     if not rank or g.lora != "adapter":
         return
     if g.arguments.get("enable_lora") is False:
@@ -118,16 +118,16 @@ def _check_adapters(g: SGLangConfig, rank: int) -> None:
             " 'merged'"
         )
     for key, value in {"max_lora_rank": rank, **_ADAPTERS_AT_ONCE}.items():
-        given = g.arguments.get(key)
-        if isinstance(given, int) and given < value:
+        limit = g.arguments.get(key)
+        if isinstance(limit, int) and limit < value:
             raise ValueError(
-                f"actors.sglang.arguments.{key} = {given}: expected {value} or more for the adapters of learner.lora.rank = {rank}:"
+                f"actors.sglang.arguments.{key} = {limit}: expected {value} or more for the adapters of learner.lora.rank = {rank}:"
                 " raise or remove it"
             )
 
 
 def with_adapters(config: Config) -> Config:
-    """Arguments that a server needs to take adapters, where actors start it; which layers they change follows from the model's files."""
+    """Add the arguments that a server which actors start needs for adapters. Their target layers follow from the model's files."""
     g, rank = config.actors.sglang, config.learner.lora.rank
     if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
         return config
@@ -137,7 +137,7 @@ def with_adapters(config: Config) -> Config:
 
 
 def _check_environment(config: Config, served: Served) -> None:
-    """The environment's options, and the services its episodes need."""
+    """Check the environment's options, the tasks' sources, and the services that episodes need."""
     data, s = config.data, config.scheduler
     environment = registry.load(data.environment, data.options)
     examined = registry.load(data.environment, data.options | s.evaluation.options)
@@ -153,14 +153,14 @@ def _check_environment(config: Config, served: Served) -> None:
 
 
 def _check_asked(config: Config, served: Served, environment: Environment, examined: Environment) -> None:
-    """Every judge and opponent that the run asks is served by it, or said to come from outside; else it would wait for it in vain."""
+    """Refuse a judge or an opponent that neither the run nor [judges.outside] serves, because the run would wait for it forever."""
     s, outside = config.scheduler, config.judges.outside
     opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
     asked = {f"judge.{s.judge}": f"scheduler.judge = {s.judge!r}"} if s.judge != UNJUDGED else {}
     if judge := environment.outcome_judge:
         asked[f"judge.{judge}"] = f"data.environment = {config.data.environment!r} has its outcomes of judge {judge!r}"
     asked |= {f"player.{name}": f"the environment's opponents name {name!r}" for name in opponents if name != "random"}
-    for service, what in asked.items():
+    for service, setting in asked.items():
         kind, _, name = service.partition(".")
         if service in served or name in outside:
             continue
@@ -168,8 +168,8 @@ def _check_asked(config: Config, served: Served, environment: Environment, exami
         if name not in own:
             names = {service.partition(".")[2] for service in served if service.startswith(kind)}
             bring = f"; for one that tools/serve brings, add --set 'judges.outside=[\"{name}\"]'"
-            known(what, name, {*own, *names, *([UNJUDGED] if kind == "judge" else ["random"])}, bring)
-        raise ValueError(f"{what}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)")
+            known(setting, name, {*own, *names, *([UNJUDGED] if kind == "judge" else ["random"])}, bring)
+        raise ValueError(f"{setting}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)")
     for name in outside:
         if f"judge.{name}" not in asked and f"player.{name}" not in asked:
             known(
@@ -179,10 +179,10 @@ def _check_asked(config: Config, served: Served, environment: Environment, exami
             )
 
 
-def _check_sources(key: str, given: str | list[str]) -> None:
-    """The form of a set's sources; nothing is read."""
+def _check_sources(key: str, sources: str | list[str]) -> None:
+    """Check the form of a set's sources without reading them."""
     try:
-        for source in listed(given):
+        for source in listed(sources):
             if source != "default":
                 check_form(source)
     except ValueError as error:
@@ -190,7 +190,7 @@ def _check_sources(key: str, given: str | list[str]) -> None:
 
 
 def _check_judges(config: Config) -> Served:
-    """The judges and opponents of [judges.use], made once as their processes will make them, and not kept."""
+    """Make the judges and opponents of [judges.use] once, as their processes will make them, to check their options."""
     s, served = config.scheduler, Served()
     _check_judge_model(config.judges)
     for spec, options in config.judges.use.items():
@@ -201,13 +201,13 @@ def _check_judges(config: Config) -> Served:
         if patience >= s.judge_deadline_s:
             raise ValueError(
                 f"judges.use.{spec}.endpoint.patience_s = {patience:g}: expected less than scheduler.judge_deadline_s ="
-                f" {s.judge_deadline_s:g}, or a reply that does not come fails the call instead of being an invalid judgement"
+                f" {s.judge_deadline_s:g}, or a missing reply would fail the call instead of being an invalid judgement"
             )
     return served
 
 
 def _check_judge_model(judges: JudgesConfig) -> None:
-    """The run serves a model to its judges exactly where one of them asks for it."""
+    """Refuse [judges.model] if no judge asks for the served model, and a judge that asks for it if the section is missing."""
     asking = [spec for spec, options in judges.use.items() if uses_served_model(options)]
     if judges.model is None:
         if asking:
@@ -222,7 +222,7 @@ def _check_judge_model(judges: JudgesConfig) -> None:
 
 
 def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[str, Any]:
-    """The options as the judge will have them; the port is chosen at the start."""
+    """The options as the judge will get them, but for the port, which is chosen when the run starts."""
     try:
         return options if judges.model is None else with_served_model(options, "http://127.0.0.1/v1", judges.model)
     except ValueError as error:
@@ -230,7 +230,7 @@ def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[
 
 
 def _check_learner(w: LearnerConfig) -> None:
-    """Settings of the correction, the aggregation and the ranks; a setting without effect is refused."""
+    """Check the settings of the correction, the aggregation and the ranks."""
     correction = corrections.load(w.correction, w.correction_options)
     if (w.aggregation == "constant") != (w.constant_tokens > 0):
         raise ValueError(
@@ -239,7 +239,7 @@ def _check_learner(w: LearnerConfig) -> None:
         )
     if idle := correction.idle(w.epochs * w.minibatches):
         raise ValueError(
-            f"learner.correction_options {idle} have no effect with one optimizer step an update, where current and proximal"
+            f"learner.correction_options {idle} have no effect with one optimizer step per update, where current and proximal"
             " policy are equal: raise learner.epochs or learner.minibatches, or remove them"
         )
     if w.sharding == "fsdp" and w.count == 1:
@@ -247,7 +247,7 @@ def _check_learner(w: LearnerConfig) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """The learning rate's fall, and the warm start's data."""
+    """Check the decay of the learning rate, and the data of the warm start."""
     decay, updates = config.learner.decay_updates, config.scheduler.updates
     if 0 < decay < updates:
         raise ValueError(

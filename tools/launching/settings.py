@@ -34,7 +34,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole experiment. runs: the folder in which run folders are made. threads: compute threads of the set-up (index, warm start)."""
+    """A whole experiment. runs: the folder that holds the run folders. threads: compute threads of the set-up (index, warm start)."""
 
     name: str
     seed: Natural = 0

@@ -1,1 +1,1 @@
-"""NVProcessBench: records of judged search trajectories, their builder, and the measurement of judges on them (methods.md 2.5)."""
+"""NVProcessBench: records of judged search trajectories, how they are built, and how judges are measured on them (methods.md 2.5)."""

@@ -1,6 +1,6 @@
-"""From labelled trajectories to a benchmark: filter, threshold, label, balance (methods.md 2.5; PPR, A.4).
+"""Build a benchmark from labelled trajectories: filter, threshold, label, balance (methods.md 2.5; PPR, A.4).
 
-Nothing leaves in silence: the report counts what was dropped, by reason.
+Nothing is dropped silently: the report counts the dropped trajectories by reason.
 """
 
 import random
@@ -13,7 +13,10 @@ from tools.evaluating.judge_bench.record import CATEGORIES, Graded, Item, Labell
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What became of the pool. mean_score: over the steps of the pool that was left; threshold: what labels were made with."""
+    """What happened to the trajectories. mean_score: over the steps left after filtering; threshold: the one used for the labels.
+
+    pool, taken: items by category, before and after balancing. missing: items that the pool could not provide.
+    """
 
     trajectories: int
     dropped: dict[str, int]
@@ -34,10 +37,10 @@ def build(
     seed: int = 0,
     exclude: Sequence[Trajectory[Labelled]] = (),
 ) -> tuple[list[Item], Report]:
-    """At most ``size`` items, their categories as even as the pool allows, those of several steps first.
+    """Choose at most ``size`` items, with categories as even as the pool allows. Items of several steps are preferred.
 
-    threshold None: the mean step score of the pool, as in the paper. exclude: neither its ids nor its questions come in, since another
-    run's trajectory of a question is much the same. Raises ValueError when nothing is left.
+    threshold: None means the pool's mean step score, as in the paper. exclude: records whose ids and questions are kept out, because
+    different runs answer a question much alike. Raises ValueError if no trajectory is left.
     """
     pool, dropped = _filtered(labelled, exclude)
     if not pool:
@@ -49,19 +52,19 @@ def build(
     random.Random(seed).shuffle(items)
     items.sort(key=lambda item: len(item.steps) == 1)
     by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
-    shares = even(size, [len(found) for found in by_category.values()])
-    taken = {name: found[:share] for (name, found), share in zip(by_category.items(), shares, strict=True)}
-    made = sorted((item for found in taken.values() for item in found), key=lambda item: item.id)
-    if surplus := len(items) - len(made):
+    shares = even(size, [len(members) for members in by_category.values()])
+    taken = {name: members[:share] for (name, members), share in zip(by_category.items(), shares, strict=True)}
+    chosen = sorted((item for members in taken.values() for item in members), key=lambda item: item.id)
+    if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
-    return made, Report(
+    return chosen, Report(
         len(labelled), dict(dropped), mean, limit,
-        {name: len(found) for name, found in by_category.items()},
-        {name: len(found) for name, found in taken.items()},
-        sum(len(item.steps) > 1 for item in made),
-        sum(len(item.steps) for item in made),
-        sum(step.label for item in made for step in item.steps),
-        size - len(made),
+        {name: len(members) for name, members in by_category.items()},
+        {name: len(members) for name, members in taken.items()},
+        sum(len(item.steps) > 1 for item in chosen),
+        sum(len(item.steps) for item in chosen),
+        sum(step.label for item in chosen for step in item.steps),
+        size - len(chosen),
     )  # fmt: skip
 
 
@@ -101,7 +104,7 @@ def _item(record: Trajectory[Labelled], limit: float) -> Item:
 
 
 def even(size: int, available: Sequence[int]) -> list[int]:
-    """``size`` shared out as evenly as what is available allows: who has little gives all, the others share the rest."""
+    """Divide ``size`` as evenly as ``available`` allows. A category that has too little gives all; the others share the rest."""
     shares = [0] * len(available)
     while sum(shares) < size and shares != list(available):
         open_ = [i for i, share in enumerate(shares) if share < available[i]]

@@ -1,7 +1,7 @@
-"""The command tools/evaluate nvprocess: how often a process judge calls a step good or bad as its label does (methods.md 2.5).
+"""The command tools/evaluate nvprocess measures how often a process judge agrees with the labels of steps (methods.md 2.5).
 
-A step counts as right when 1[S/M > threshold] is its label; an output that cannot be read is wrong. Every answer is kept in
-OUT/answers.jsonl, so an interrupted evaluation goes on.
+The judge is right about a step if 1[S/M > threshold] equals the label. An output that cannot be read counts as wrong. Every answer is kept
+in OUT/answers.jsonl, so that an interrupted evaluation can be continued.
 """
 
 import argparse
@@ -29,7 +29,7 @@ BASELINES = ("majority", "random", "first-turn", "constant")
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """OUT/evaluation.json: what a resumed evaluation must have in common with the first."""
+    """OUT/evaluation.json: the settings that a resumed evaluation must share with the first."""
 
     bench: str
     threshold: float
@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What a judge reached. valid: the share of outputs that could be read. by_category, by_steps: accuracy of a part."""
+    """The result of one judge. valid: the share of outputs that could be read. by_category, by_steps: the accuracy on parts of the set."""
 
     judge: str
     accuracy: Measured
@@ -61,14 +61,14 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def measure(judge: str, items: Sequence[Item], scores: dict[str, float | None], threshold: float) -> Row:
-    """The row of a judge from its scores by step; None is an output that could not be read."""
+    """The row of a judge. scores: by step; None is an output that could not be read."""
     return _row(judge, items, lambda name: None if (s := scores[name]) is None else record.label(s, threshold))
 
 
 def baseline(kind: str, items: Sequence[Item], threshold: float) -> Row:
-    """Without a judge. "majority": always the more frequent label. "random": a fair coin a step. "constant S": always the score S.
+    """The row of a rule without a judge. "majority": always the more frequent label. "random": a fair coin per step.
 
-    "first-turn": good when no turn went before, which a set of repetitive trajectories rewards.
+    "constant S": always the score S. "first-turn": the first turn is good, all others are bad; repetitive trajectories reward this rule.
     """
     labels = [step.label for item in items for step in item.steps]
     most = int(2 * sum(labels) >= len(labels))
@@ -84,20 +84,20 @@ def baseline(kind: str, items: Sequence[Item], threshold: float) -> Row:
     return _row(kind, items, lambda name: record.label(float(kind.split()[1]), threshold))
 
 
-def _row(judge: str, items: Sequence[Item], said: Callable[[str], int | None]) -> Row:
-    """said: the label given to a step, None where there is none."""
+def _row(judge: str, items: Sequence[Item], verdict: Callable[[str], int | None]) -> Row:
+    """Make the row of a judge. verdict: the label that the judge gives to a step, or None."""
     right: list[tuple[Item, float]] = []
     valid = []
     for item in items:
         for number, step in enumerate(item.steps, 1):
-            given = said(record.step_id(item, number))
-            valid.append(given is not None)
-            right.append((item, float(given == step.label)))
+            label = verdict(record.step_id(item, number))
+            valid.append(label is not None)
+            right.append((item, float(label == step.label)))
 
     def part(holds: Callable[[Item], bool]) -> Measured:
         values = [value for item, value in right if holds(item)]
-        found = estimate(values)
-        return Measured(found.mean, found.half, len(values))
+        accuracy = estimate(values)
+        return Measured(accuracy.mean, accuracy.half, len(values))
 
     multi = [len(item.steps) > 1 for item in items]
     return Row(
@@ -117,16 +117,16 @@ def _row(judge: str, items: Sequence[Item], said: Callable[[str], int | None]) -
 
 
 def table(result: Result) -> str:
-    """The result for a terminal."""
+    """The result as a table for the terminal."""
     parts = [*result.rows[0].by_category, *result.rows[0].by_steps]
     cells = [["judge", "accuracy ±95%", "valid", *parts]]
     for row in result.rows:
         each = {**row.by_category, **row.by_steps}
         cells.append([row.judge, _shown(row.accuracy), f"{row.valid:.3f}", *(_shown(each[name]) for name in parts)])
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    made = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     head = f"{result.bench}: {result.items} trajectories, {result.steps} steps, {result.good_steps} of them good (threshold {result.threshold:g})"
-    return "\n".join([head, *made])
+    return "\n".join([head, *rows])
 
 
 def _shown(m: Measured) -> str:
@@ -137,14 +137,14 @@ def _shown(m: Measured) -> str:
 
 
 class _Judge(argparse.Action):
-    """--judge, --option and --name: an option or a name belongs to the judge before it."""
+    """Collects --judge, --option and --name. An option or a name belongs to the judge before it."""
 
-    def __call__(self, parser: Any, given: Any, values: Any, flag: Any = None) -> None:
-        judges: list[dict[str, Any]] = given.judges
+    def __call__(self, parser: Any, flags: Any, values: Any, flag: Any = None) -> None:
+        judges: list[dict[str, Any]] = flags.judges
         if self.dest == "judge":
             judges.append({"spec": values, "options": {}, "name": ""})
         elif not judges:
-            parser.error(f"{flag} {values}: it belongs to a judge, give --judge before it")
+            parser.error(f"{flag} {values} belongs to a judge: give --judge before it")
         elif self.dest == "name":
             judges[-1]["name"] = values
         else:
@@ -157,37 +157,37 @@ class _Judge(argparse.Action):
 
 
 def add_judges(parser: argparse.ArgumentParser) -> None:
-    """--judge SPEC [--option KEY=VALUE ..] [--name NAME], as often as wanted; ``judges_of`` reads them."""
+    """Add --judge SPEC [--option KEY=VALUE ..] [--name NAME], which may be repeated; ``judges_of`` reads them."""
     parser.set_defaults(judges=[])
     parser.add_argument(
         "--judge", action=_Judge, metavar="SPEC", help="a built-in judge or module:Class; may be repeated"
     )
-    parser.add_argument("--option", action=_Judge, metavar="KEY=VALUE", help="of the judge before it, a TOML value")
+    parser.add_argument("--option", action=_Judge, metavar="KEY=VALUE", help="option of the judge before it")
     parser.add_argument(
-        "--name", action=_Judge, help="of the judge before it, in the table (default: spec and options)"
+        "--name", action=_Judge, help="table name of the judge before it (default: its spec and options)"
     )
 
 
 def add_deadline(parser: argparse.ArgumentParser) -> None:
-    """How long a judge may take over a step."""
+    """Add --deadline, the time that a judge may take for one step."""
     parser.add_argument(
-        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help="of a step, with all tries (default: %(default)g)"
+        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help="time for one step with all its attempts (default: %(default)g)"
     )  # fmt: skip
 
 
 def check_threshold(threshold: float) -> None:
-    """Raises ValueError for what no score can be compared with."""
+    """Raises ValueError if ``threshold`` is not between 0 and 1, as scores are."""
     if not 0 <= threshold <= 1:
         raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
 
 
-def judges_of(given: argparse.Namespace) -> list[Asked]:
-    """The judges of a command line. Raises ValueError for two of one name."""
-    made = [Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"]) for j in given.judges]
-    names = [one.name for one in made]
+def judges_of(flags: argparse.Namespace) -> list[Asked]:
+    """The judges of a command line. Raises ValueError if two have the same name."""
+    judges = [Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"]) for j in flags.judges]
+    names = [one.name for one in judges]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two judges are called {twice[0]!r}: tell them apart with --name")
-    return made
+    return judges
 
 
 def _title(spec: str, options: dict[str, Any]) -> str:
@@ -197,18 +197,18 @@ def _title(spec: str, options: dict[str, Any]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="tools/evaluate nvprocess", description="Measure process judges on steps labelled good or bad."
     )
     parser.add_argument("--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)")
     add_judges(parser)
     parser.add_argument(
-        "--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help="random, first-turn, or constant S; may be repeated (majority is always there)"
+        "--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help="random, first-turn, or constant S; may be repeated (majority is always added)"
     )  # fmt: skip
-    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="good is above it (default: %(default)s)")
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="good steps score above it (%(default)s)")
     parser.add_argument(
-        "--out", type=Path, help="folder; an evaluation that is there goes on (default: evaluations/nvprocess-TIME)"
+        "--out", type=Path, help="folder; an evaluation in it is continued (default: evaluations/nvprocess-TIME)"
     )
     add_deadline(parser)
     parser.add_argument(
@@ -218,18 +218,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def baselines_of(given: argparse.Namespace) -> list[str]:
-    """ "majority" first, then those asked for. Raises ValueError for one that is none."""
-    made = ["majority"]
-    for kind, *values in given.baseline:
+def baselines_of(flags: argparse.Namespace) -> list[str]:
+    """The baselines of a command line, after "majority". Raises ValueError for an unknown one."""
+    kinds = ["majority"]
+    for kind, *values in flags.baseline:
         if kind not in BASELINES or len(values) != (kind == "constant"):
             raise ValueError(
                 f"--baseline {' '.join([kind, *values])}: expected majority, random, first-turn, or constant S"
             )
         if kind == "constant" and not _is_score(values[0]):
             raise ValueError(f"--baseline constant {values[0]}: expected a score, a number from 0 to 1")
-        made += [" ".join([kind, *values])] if kind != "majority" else []
-    return list(dict.fromkeys(made))
+        kinds += [" ".join([kind, *values])] if kind != "majority" else []
+    return list(dict.fromkeys(kinds))
 
 
 def _is_score(text: str) -> bool:
@@ -240,58 +240,58 @@ def _is_score(text: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    given = parse(arguments)
+    """Run the command. Returns its exit status."""
+    flags = parse(arguments)
     try:
-        check_threshold(given.threshold)
-        if given.deadline <= 0:
-            raise ValueError(f"--deadline {given.deadline:g}: expected more than 0 seconds")
-        items = record.read(given.bench, Item, "--bench")
-        asked, kinds = judges_of(given), baselines_of(given)
+        check_threshold(flags.threshold)
+        if flags.deadline <= 0:
+            raise ValueError(f"--deadline {flags.deadline:g}: expected more than 0 seconds")
+        items = record.read(flags.bench, Item, "--bench")
+        asked, kinds = judges_of(flags), baselines_of(flags)
         lasting = judging.lasting(asked)
-        out = given.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
-        lock = claim(out, Settings(record.digest(given.bench), given.threshold, lasting))
+        out = flags.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
+        lock = claim(out, Settings(record.digest(flags.bench), flags.threshold, lasting))
     except (OSError, ValueError) as error:
         print(f"{COMMAND}: {error}", file=sys.stderr)
         return 2
     with lock:
-        return _evaluate(given, items, asked, kinds, out)
+        return _evaluate(flags, items, asked, kinds, out)
 
 
-def _evaluate(given: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
+def _evaluate(flags: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
     again = f"the same command and --out {out}"
     try:
         answers = Answers(out / "answers.jsonl")
     except (OSError, ValueError) as error:
         print(f"{COMMAND}: {error}", file=sys.stderr)
         return 1
-    session = functools.partial(judging.Session, asked, items, answers, given.deadline)
+    session = functools.partial(judging.Session, asked, items, answers, flags.deadline)
     failed = conduct(session, again, "answered", COMMAND)
     if isinstance(failed, int):
         return failed
-    if failed and not given.count_failed:
+    if failed and not flags.count_failed:
         judging.say_failed(failed, COMMAND)
         print(f"go on with: {again}, or count them as wrong with --count-failed", file=sys.stderr)
         return 1
-    rows = [baseline(kind, items, given.threshold) for kind in kinds]
+    rows = [baseline(kind, items, flags.threshold) for kind in kinds]
     names = [record.step_id(item, number) for item in items for number in range(1, len(item.steps) + 1)]
     for one in asked:
-        said = {name: answers.found.get((one.name, name)) for name in names}
-        scores = {name: answer.score if answer is not None else None for name, answer in said.items()}
-        rows.append(measure(one.name, items, scores, given.threshold))
+        by_step = {name: answers.found.get((one.name, name)) for name in names}
+        scores = {name: answer.score if answer is not None else None for name, answer in by_step.items()}
+        rows.append(measure(one.name, items, scores, flags.threshold))
     steps = [step for item in items for step in item.steps]
-    if other := sum(step.label != record.label(step.score, given.threshold) for step in steps):
+    if other := sum(step.label != record.label(step.score, flags.threshold) for step in steps):
         print(
-            f"{other} of {len(steps)} labels of {given.bench.name} were made with another threshold than"
-            f" {given.threshold:g}: give the one of its report (--threshold)",
+            f"{other} of {len(steps)} labels of {flags.bench.name} were made with another threshold than"
+            f" {flags.threshold:g}: give the threshold of its report (--threshold)",
             file=sys.stderr,
         )
     good = sum(step.label for item in items for step in item.steps)
-    result = Result(given.bench.name, len(items), len(names), good, given.threshold, rows)
+    result = Result(flags.bench.name, len(items), len(names), good, flags.threshold, rows)
     try:
         write_whole(out / "result.json", result)
     except OSError as error:
         print(f"{COMMAND}: {error}\ngo on with: {again}", file=sys.stderr)
         return 1
-    print(msgspec.json.encode(result).decode() if given.json else f"{table(result)}\nresult {out / 'result.json'}")
+    print(msgspec.json.encode(result).decode() if flags.json else f"{table(result)}\nresult {out / 'result.json'}")
     return 0

@@ -1,7 +1,7 @@
-"""Judges asked about the steps of records, each answer appended to a file before it counts.
+"""Ask judges about the steps of records. Each answer is appended to a file before it counts.
 
-Invariant: a judge is asked about a step until it answers; an endpoint that fails is no answer, and a judge that answers what cannot be
-read has answered. What is in the file is never asked again.
+Invariant: a judge is asked about a step until it answers. A failed endpoint is no answer; an output that cannot be read is an answer.
+A step whose answer is in the file is never asked again.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import JudgedTurn, Judgement
 
 COLUMN = "process"
-"""The column of a judge with several that is the score of a step."""
+"""If a judge has several columns, the score of a step is this one."""
 DEADLINE_S = 900.0
-"""Of a judgement, with the judge's own tries: what takes longer hangs."""
+"""Seconds for one judgement, including the judge's own attempts. A judge that takes longer hangs."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A judge by name, as ``judges.serve.make_worker`` takes it. name: what its answers are filed under.
+    """A judge as ``judges.serve.make_worker`` takes it. name: the name under which its answers are filed.
 
-    texts: digest of its templates, and of its source file if it is a plug-in, where answers must come from the same ones.
+    texts: digest of the judge's templates and, for a plug-in, of its source file; "" if they do not matter.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 REACHED = frozenset(("url", "api_key_env", "timeout_s", "patience_s", "attempts", "backoff_s", "concurrency", "wait_s"))
-"""Keys of an endpoint that say how it is reached: they may change between sessions."""
+"""Keys that say how an endpoint is reached. They may change between sessions."""
 
 
 def lasting(asked: Sequence[Asked]) -> list[Asked]:
-    """The judges without what may change between sessions, and with what must not. Raises as ``make`` does."""
+    """The judges without the keys that may change between sessions, and with the digests of their texts. Raises as ``make`` does."""
 
     def kept(value: Any) -> Any:
         return {k: v for k, v in value.items() if k not in REACHED} if isinstance(value, dict) else value
@@ -66,7 +66,7 @@ def _texts(asked: Asked, judge: Judge) -> str:
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of the file. score: S/M in [0, 1], None for an output that could not be read; text: what the judge wrote."""
+    """A line of the file. score: S/M in [0, 1], None if the output could not be read; text: the judge's output."""
 
     judge: str
     step: str
@@ -75,7 +75,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make(asked: Asked) -> Judge:
-    """The judge. Raises ValueError for one that is not there or does not score a step by one number."""
+    """Make the judge. Raises ValueError if it does not exist or does not score a step by one number."""
     worker = make_worker(asked.spec, asked.options)
     if not isinstance(worker, Judge):
         raise ValueError(f"{asked.spec!r} is an opponent: expected a judge")
@@ -90,9 +90,9 @@ def _column(judge: Judge) -> str:
 
 
 class Answers:
-    """The file of answers, of which the caller holds the lock. A torn last line, of a killed session, is cut off.
+    """The file of answers, which the caller must have locked. found: the answers by judge and step.
 
-    Raises ValueError naming a line that is no answer.
+    A torn last line, left by a killed session, is removed. Raises ValueError that names a line which is no answer.
     """
 
     def __init__(self, path: Path):
@@ -103,16 +103,16 @@ class Answers:
             try:
                 self.found = {(a.judge, a.step): a for _, a in record.lines(path, Answer)}
             except ValueError as error:
-                raise ValueError(f"{error}: remove that line, its step is asked again") from None
+                raise ValueError(f"{error}: remove that line, then its step is asked again") from None
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer."""
+        """Append an answer to the file."""
         append(self.path, answer)
         self.found[answer.judge, answer.step] = answer
 
 
 class Asking:
-    """One judge at work on what it has not answered yet. deadline_s: of a step. ``failures``: reasons by step."""
+    """Asks one judge about the steps that it has not answered yet. deadline_s: seconds per step. failures: the reasons by step."""
 
     def __init__(self, asked: Asked, judge: Judge, answers: Answers, deadline_s: float):
         self.asked, self.judge, self.answers, self.deadline_s = asked, judge, answers, deadline_s
@@ -122,7 +122,7 @@ class Asking:
         self.row = 0
 
     async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
-        """Ask about every step. Raises Fault when the judge is not there."""
+        """Ask about every step. Raises Fault if ``HOPELESS`` steps in a row fail."""
         left = [(name, turn) for name, turn in steps if (self.asked.name, name) not in self.answers.found]
         self.progress = Progress(len(steps), "steps", len(steps) - len(left), f"{self.asked.name}: ")
         if left:
@@ -134,13 +134,13 @@ class Asking:
 
     async def _one(self, name: str, turn: JudgedTurn) -> None:
         async with self.room:
-            if self.row >= HOPELESS:  # the work has ended, though nobody has cancelled this part of it yet
+            if self.row >= HOPELESS:  # the work has failed, but this task is not cancelled yet
                 return
             before = self._failed()
             try:
                 async with asyncio.timeout(self.deadline_s):
-                    found = await self.judge.score([turn])
-                (judgement,), _ = checked(self.judge, [turn], found)
+                    judgements = await self.judge.score([turn])
+                (judgement,), _ = checked(self.judge, [turn], judgements)
             except Fault as fault:
                 self._fail(name, str(fault))
                 return
@@ -149,7 +149,7 @@ class Asking:
                 return
             score = judgement.scores.get(self.column)
             if score is None and self._failed() > before:
-                # The judge does not say which of the steps it was asked about at that time failed: all are asked again.
+                # The judge does not say which of its concurrent steps failed, so all of them are asked again.
                 self._fail(name, judgement.explanation)
                 return
             self.row = 0
@@ -179,7 +179,7 @@ def _text(judgement: Judgement) -> str:
 
 
 class Session:
-    """Every judge asked about every step, as ``tools.evaluating.folder.conduct`` runs it; what is answered stays answered."""
+    """Asks every judge about every step, as ``tools.evaluating.folder.conduct`` runs it. Answers in the file are kept."""
 
     def __init__(
         self,
@@ -196,16 +196,16 @@ class Session:
         ]
 
     async def play(self) -> dict[str, dict[str, str]]:
-        """By judge, the steps that could not be asked, with reasons. Raises Fault when a judge is not there."""
+        """Ask all judges. Returns the failed steps with their reasons, by judge. Raises Fault as ``Asking.all`` does."""
         await together(one.all(self.steps) for one in self.working)
         return {one.asked.name: one.failures for one in self.working if one.failures}
 
     async def close(self) -> None:
-        """Each judge is closed by the one who asks it."""
+        """Does nothing, because ``Asking.all`` closes its judge."""
 
 
 def say_failed(failed: dict[str, dict[str, str]], command: str) -> None:
-    """A line on stderr for each judge that some steps could not be asked of."""
+    """Print a line on stderr for each judge with failed steps."""
     for name, reasons in failed.items():
         step, reason = next(iter(reasons.items()))
         print(f"{command}: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}", file=sys.stderr)

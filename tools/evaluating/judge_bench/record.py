@@ -1,8 +1,8 @@
 """Trajectories as JSONL records: collected, labelled by two judges, or items of a benchmark (methods.md 2.5).
 
-A step is a turn that a process judge sees: every turn of a trajectory but the last. ``context`` is the bare question and, below an empty
-line, the turns before; ``response`` is the turn with its information block. That is all a PPRM reads. Judges that read more (rules) find
-it in ``turn`` and ``evidence``, which a record may lack.
+A step is a turn that a process judge sees: every turn of a trajectory but the last. ``context`` is the bare question and, after an empty
+line, the earlier turns; ``response`` is the turn with its information block. A PPRM reads nothing else. Judges that read more, such as
+rules, use ``turn`` and ``evidence``, which a record may lack.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from wire.atomic import write_whole
 from wire.messages import JudgedTurn
 
 THRESHOLD = 0.652
-"""A step is good when its score is above: the mean step score of the paper's pool (PPR, A.4)."""
+"""A step is good if its score is above this value, the mean step score of the paper's pool (PPR, A.4)."""
 CATEGORIES = ("correct_good", "correct_bad", "wrong_good", "wrong_bad")
-"""Outcome, and whether the mean step score is above the threshold."""
+"""The outcome, and whether the mean step score is above the threshold."""
 
 Score = Annotated[float, msgspec.Meta(ge=0, le=1)]
-"""S/M."""
+"""A judge's score as a share of its maximum, S/M."""
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Fields of ``wire.messages.JudgedTurn`` by their names; ``summary`` is its ``context``."""
+    """Fields of ``wire.messages.JudgedTurn`` under the same names, except that ``summary`` is the field ``context``."""
 
     step: int
     budget: int
@@ -40,7 +40,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A turn to be judged."""
+    """A turn for a judge."""
 
     context: str
     response: str
@@ -48,7 +48,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Labelled(Step, frozen=True, kw_only=True):
-    """A turn with the scores of two judges. score: their mean, or a reviewer's. target: the two-line judgement to learn, "" for none."""
+    """A turn with the scores of two judges. score: their mean, or a reviewer's score. target: the two-line judgement to learn, or ""."""
 
     score_a: Score
     score_b: Score
@@ -57,7 +57,7 @@ class Labelled(Step, frozen=True, kw_only=True):
 
 
 class Graded(Step, frozen=True, kw_only=True):
-    """A turn of the benchmark. label: 1 where score is above the threshold."""
+    """A turn of the benchmark. label: 1 if the score is above the threshold."""
 
     score_a: Score
     score_b: Score
@@ -69,7 +69,7 @@ S = TypeVar("S", bound=Step)
 
 
 class Trajectory(msgspec.Struct, Generic[S], frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One trajectory. outcome: exact match of its answer. evidence: the passages that support a gold answer, where known."""
+    """One trajectory. outcome: exact match of its answer. evidence: the passages that support a gold answer, if they are known."""
 
     id: str
     data_source: str
@@ -90,40 +90,40 @@ R = TypeVar("R", bound=Trajectory[Any])
 
 
 def lines(path: Path, kind: Any, flag: str = "") -> Iterator[tuple[int, Any]]:
-    """(line number, value) of a JSONL file. Raises ValueError naming the file, and the line when it is one that is wrong."""
+    """(line number, value) for each line of a JSONL file. Raises ValueError that names the file, and the line if one is wrong."""
     return jsonl.lines(path, kind, f"{_named(kind)} (docs/process-bench.md)", flag)
 
 
 def read(path: Path, kind: type[R], flag: str = "") -> list[R]:
-    """The records of a file. Raises ValueError for no file, a bad line, an id that comes twice, or no record."""
-    made: dict[str, R] = {}
+    """The records of a file. Raises ValueError for a missing file, a bad line, a repeated id, or a file without records."""
+    by_id: dict[str, R] = {}
     for number, record in lines(path, kind, flag):
-        if record.id in made:
+        if record.id in by_id:
             raise ValueError(f"{path}:{number}: the id {record.id!r} comes a second time: ids are unique")
-        made[record.id] = record
-    if not made:
+        by_id[record.id] = record
+    if not by_id:
         raise ValueError(f"{path} holds no record: expected lines of {_named(kind)} (docs/process-bench.md)")
-    return list(made.values())
+    return list(by_id.values())
 
 
 def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
-    """The records of several files. Raises ValueError as ``read`` does, and for an id that two of the files have."""
-    made: list[R] = []
+    """The records of several files. Raises ValueError as ``read`` does, and for an id that is in two files."""
+    records: list[R] = []
     file_of: dict[str, Path] = {}
     for path in paths:
-        found = read(path, kind)
-        if twice := next((record.id for record in found if record.id in file_of), None):
+        of_file = read(path, kind)
+        if twice := next((record.id for record in of_file if record.id in file_of), None):
             raise ValueError(
                 f"the id {twice!r} is in {file_of[twice]} and in {path}: ids are unique. They begin with the name of the run's"
                 " folder: collect one of the two runs again with a --prefix (tools/sft collect), or leave one file out"
             )
-        file_of |= {record.id: path for record in found}
-        made += found
-    return made
+        file_of |= {record.id: path for record in of_file}
+        records += of_file
+    return records
 
 
 def write(path: Path, records: Iterable[Any]) -> None:
-    """Records as JSONL; the file appears whole or not at all. Raises OSError naming the path."""
+    """Write records as JSONL. The file appears whole or not at all. Raises OSError that names the path."""
     try:
         write_whole(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records), alone=False)
     except OSError as error:
@@ -131,17 +131,17 @@ def write(path: Path, records: Iterable[Any]) -> None:
 
 
 def digest(path: Path) -> str:
-    """The file's content, shortened: what a resumed command compares."""
+    """A hex digest of the file's content, which a resumed command compares."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def step_id(record: Trajectory[Any], number: int) -> str:
-    """The name of step 1, 2, .. of a record."""
+    """The name of a record's step. number: 1, 2, .."""
     return f"{record.id}#{number}"
 
 
 def recorded(turn: JudgedTurn) -> Step:
-    """A judged turn as a step; question, golds and evidence stand in its trajectory."""
+    """A judged turn as a step. The question, the golds and the evidence belong to its trajectory."""
     observation = turn.observation or ""
     details = Details(
         step=turn.step, budget=turn.budget, summary=turn.context, think=turn.think, query=turn.query, answer=turn.answer,
@@ -152,7 +152,7 @@ def recorded(turn: JudgedTurn) -> Step:
 
 
 def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
-    """What a judge sees of a step; of a step without ``turn`` that is question, transcript, response and gold answers."""
+    """The turn that a judge sees. Without ``turn``, it has only the question, transcript, response, golds and evidence."""
     head = f"{record.question}\n\n"
     ours = step.context == record.question or step.context.startswith(head)
     known = step.turn or Details(step=1, budget=1)
@@ -169,12 +169,12 @@ def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
 
 
 def label(score: float, threshold: float) -> Literal[0, 1]:
-    """1 for a good step: its score is above the threshold, not at it."""
+    """1 for a good step, whose score is strictly above the threshold, else 0."""
     return 1 if score > threshold else 0
 
 
 def category(outcome: int, scores: Sequence[float], threshold: float) -> Any:
-    """One of ``CATEGORIES``: the outcome, and the mean step score against the threshold."""
+    """One of ``CATEGORIES``, from the outcome and from the label of the mean step score."""
     good = label(sum(scores) / len(scores), threshold)
     return f"{'correct' if outcome else 'wrong'}_{'good' if good else 'bad'}"
 

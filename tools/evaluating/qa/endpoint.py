@@ -1,7 +1,7 @@
-"""A chat endpoint that answers in several turns: what it said are its messages, what it was shown are the user's.
+"""A chat endpoint that answers in several turns. The model's text becomes assistant messages, all other text user messages.
 
-The journal's tokens are bytes, as in ``actors.engines.endpoint``; the bytes that the model wrote are stored plus 256, so that a prefix says
-who wrote what and can be asked for as a conversation.
+The journal's tokens are bytes, as in ``actors.engines.endpoint``. A byte that the model wrote is stored plus 256, so a prefix says who
+wrote which part and can be sent as a conversation.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ from wire.messages import GenerateRequest, GenerateResult, Sample
 _ITS_OWN = 256
 _OPENING = "<answer>"
 _INSTEAD = "No steps are left. Reply with your final answer alone: <answer> answer </answer>"
-"""A chat protocol cannot begin the model's reply, so a forced answer is asked for in words."""
+"""Asks for a forced answer in words, because the chat protocol cannot begin the model's reply."""
 
 
 class ChatText(EndpointText):
-    """Bytes of either writer as text."""
+    """Decodes bytes of both writers."""
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text, whoever wrote it."""
+        """The text of both writers together."""
         return super().decode(tokens % _ITS_OWN)
 
 
@@ -36,7 +36,7 @@ class ChatEngine(EndpointEngine):
         self.text = ChatText()
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """See ``EndpointEngine.generate``; what follows the opening of a forced answer comes without that opening."""
+        """See ``EndpointEngine.generate``. If the prefix opens a forced answer, the opening is removed from the reply."""
         result = await super().generate(request, on_tokens)
         forced = self.text.decode(request.tokens).endswith(_OPENING)
         samples = [self._own(sample, forced) for sample in result.samples]
@@ -48,14 +48,14 @@ class ChatEngine(EndpointEngine):
         return Sample(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), sample.finish)
 
     def _messages(self, tokens: np.ndarray) -> list[dict[str, str]]:
-        """The prompt's messages, then each stretch of one writer."""
+        """The prompt's messages, then one message per stretch of the same writer."""
         edges = np.flatnonzero(np.diff(tokens >= _ITS_OWN)) + 1
         parts: list[Any] = np.split(tokens, edges)
         first = self.text.decode(parts[0])
         try:
             messages = msgspec.json.decode(first, type=list[dict[str, str]])
         except msgspec.DecodeError as error:
-            raise DataFault(f"a prefix that begins with no prompt ({error})") from None
+            raise DataFault(f"the prefix does not begin with a prompt's messages ({error})") from None
         for part in parts[1:]:
             role = "assistant" if part[0] >= _ITS_OWN else "user"
             messages.append({"role": role, "content": self.text.decode(part)})

@@ -1,7 +1,7 @@
-"""The questions of all sets answered in every row; an interruption costs at most the replies that were under way.
+"""Answer the questions of all sets in every row. An interruption costs at most the replies that were under way.
 
-Invariant: a question is a tree of OUT/ROW/journal.sqlite and counts once in its row. What an interrupted one's model said is said again,
-its searches come from the cache, and the rest is generated.
+Invariant: a question is a tree of OUT/ROW/journal.sqlite and counts once in its row. An interrupted question repeats the replies in its
+journal and takes its searches from the cache; only the rest is generated.
 """
 
 import functools
@@ -36,7 +36,7 @@ _COUNTERS = ("prompt_tokens", "cached_tokens", "prefilled_tokens", "decoded_toke
 
 
 class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A column. rejected: rows of the file that cannot work, reasons: how many for which. digest: of its questions and golds."""
+    """A column. rejected: rows of the file that cannot work; reasons: their number by reason. digest: of the questions and golds."""
 
     name: str
     source: str
@@ -47,17 +47,16 @@ class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TableSettings(msgspec.Struct, frozen=True):
-    """What all rows of a table share, saved as OUT/evaluation.json. seed: of the subset of each set."""
+    """The settings that all rows of a table share, saved as OUT/evaluation.json. seed: chooses the subset of each set."""
 
     sets: list[SetSettings]
     seed: int
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """OUT/ROW/result.json. sets: set -> measure. macro: means of the sets' means; multi_hop: of the four multi-hop sets, where they are.
-
-    failed: set/task -> why it could not be finished; it scored 0. seconds, generated_tokens, queries, hits (answered by the cache): over all
-    sessions that were not killed; engine: its counters.
+    """OUT/ROW/result.json. sets: the measures by set. macro: means of the sets' means; multi_hop: the same over the four multi-hop sets,
+    if the table has them. failed: the reasons of the questions that could not be finished and scored 0, by set/task. seconds,
+    generated_tokens, queries, hits (queries that the cache answered) and engine (its counters): over all sessions that were not killed.
     """
 
     name: str
@@ -74,7 +73,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """OUT/result.json: every finished row of the folder, whichever command finished it, in the order they were first finished."""
+    """OUT/result.json: every finished row of the folder, whichever command finished it, in the order in which they finished."""
 
     settings: TableSettings
     rows: list[RowResult]
@@ -89,7 +88,7 @@ def settings_of(sets: Sequence[QuestionSet], seed: int) -> TableSettings:
 
 
 class Evaluation:
-    """All rows of a command. ``play`` may be cancelled at any moment and gone on with later. finished: told the table after each row."""
+    """All rows of a command. ``play`` may be cancelled at any moment and continued later; then ``close``. finished: gets each new table."""
 
     def __init__(
         self, rows: Sequence[Row], sets: Sequence[QuestionSet], settings: TableSettings, out: Path,
@@ -102,10 +101,10 @@ class Evaluation:
         self.serving: Player | None = None
 
     async def play(self) -> Result:
-        """Answer what is not answered yet. Raises Fault when it cannot go on, NotStarted when it cannot begin."""
+        """Answer the questions that are not answered yet. Raises Fault if they cannot go on, NotStarted if they cannot begin."""
         for file in self.out.glob("*/result.json"):
             if _decoded(file, RowResult) is None:
-                print(f"{file} is torn, so its row is left out: name it again, its answers are kept", file=sys.stderr)
+                print(f"{file} is torn, so its row is left out: run it again, its answers are kept", file=sys.stderr)
         unfinished = [row for row in self.rows if not (self.out / row.name / "result.json").is_file()]
         if self.retrieval is not None and any(row.settings.retriever for row in unfinished):
             await self.retrieval.open()
@@ -117,13 +116,13 @@ class Evaluation:
         return self._so_far()
 
     def _so_far(self) -> Result:
-        """The rows whose folders hold a result."""
+        """The table of all rows whose folders hold a result."""
         before = _decoded(self.out / "result.json", Result)
         first = [row.name for row in before.rows] if before else []
         files = {file.parent.name: file for file in self.out.glob("*/result.json")}
         order = dict.fromkeys([*first, *(row.name for row in self.rows), *sorted(files)])
-        found = [_decoded(files[name], RowResult) for name in order if name in files]
-        return Result(self.settings, [row for row in found if row is not None])
+        rows = [_decoded(files[name], RowResult) for name in order if name in files]
+        return Result(self.settings, [row for row in rows if row is not None])
 
     async def _row(self, row: Row) -> None:
         folder = self.out / row.name
@@ -149,7 +148,7 @@ class Evaluation:
     # ------------------------------------------------------------------------------------------ services
 
     async def _serve(self, player: Player) -> InProcess:
-        """The services with this player's engine, which is kept for its next row. Raises NotStarted."""
+        """Start the services with this player's engine, or keep them if they run already. Raises NotStarted."""
         if self.services is not None and self.serving is player:
             return self.services
         await self._rest()
@@ -171,7 +170,7 @@ class Evaluation:
             await services.close()
 
     async def close(self) -> None:
-        """Release everything; what was answered stays."""
+        """Release everything. The answers stay in the folder."""
         await self._rest()
         if self.retrieval is not None:
             await self.retrieval.close()
@@ -179,16 +178,16 @@ class Evaluation:
     # ------------------------------------------------------------------------------------------ results
 
     def _result(self, row: Row, scores: list[dict[str, float]], failed: dict[str, str], ledger: Ledger) -> RowResult:
-        found: dict[str, dict[str, Measured]] = {}
+        measured: dict[str, dict[str, Measured]] = {}
         first = 0
         for one in self.sets:
-            found[one.name] = summary(scores[first : first + len(one.tasks)], row.settings.player == "endpoint")
+            measured[one.name] = summary(scores[first : first + len(one.tasks)], row.settings.player == "endpoint")
             first += len(one.tasks)
-        multi = [found[name] for name in MULTI_HOP if name in found]
+        multi = [measured[name] for name in MULTI_HOP if name in measured]
         spent = ledger.total()
         count = {key: int(spent.engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")}
         return RowResult(
-            row.name, row.settings, found, macro(list(found.values())),
+            row.name, row.settings, measured, macro(list(measured.values())),
             macro(multi) if len(multi) == len(MULTI_HOP) else {}, failed, spent.seconds,
             count["decoded_tokens"], count["queries"], count["hits"],
             {key: value for key, value in spent.engine.items() if key in _COUNTERS},
@@ -199,7 +198,7 @@ T = TypeVar("T", Result, RowResult)
 
 
 def _decoded(file: Path, kind: type[T]) -> T | None:
-    """A result as it was kept; None where there is none, or a torn one: all it says can be had from the journals again."""
+    """A stored result, None if the file is missing or torn; a lost result can be computed again from the journals."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
     except msgspec.DecodeError:
@@ -207,18 +206,18 @@ def _decoded(file: Path, kind: type[T]) -> T | None:
 
 
 def summary(scores: Sequence[dict[str, float]], in_bytes: bool = False) -> dict[str, Measured]:
-    """Each measure over the questions of one set. in_bytes: what would count tokens counts bytes, so it is left out."""
-    made = {}
+    """Each measure over the questions of one set. in_bytes: the journal holds bytes, so measures in tokens are left out."""
+    measures = {}
     for name in MEASURES:
         values = [score[name] for score in scores if name in score]
         if values and not (in_bytes and name in TOKENS):
             e = _of_counts(values) if name in COUNTS else estimate(values)
-            made[name] = Measured(e.mean, e.half, len(values))
-    return made
+            measures[name] = Measured(e.mean, e.half, len(values))
+    return measures
 
 
 def _of_counts(values: Sequence[float]) -> Estimate:
-    """Mean and 1.96 standard errors, also where every count happens to be 0 or 1 (``estimate`` takes those for proportions)."""
+    """Mean and 1.96 standard errors, even if every count is 0 or 1 (``estimate`` would treat such values as proportions)."""
     n = len(values)
     mean = math.fsum(values) / n
     variance = math.fsum((value - mean) ** 2 for value in values) / max(1, n - 1)
@@ -226,17 +225,17 @@ def _of_counts(values: Sequence[float]) -> Estimate:
 
 
 def macro(sets: Sequence[dict[str, Measured]]) -> dict[str, Estimate]:
-    """Of each measure that all sets have, the mean of their means; they are independent, so the half width is sqrt(sum half^2) / n."""
-    made, n = {}, len(sets)
+    """The mean of the n sets' means, for each measure that all sets have. The sets are independent: half width sqrt(sum half^2) / n."""
+    means, n = {}, len(sets)
     for name in MEASURES:
         if all(name in one for one in sets):
             half = math.sqrt(math.fsum(one[name].half ** 2 for one in sets)) / n
-            made[name] = Estimate(math.fsum(one[name].mean for one in sets) / n, half)
-    return made
+            means[name] = Estimate(math.fsum(one[name].mean for one in sets) / n, half)
+    return means
 
 
 class _Answering:
-    """The questions of one row. services: None when all of them were answered before."""
+    """Answers the questions of one row. services: None if all questions were answered before."""
 
     def __init__(self, row: Row, kept: Kept, services: InProcess | None):
         self.row, self.kept, self.services = row, kept, services
@@ -245,7 +244,7 @@ class _Answering:
         self.config = config_of(s, UNJUDGED, budget=s.how.budget)
 
     async def question(self, position: int, of: str, task: Task) -> dict[str, float]:
-        """The scores of one question, which stand in the last action of its tree. of: the name of its set."""
+        """The scores of one question, from the last action of its tree. of: the name of its set."""
         grow = functools.partial(self._grow, of, task)
         tree = await self.kept.task(position, task.id, self.row.settings.version, grow, f"{of}/{task.id}")
         if tree is None:
@@ -263,10 +262,10 @@ class _Answering:
             seat, self.kept.journal, self.row.player.text, self.row.environment, config, counts,
             lambda tree, turns: None,
         )  # fmt: skip
-        # Again the same draws after an interruption.
+        # The draws are the same again after an interruption.
         context = Context(shop, config, task, tree, random.Random(f"heldout/{tree.id}"))
         await self.answer(tree, context, how)
         final = tree.actions()[-1]
         final.scores |= score(tree, task.golds, counts["retrievals"])
-        final.scores["outcome"] = final.scores["em"]  # what tools/dump shows
+        final.scores["outcome"] = final.scores["em"]  # tools/dump shows this column
         context.changed([final])

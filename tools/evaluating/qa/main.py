@@ -1,4 +1,4 @@
-"""The command tools/evaluate qa: question answering by runs, models and endpoints, and by the papers' baselines without training."""
+"""The command tools/evaluate qa measures question answering by runs, models and endpoints, and by the papers' untrained baselines."""
 
 import argparse
 import shlex
@@ -20,7 +20,7 @@ from tools.evaluating.qa.table import markdown, notes
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="tools/evaluate qa",
         description="Measure question answering: a table of methods and models by question sets.",
@@ -30,11 +30,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--set", action="append", default=[], metavar="NAME=SOURCE",
         help="a .jsonl or .parquet file, or a hub data set owner/name[/folder][:split]; paper: the papers' seven",
     )  # fmt: skip
-    questions.add_argument("--questions", type=int, help="of each set, a fixed subset (default: all)")
-    questions.add_argument("--seed", type=int, default=0, help="of the subset (default: %(default)s)")
+    questions.add_argument("--questions", type=int, help="size of each set's fixed subset (default: all)")
+    questions.add_argument("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
     who = parser.add_argument_group("players (at least one; --model and --run may be repeated)")
     who.add_argument("--model", action="append", default=[], help="a model folder, a built-in name or a hub id")
-    who.add_argument("--run", type=Path, action="append", default=[], help="a run: newest weights, its own settings")
+    who.add_argument("--run", type=Path, action="append", default=[], help="a run: its newest weights and its settings")
     who.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     players.add_endpoint(parser)
     players.add_local(parser)
@@ -50,57 +50,48 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     forced = "search: force an answer when the budget is used up (default: as the run's strategy does, else yes)"
     how.add_argument("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
     how.add_argument("--retriever", help="index folder, URL of a Search-R1 server, or default (else: the run's)")
-    how.add_argument("--cache", type=Path, help="file of found passages, to share (default: OUT/retrieval.sqlite)")
+    how.add_argument("--cache", type=Path, help="file that keeps found passages (default: OUT/retrieval.sqlite)")
     parser.add_argument(
-        "--out", type=Path, help="folder; what is there goes on, more rows may be added (default: evaluations/qa-TIME)"
+        "--out", type=Path, help="folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)"
     )
-    parser.add_argument("--measure", choices=MEASURES, default="em", help="of the table (default: %(default)s)")
+    parser.add_argument("--measure", choices=MEASURES, default="em", help="what the table shows (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--concurrency", type=int, default=16, help="questions at once (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
-def check(given: argparse.Namespace) -> None:
-    """Refuses values out of range and settings without effect. Raises ValueError."""
-    positive = (
-        "questions",
-        "concurrency",
-        "topk",
-        "timeout",
-        "attempts",
-        "max_tokens",
-        "threads",
-        "max_context",
-    )
-    players.check_positive(given, positive)
-    players.check_sampling(given)
-    players.check_needs(given)
-    names = [name for name, _ in given.budget]
+def check(flags: argparse.Namespace) -> None:
+    """Refuse values out of range and settings without effect. Raises ValueError."""
+    counts = ("questions", "concurrency", "topk", "timeout", "attempts", "max_tokens", "threads", "max_context")
+    players.check_positive(flags, counts)
+    players.check_sampling(flags)
+    players.check_needs(flags)
+    names = [name for name, _ in flags.budget]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--budget is given twice{f' for {twice[0]}' if twice[0] else ''}: give it once")
-    if not (given.model or given.run or given.endpoint):
+    if not (flags.model or flags.run or flags.endpoint):
         raise ValueError("nobody to measure: give --model, --run or --endpoint")
 
 
-def prepare(given: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], str]:
-    """Sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
-    check(given)
+def prepare(flags: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], str]:
+    """The sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
+    check(flags)
     heldout = None
-    if not given.set:
+    if not flags.set:
         from tools.defaults.facts import ensure_facts
         from tools.defaults.settings import cache_folder  # imports torch
 
         heldout = ensure_facts(cache_folder()) / "heldout.jsonl"
-    rows, retriever = read_rows(given)
-    sets = read_sets(given.set, given.questions, given.seed, heldout)
+    rows, retriever = read_rows(flags)
+    sets = read_sets(flags.set, flags.questions, flags.seed, heldout)
     known = [one.name for one in sets]
-    if unknown := [name for name, _ in given.budget if name and name not in known]:
+    if unknown := [name for name, _ in flags.budget if name and name not in known]:
         raise ValueError(f"--budget {unknown[0]}=..: expected a set of this table, {', '.join(known)}")
     return sets, rows, retriever
 
 
 def _budget(text: str) -> tuple[str, int]:
-    """(set, its budget); the set is "" where N is for all of them."""
+    """A value of --budget as (set, budget). The set is "" if the budget is for all sets."""
     name, _, count = text.rpartition("=")
     if not count.isdecimal() or int(count) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, alone or as SET=N")
@@ -108,35 +99,35 @@ def _budget(text: str) -> tuple[str, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit status."""
-    given = parse(arguments)
+    """Run the command. Returns its exit status."""
+    flags = parse(arguments)
     try:
-        sets, rows, retriever = prepare(given)
-        out = given.out or Path("evaluations") / time.strftime("qa-%Y%m%d-%H%M%S")
-        settings = settings_of(sets, given.seed)
+        sets, rows, retriever = prepare(flags)
+        out = flags.out or Path("evaluations") / time.strftime("qa-%Y%m%d-%H%M%S")
+        settings = settings_of(sets, flags.seed)
         lock = claim(out, settings, [(row.name, row.settings) for row in rows])
     except (OSError, ValueError, MemoryError) as error:
         print(f"tools/evaluate qa: {error}", file=sys.stderr)
         return 2
-    again = shlex.join(["tools/evaluate", "qa", *arguments, *([] if given.out else ["--out", str(out)])])
+    again = shlex.join(["tools/evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])])
 
     def evaluation() -> Evaluation:
         retrieval = None
         if retriever:
             identity = next(row.settings.retriever for row in rows if row.settings.retriever)
-            opening = opening_of(retriever, given.threads or 1)
-            retrieval = CachedRetrieval(given.cache or out / "retrieval.sqlite", identity, opening)
-        return Evaluation(rows, sets, settings, out, retrieval, given.concurrency, finished)
+            opening = opening_of(retriever, flags.threads or 1)
+            retrieval = CachedRetrieval(flags.cache or out / "retrieval.sqlite", identity, opening)
+        return Evaluation(rows, sets, settings, out, retrieval, flags.concurrency, finished)
 
     def finished(table: Result) -> None:
-        (out / "table.md").write_text(markdown(table, given.measure) + "\n")
+        (out / "table.md").write_text(markdown(table, flags.measure) + "\n")
 
     with lock:
         result = conduct(evaluation, again, "answered")
-    return result if isinstance(result, int) else _report(given, result, out)
+    return result if isinstance(result, int) else _report(flags, result, out)
 
 
-def _report(given: argparse.Namespace, result: Result, out: Path) -> int:
-    said = "\n".join([markdown(result, given.measure), *notes(result)])
-    print(msgspec.json.encode(result).decode() if given.json else f"{said}\nresult {out / 'result.json'}")
+def _report(flags: argparse.Namespace, result: Result, out: Path) -> int:
+    shown = "\n".join([markdown(result, flags.measure), *notes(result)])
+    print(msgspec.json.encode(result).decode() if flags.json else f"{shown}\nresult {out / 'result.json'}")
     return 0

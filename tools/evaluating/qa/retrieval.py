@@ -1,6 +1,6 @@
-"""Retrieval that asks once: answers kept in SQLite by retriever, query and number of passages, for all rows and resumed sessions.
+"""Cached retrieval: SQLite keeps answers by retriever, query and number of passages, for all rows and resumed sessions.
 
-Invariant: a (retriever, topk, query) is asked of the backend at most once, however many rows, sessions or questions want it at a time.
+Invariant: the backend is asked at most once per (retriever, topk, query), however many rows, sessions or questions need the answer.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ CREATE TABLE IF NOT EXISTS passages (
     retriever TEXT, topk INTEGER, query TEXT, found BLOB, PRIMARY KEY (retriever, topk, query)) WITHOUT ROWID;
 """
 _WAIT_S = 60.0
-"""For another evaluation that writes to the same file."""
+"""Seconds to wait while another evaluation writes to the same file."""
 
 Open = Callable[[], Awaitable[tuple[Backend, Callable[[], Awaitable[None]]]]]
-"""A backend, when the first query needs it, and how it is closed."""
+"""Opens the backend when the first query needs it. Returns the backend and the function that closes it."""
 
 
 class CachedRetrieval:
-    """The service ``retrieve``. identity: what answers, in words that change when its answers may. counts: queries and hits."""
+    """The service ``retrieve`` until ``close``. identity: text that changes whenever answers may change. counts: queries and hits."""
 
     def __init__(self, file: Path, identity: str, opening: Open):
         self.file, self.identity, self.opening = file, identity, opening
@@ -48,7 +48,7 @@ class CachedRetrieval:
         self._closing: Callable[[], Awaitable[None]] | None = None
 
     async def open(self) -> Backend:
-        """The backend, ready to search. Raises NotStarted for an index or an encoder that cannot be loaded."""
+        """The backend, ready to search. Raises NotStarted if its index or its encoder cannot be loaded."""
         async with self._gate:
             if self._backend is None:
                 try:
@@ -59,7 +59,7 @@ class CachedRetrieval:
             return self._backend
 
     async def handle(self, request: RetrieveRequest) -> RetrieveResult:
-        """Passages of each query, best first."""
+        """The passages of each query, best first."""
         return RetrieveResult([await self._passages(query, request.topk) for query in request.queries])
 
     async def _passages(self, query: str, topk: int) -> list[Passage]:
@@ -75,7 +75,7 @@ class CachedRetrieval:
             task = asyncio.create_task(self._ask(key))
             self._asking[key] = task
             task.add_done_callback(lambda _: self._asking.pop(key, None))
-        return await asyncio.shield(self._asking[key])  # one that leaves does not take the answer from the others
+        return await asyncio.shield(self._asking[key])  # a cancelled caller does not cancel the query for the others
 
     def _kept(self, key: tuple[int, str]) -> list[Passage] | None:
         row = self.db.execute(
@@ -86,16 +86,16 @@ class CachedRetrieval:
     async def _ask(self, key: tuple[int, str]) -> list[Passage]:
         topk, query = key
         backend = await self.open()
-        (found,) = await backend.search([query], topk)
-        row = (self.identity, topk, query, msgspec.msgpack.encode(found))
+        (passages,) = await backend.search([query], topk)
+        row = (self.identity, topk, query, msgspec.msgpack.encode(passages))
         try:
             self.db.execute("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", row)
         except sqlite3.Error as error:
             raise InfrastructureFault(f"{self.file} could not be written ({error}): free some space") from None
-        return found
+        return passages
 
     async def close(self) -> None:
-        """End what is under way, and close backend and file."""
+        """Cancel the queries under way, and close the backend and the file."""
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
@@ -105,7 +105,7 @@ class CachedRetrieval:
 
 
 def identity_of(retriever: str) -> str:
-    """What answers: a server's URL, or the corpus and encoder of an index folder. Raises ValueError or FileNotFoundError."""
+    """Text that names what answers: a server's URL, or an index's corpus and encoder. Raises ValueError or FileNotFoundError."""
     if retriever.startswith(("http://", "https://")):
         return retriever.rstrip("/")
     if "://" in retriever:
@@ -118,7 +118,7 @@ def identity_of(retriever: str) -> str:
 
 
 def opening_of(retriever: str, threads: int) -> Open:
-    """How the backend of --retriever is had."""
+    """The function that opens the backend of --retriever."""
     if retriever.startswith(("http://", "https://")):
         from judges.retriever.http_client import SearchR1Client
 
@@ -130,11 +130,11 @@ def opening_of(retriever: str, threads: int) -> Open:
 
     async def load() -> tuple[Backend, Callable[[], Awaitable[None]]]:
         folder = Path(retriever)
-        made: Any = await asyncio.to_thread(LocalBackend, folder, read_manifest(folder).encoder, threads)
+        backend: Any = await asyncio.to_thread(LocalBackend, folder, read_manifest(folder).encoder, threads)
 
         async def nothing() -> None:
-            """The index goes with the process."""
+            """The index needs no closing."""
 
-        return made, nothing
+        return backend, nothing
 
     return load

@@ -1,4 +1,4 @@
-"""What is measured of one question: the exact match of methods.md 1.7, its two published variants, F1, and what the answer took."""
+"""The measures of one question: the exact match of methods.md 1.7, its two published variants, F1, and the costs of the answer."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ MEASURES = (
     "response_tokens", "tokens_with_observations", "prompt_tokens",
 )  # fmt: skip
 TOKENS = MEASURES[-3:]
-"""Counted in the model's own tokens; an endpoint's journal holds bytes, so it has none of these."""
+"""Measures in the model's own tokens. An endpoint does not have them, because its journal holds bytes."""
 COUNTS = ("searches", *TOKENS)
-"""Measures that are no shares."""
+"""Measures that are counts, not shares."""
 MOST_TAGS = 10
-"""Answer tags beyond which SLATE's scorer gives a quarter."""
+"""If a response has more answer tags than this, SLATE's scorer divides its score by four."""
 
 
 def score(tree: Tree, golds: Sequence[str], searches: int) -> dict[str, float]:
-    """The measures of a finished question. The last chosen action ends the response; its path holds prompt and observations."""
+    """The measures of a finished question. The response ends with the last chosen action, whose path holds prompt and observations."""
     final = tree.actions()[-1]
     path = tree.path(final)
     prompt = "".join(node.text for node in path if node.kind == "prompt")
@@ -46,7 +46,7 @@ def score(tree: Tree, golds: Sequence[str], searches: int) -> dict[str, float]:
 
 
 def _said(node: Node, path: Sequence[Node]) -> str:
-    """A node's part of what the policy wrote: actions, and the opening of a forced answer, which is closed if need be."""
+    """The node's text if the policy wrote it: an action, or the opening of a forced answer. A missing closing tag is added."""
     if node.kind == "action":
         return node.text + _closing(node)
     following = path[path.index(node) + 1 :]
@@ -54,10 +54,10 @@ def _said(node: Node, path: Sequence[Node]) -> str:
 
 
 def _closing(node: Node) -> str:
-    """The closing tag that a forced answer lacks (methods.md 1.4: appended)."""
+    """The closing tag that must be appended to a forced answer, or "" (methods.md 1.4)."""
     return "</answer>" if node.forced and "</answer>" not in node.text else ""
 
 
 def unanswered() -> dict[str, float]:
-    """The scores of a question that could not be finished (a prompt longer than the context): no answer block is 0."""
+    """The scores of a question that could not be finished, for example because its prompt exceeds the context: all are 0."""
     return dict.fromkeys(("em", "f1", "em_two_blocks", "em_slate", "answered"), 0.0)

@@ -15,17 +15,17 @@ from actors.environments.task_files import load_tasks
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-"""The folders of the hub's data set that the papers' tables have as columns."""
+"""The folders of the hub's data set that are the columns of the papers' tables."""
 MULTI_HOP = PAPER[3:]
 """The columns of SLATE's ablations (methods.md 1.6, 1.7)."""
 SPLITS = ("test", "dev", "validation", "train")
-"""The first of these that a set has is the one to evaluate on (methods.md 1.8); validation is the hub's usual name of a dev split."""
+"""A set is evaluated on the first of these splits that it has (methods.md 1.8). The hub usually calls a dev split validation."""
 
 
 class QuestionSet(msgspec.Struct, frozen=True):
-    """A column of the table. source: where it was asked for, with the split that was chosen.
+    """A column of the table. source: the source on the command line, with the split that was chosen.
 
-    rejected: how many rows of the file cannot work, by reason.
+    rejected: the number of rows of the file that cannot work, by reason.
     """
 
     name: str
@@ -35,20 +35,20 @@ class QuestionSet(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """Hex digest of the questions and their golds, in order."""
+        """A hex digest of the questions and their gold answers, in order."""
         rows = [(task.id, task.question, task.golds) for task in self.tasks]
         return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
 
 
-def read_sets(given: Sequence[str], count: int | None, seed: int, heldout: Path | None = None) -> list[QuestionSet]:
-    """The sets of --set NAME=SOURCE texts, each its fixed subset of ``count`` questions (None: all).
+def read_sets(flags: Sequence[str], count: int | None, seed: int, heldout: Path | None = None) -> list[QuestionSet]:
+    """The sets that --set names, each as its fixed subset of ``count`` questions (None: all).
 
-    given: "paper" stands for the seven sets; none at all for the built-in questions by hops, which are read from ``heldout``. A source is a
-    .jsonl or .parquet file, a hub data set owner/name[:split], or a folder of one, owner/name/folder[:split].
+    flags: NAME=SOURCE texts. "paper" means the papers' seven sets; no text means the built-in questions by hops, read from ``heldout``.
+    A source is a .jsonl or .parquet file, a hub data set owner/name[:split], or one folder of it, owner/name/folder[:split].
     Raises ValueError or FileNotFoundError with the remedy.
     """
     specs: list[tuple[str, str]] = []
-    for text in given:
+    for text in flags:
         name, equals, source = text.partition("=")
         if text == "paper":
             specs += [(name, f"{HUB}/{name}") for name in PAPER]
@@ -87,7 +87,7 @@ def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
 
 
 def _counted(rejected: Sequence[Rejected]) -> dict[str, int]:
-    """By the words of a reason before its details."""
+    """The number of rejected rows by reason, without the details of a reason."""
     return dict(Counter(re.split("[:,(]", row.reason)[0].strip() for row in rejected))
 
 

@@ -1,4 +1,4 @@
-"""A table as in the papers: a row for each method and model, a column for each set, the macro mean, and its interval."""
+"""A table as in the papers: one row per method and model, one column per set, and the macro mean, all with intervals."""
 
 from scheduler.evaluation import Estimate
 from tools.evaluating.folder import Measured
@@ -7,7 +7,7 @@ from tools.evaluating.qa.scoring import COUNTS
 
 
 def markdown(result: Result, measure: str = "em") -> str:
-    """The table of one measure, mean ± half width of the 95% interval; below it, what to know when reading it."""
+    """The table of one measure as mean ± half width of the 95% interval, with a legend below."""
     sets = result.settings.sets
     several = any(row.multi_hop for row in result.rows)
     head = ["method", "model", *(f"{s.name} ({s.questions})" for s in sets), "mean"]
@@ -17,27 +17,27 @@ def markdown(result: Result, measure: str = "em") -> str:
         cells = [_cell(row.sets[s.name].get(measure), measure) for s in sets] + [_cell(row.macro.get(measure), measure)]
         cells += [_cell(row.multi_hop.get(measure), measure)] if several else []
         lines.append([row.settings.method, _model(row), *cells])
-    made = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([*made, "", f"{measure}, mean ±95%; mean is over the sets' means (questions in brackets)."])
+    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([*rows, "", f"{measure}, mean ±95%; mean is over the sets' means (questions in brackets)."])
 
 
 def notes(result: Result) -> list[str]:
-    """What each row took, and the questions that could not be finished."""
-    made = []
+    """The costs of each row, the questions that could not be finished, and the rows of files that cannot be used."""
+    notes = []
     for row in result.rows:
-        made.append(
+        notes.append(
             f"{row.name}: {row.seconds:.0f} s, {row.generated_tokens} generated tokens,"
             f" {row.queries} queries ({row.hits} from the cache)"
         )
         for task, reason in list(row.failed.items())[:2]:
-            made.append(f"  not finished, scored 0: {task}: {reason}")
+            notes.append(f"  not finished, scored 0: {task}: {reason}")
         if len(row.failed) > 2:
-            made.append(f"  not finished, scored 0: {len(row.failed) - 2} more, see {row.name}/result.json")
+            notes.append(f"  not finished, scored 0: {len(row.failed) - 2} more, see {row.name}/result.json")
     for one in result.settings.sets:
         if one.rejected:
             reasons = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
-            made.append(f"{one.name}: {one.rejected} rows of its file cannot be used: {reasons}")
-    return made
+            notes.append(f"{one.name}: {one.rejected} rows of its file cannot be used: {reasons}")
+    return notes
 
 
 def _model(row: RowResult) -> str:

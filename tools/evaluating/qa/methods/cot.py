@@ -1,4 +1,4 @@
-"""Chain of thought (Wei et al., 2022): reasoning, then the answer, without retrieval. Simplified: an instruction, no worked examples."""
+"""Chain of thought (Wei et al., 2022): reasoning, then the answer, without retrieval. An instruction replaces the worked examples."""
 
 from scheduler.context import Context
 from scheduler.tree import Tree
@@ -8,5 +8,5 @@ RETRIEVES = False
 
 
 async def answer(tree: Tree, ctx: Context, how: How) -> None:
-    """One reply."""
+    """Answer in one reply."""
     await ask(tree, ctx, filled("cot", question=ctx.task.question))

@@ -8,5 +8,5 @@ RETRIEVES = False
 
 
 async def answer(tree: Tree, ctx: Context, how: How) -> None:
-    """One reply."""
+    """Answer in one reply."""
     await ask(tree, ctx, filled("direct", question=ctx.task.question))

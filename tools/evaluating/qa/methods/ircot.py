@@ -1,12 +1,12 @@
-"""IRCoT (Trivedi et al., 2022): retrieval and chain of thought in turns, each new sentence of reasoning being the next query.
+"""IRCoT (Trivedi et al., 2022) alternates retrieval and chain of thought: each new sentence of reasoning is the next query.
 
-1. Retrieve with the question. 2. Write the next sentence of reasoning from the passages so far; it ends the loop when it says what "the
-answer is". 3. Retrieve with the sentence, add the passages that are new, go on at 2 until ``budget`` searches are made. 4. Read all
-passages and answer, in a chat of its own (the paper's separate reader).
+1. Retrieve with the question. 2. Write the next sentence of reasoning from the passages so far; a sentence with "answer is" ends the
+loop. 3. Retrieve with the sentence, add the new passages, and repeat from 2 until ``budget`` searches are made. 4. Read all passages and
+answer, in a separate chat (the paper's separate reader).
 
-Simplified: an instruction instead of worked examples with distractors; a sentence ends at its first full stop before a space, or at the
-line's end, so an abbreviation may cut it; the model reads with reasoning, as it reasons. A model that thinks is asked for a sentence
-without; what it thinks all the same is no sentence.
+Simplified: an instruction replaces worked examples with distractors. A sentence ends at its first full stop before a space, or at the
+end of the line, so an abbreviation may cut it. The reader reasons before it answers. A thinking model is asked for a sentence without
+thinking; any thinking that it writes nevertheless is removed.
 """
 
 import re
@@ -18,36 +18,36 @@ from wire.messages import Passage
 
 RETRIEVES = True
 MOST_PASSAGES = 15
-"""Kept in all, the first ones found (the paper's limit)."""
+"""The largest number of passages that are kept, in the order of retrieval (the paper's limit)."""
 _SENTENCE_ENDS = (". ", ".\n")
-"""An empty line is none: a reply may begin with one."""
+"""An empty line does not end a sentence, because a reply may begin with one."""
 _SENTENCE = re.compile(r"\s*(.*?[.!?])(\s|$)", re.DOTALL)
 
 
 async def answer(tree: Tree, ctx: Context, how: How) -> None:
-    """Reason and search in turns, then read."""
+    """Reason and search in turns, then read the passages and answer."""
     question, thoughts, searches = ctx.task.question, "", 1
-    found: dict[str, Passage] = {}
-    _keep(found, await ctx.retrieve(question, how.topk))
+    kept: dict[str, Passage] = {}
+    _keep(kept, await ctx.retrieve(question, how.topk))
     while searches < how.budget:
-        prompt = filled("ircot_reason", documents=documents(found.values()), question=question, reasoning=thoughts)
+        prompt = filled("ircot_reason", documents=documents(kept.values()), question=question, reasoning=thoughts)
         sentence = first_sentence(spoken((await ask(tree, ctx, prompt, stop=_SENTENCE_ENDS, thinking=False)).text))
         thoughts = f"{thoughts} {sentence}".strip()
         if not sentence or "answer is" in sentence.lower():
             break
-        _keep(found, await ctx.retrieve(sentence, how.topk))
+        _keep(kept, await ctx.retrieve(sentence, how.topk))
         searches += 1
-    await ask(tree, ctx, filled("ircot_read", documents=documents(found.values()), question=question))
+    await ask(tree, ctx, filled("ircot_read", documents=documents(kept.values()), question=question))
 
 
-def _keep(found: dict[str, Passage], passages: list[Passage]) -> None:
+def _keep(kept: dict[str, Passage], passages: list[Passage]) -> None:
     for passage in passages:
-        if len(found) < MOST_PASSAGES:
-            found.setdefault(passage.id, passage)
+        if len(kept) < MOST_PASSAGES:
+            kept.setdefault(passage.id, passage)
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop, question or exclamation mark before a space; else the first line."""
+    """The text up to the first full stop, question or exclamation mark before a space, else the first line."""
     line = text.strip().split("\n")[0]
     whole = _SENTENCE.match(line)
     return whole[1].strip() if whole else line.strip()

@@ -1,6 +1,6 @@
 """Retrieval-augmented generation (Lewis et al., 2020), as in the papers' tables: the question is the query, then the passages are read.
 
-Simplified: retriever and reader stay as they are; nothing is trained together.
+Simplified: retriever and reader are used as they are; they are not trained together.
 """
 
 from scheduler.context import Context
@@ -11,6 +11,6 @@ RETRIEVES = True
 
 
 async def answer(tree: Tree, ctx: Context, how: How) -> None:
-    """One search, one reply."""
+    """Search once, then answer in one reply."""
     passages = await ctx.retrieve(ctx.task.question, how.topk)
     await ask(tree, ctx, filled("rag", documents=documents(passages), question=ctx.task.question))

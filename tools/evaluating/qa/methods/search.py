@@ -1,7 +1,7 @@
 """Search-R1's agent, as runs train it: think, then search or answer, in one growing text (methods.md 1.5, 1.7, 2.1).
 
-forced: SLATE's evaluation, ``budget`` turns and then a forced answer. Otherwise PPR's: ``budget`` turns, of which the last has no search,
-and no answer is forced.
+With ``forced`` this is SLATE's evaluation: ``budget`` turns and then a forced answer. Otherwise it is PPR's: ``budget`` turns, the last
+one without a search, and no forced answer.
 """
 
 from scheduler.context import Context
@@ -12,7 +12,7 @@ RETRIEVES = True
 
 
 async def answer(tree: Tree, ctx: Context, how: How) -> None:
-    """One greedy trajectory."""
+    """Grow one trajectory from the question to its end."""
     await ctx.plant()
     node = await ctx.tip()
     while (place := await (ctx.onward(node) if how.forced else _onward(ctx, node, how.budget))) is not None:

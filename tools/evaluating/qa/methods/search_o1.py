@@ -1,13 +1,12 @@
-"""Search-o1 (Li et al., 2025): searches inside one chain of reasoning, each result condensed by a generation of its own.
+"""Search-o1 (Li et al., 2025): searches inside one chain of reasoning, with each result condensed by a separate generation.
 
-The model writes a query inside its reasoning. The passages go to a second prompt ("reason in documents") with the reasoning so far and the
-query; what it extracts from them, not the passages, is inserted, and the reasoning goes on. ``budget`` counts the searches that were made.
-A query asked before is answered with a notice and costs none; one beyond the budget likewise, and then the model speaks once more. After
-``budget`` + 5 queries of any kind the question ends (the paper's code: 10 searches, 15 turns).
+The model writes a query inside its reasoning. A second prompt ("reason in documents") gets the passages, the reasoning so far and the
+query. The extract that it writes, not the passages, is inserted, and the reasoning continues. ``budget`` counts the searches that were
+made. A repeated query, or one beyond the budget, gets a notice and costs no search; after the second kind of notice the model replies once
+more. After ``budget`` + 5 queries of any kind the question ends (the paper's code: 10 searches, 15 turns).
 
-Simplified: this project's <search> tags and a <result> block instead of the paper's markers; no worked example; the reasoning that the
-second prompt sees is its last 2,000 characters instead of a selection of its steps, and it is asked without thinking; an answer is not
-forced.
+Simplified: the project's <search> tags and a <result> block replace the paper's markers. There is no worked example. The second prompt
+sees the last 2,000 characters of the reasoning, not a selection of its steps, and is asked without thinking. No answer is forced.
 """
 
 import re
@@ -23,11 +22,11 @@ _QUERY = re.compile(r"<search>((?:(?!<search>).)*)</search>\s*$", re.DOTALL)
 _STOP = ["</search>", "</answer>"]
 _SHOWN_REASONING = 2000
 MORE_QUERIES = 5
-"""Than searches, at most."""
+"""A question may have at most this many more queries than searches."""
 
 
 async def answer(tree: Tree, ctx: Context, how: How) -> None:
-    """Reason, and search where the reasoning asks for it."""
+    """Reason, and search whenever the reasoning asks for it."""
     prompt = filled("search_o1", question=ctx.task.question, budget=str(how.budget))
     node = await ask(tree, ctx, prompt, _STOP)
     searched: set[str] = set()
@@ -54,6 +53,6 @@ async def _condensed(tree: Tree, ctx: Context, node: Node, query: str, topk: int
 
 
 def wanted(text: str) -> str | None:
-    """The query that the text ends with, or None."""
-    found = _QUERY.search(text)
-    return found[1].strip() if found and found[1].strip() else None
+    """The query at the end of the text, or None."""
+    match = _QUERY.search(text)
+    return match[1].strip() if match and match[1].strip() else None
