@@ -68,9 +68,7 @@ def _judged(
     trajectories = table.trajectories()
     last = trajectories.last()
     r_o = trajectories.total(np.where(last, table.column(outcome), 0.0))[trajectories.of]
-    r_hat = table.scores.get(
-        process, np.full(len(table), np.nan)
-    )  # the column is missing if no turn of the batch was judged
+    r_hat = table.scores.get(process, np.full(len(table), np.nan))  # the batch may lack judged turns
     judged = ~last & (~np.isnan(r_hat) if invalid == "skip" else True)
     return np.nan_to_num(r_hat, posinf=np.inf, neginf=-np.inf), r_o, judged, trajectories
 
