@@ -12,7 +12,11 @@ from wire.messages import TrainGroup, TreeClosed, TreeNode
 
 
 class Inbox:
-    """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close`` until ``ready`` names trees, then ``take``."""
+    """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close`` until ``ready`` names trees, then ``take``.
+
+    Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree, [group.id]))``, ``ready()`` is [group.tree], and
+    ``take([group.tree], 0)`` returns the batch that trains version 0 to version 1.
+    """
 
     def __init__(self, questions: int, trained: set[int]):
         self.questions, self.trained = questions, trained

@@ -55,7 +55,10 @@ class Snapshot:
 
 
 class Giver:
-    """Owns the rendezvous from construction until ``close``. It gives the two newest offered versions and answers any other ask with an error."""
+    """Owns the rendezvous from construction until ``close``. It gives the two newest offered versions and answers any other ask with an error.
+
+    Example: ``memory = giver.offer(Snapshot(3, tensors))`` gives version 3 from now on; the manifest must then contain ``memory``.
+    """
 
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)

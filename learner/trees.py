@@ -51,6 +51,7 @@ class Trie:
     """The token trie of all paths of an update. Sorted paths visit the trie depth first, so a subtree is one slice of the nodes.
 
     ``forest`` packs some of the paths, and ``cuts`` says where they may be cut into micro-batches. Neither compares tokens again.
+    Example: ``Trie([Path([1, 2, 3], 1), Path([1, 2, 4], 1)])`` has four nodes, 1, 2, 3 and 4, because both paths share 1 and 2.
     """
 
     def __init__(self, paths: Sequence[Path]):
@@ -92,15 +93,8 @@ class Trie:
             kept, end, own = nodes, np.repeat(np.cumsum(lengths), lengths), np.arange(len(nodes))
         read = [one[self.starts[i] - 1 : -1] for i, one in zip(rows, _split(own, lengths), strict=True)]
         target = [self.tokens[spine[self.starts[i] :]] for i, spine in zip(rows, spines, strict=True)]
-        return Forest(
-            self.tokens[kept],
-            self.depth[kept],
-            end,
-            np.concatenate(read),
-            np.concatenate(target),
-            len(nodes),
-            len(kept),
-        )
+        tokens, depth = self.tokens[kept], self.depth[kept]
+        return Forest(tokens, depth, end, np.concatenate(read), np.concatenate(target), len(nodes), len(kept))
 
     def cuts(self, rows: Sequence[int]) -> "Cuts":
         """Return the places at which the paths ``rows`` may be cut."""
