@@ -158,7 +158,7 @@ def ppo_clip(
     clip_high: NotNegative = 0.2,
     dual_clip: DualClip = None,
 ) -> Surrogate:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017). dual_clip c > 1 bounds the term from below by c A where A < 0."""
+    """Maximise min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017). dual_clip c > 1 keeps it above c A where A < 0."""
     return _clipped(logprobs, advantage, _ratio(log_ratio(logprobs, level)), clip_low, clip_high, dual_clip)
 
 
@@ -172,7 +172,7 @@ def decoupled(
     dual_clip: DualClip = None,
     upper: Positive = 5.0,
 ) -> Surrogate:
-    """w min(u A, clip(u) A), where u = current / proximal per token and w = min(proximal / behaviour, upper) at ``level``
+    """Maximise w min(u A, clip(u) A), where u = current / proximal per token and w = min(proximal / behaviour, upper) at ``level``
     (decoupled PPO, Hilton et al. 2022; AReaL's objective)."""
     weight = _ratio(log_ratio(logprobs, level, "proximal")).clamp(max=upper)
     near = _ratio(logprobs.current.detach() - logprobs.proximal)
@@ -237,7 +237,7 @@ def gspo(
     clip_low: NotNegative = 3e-4,
     clip_high: NotNegative = 4e-4,
 ) -> Surrogate:
-    """min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios (GSPO in its token form; Zheng et al. 2025)."""
+    """Maximise min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios (GSPO in its token form; Zheng et al. 2025)."""
     return _clipped(logprobs, advantage, _ratio(mean_log_ratio(logprobs, level)), clip_low, clip_high, None)
 
 

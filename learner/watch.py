@@ -100,7 +100,7 @@ class Watch:
 
         above(
             "watch/engine_gap_p99", "engine_gap_bfloat16" if self.bfloat16 else "engine_gap", "log-probability difference of engine and learner on fresh turns (p99)",
-            "same weights should agree: compare dtype, temperature and attention of both; until then use correction = 'tis' or 'icepop'",
+            "equal weights should give equal values: compare dtype, temperature and attention of engine and learner; until then use correction = 'tis' or 'icepop'",
         )  # fmt: skip
         above(
             "learner/clip_share", "clip_share", "share of clipped tokens",
