@@ -1,9 +1,9 @@
-"""Attention of a forest: every token attends to its ancestors-or-self, and with a sliding window to the near ones.
+"""Attention of a forest: every token attends to its ancestors-or-self, with a sliding window only to the near ones.
 
-Three backends, equal to rounding. dense: one additive mask, the reference. cascade (CPU): the trie is cut into causal blocks
-(queries a subtree, keys its trunk), each one flash call, merged by log-sum-exp; no mask of the whole is ever built. flex (CUDA):
-FlexAttention with a block mask, lengths filled to buckets so that it compiles once a bucket. A layout travels as an argument through
-the model to each layer, so that recomputation under gradient checkpointing sees the tree of its own forward.
+Three backends give equal results up to rounding. dense uses one additive mask and is the reference. cascade (CPU) cuts the trie into causal
+blocks (queries: a subtree, keys: its trunk); each block is one flash call, log-sum-exp merges the blocks, and no mask of the whole forest is
+built. flex (CUDA) is FlexAttention with a block mask; lengths are filled up to buckets, so that it compiles once per bucket. A layout is an
+argument that the model passes to each layer, so that recomputation under gradient checkpointing sees the tree of its own forward.
 """
 
 import functools
@@ -25,20 +25,20 @@ NAME = "coppice_tree"
 """The name under which models find this attention."""
 
 FOREST = torch.zeros(1, 1, 1, 1)
-"""Stands for the attention mask of a forest: transformers takes four dimensions as given and builds none of its own."""
+"""A placeholder for the attention mask. Transformers accepts a mask of four dimensions as it is and then builds no mask of its own."""
 
 SMALL_SUBTREE = 128
-"""Tokens of subtrees that one masked flash call serves: below it the calls cost more than the masked pairs."""
+"""Small subtrees of up to this many tokens together share one masked flash call: separate calls would cost more than the masked pairs."""
 
 FLEX_BUCKET = 1024
-"""Lengths on CUDA are multiples of this: at most a few compilations a run, at most 1,023 filler tokens a forward."""
+"""Lengths on CUDA are multiples of this number: a run compiles at most a few times, and a forward has at most 1,023 filler tokens."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Queries [start, end) against keys [start, keys_end): causal, or with ``mask`` the ancestor relation of small subtrees."""
+    """Queries [start, end) and keys [start, keys_end). Attention is causal or, if ``masked``, follows the ancestors in small subtrees."""
 
     start: int
     keys_end: int
@@ -47,31 +47,31 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def blocks(forest: Forest, small: int) -> list[Block]:
-    """The cascade: together the blocks hold each (token, ancestor-or-self) pair exactly once."""
-    end, made, k = forest.end, [], 0
+    """Return the blocks of the cascade. Together they hold each (token, ancestor-or-self) pair exactly once."""
+    end, cascade, k = forest.end, [], 0
     size = len(end)
     while k < size:
         if end[k] - k <= small:
             last = int(end[k])
             while last < size and end[last] - k <= small:
                 last = int(end[last])
-            made.append(Block(k, last, last, not _chain(end, k, last)))
+            cascade.append(Block(k, last, last, not _chain(end, k, last)))
         else:
             last = k + 1
             while last < end[k] and end[last] == end[k]:
                 last += 1
-            made.append(Block(k, last, int(end[k]), False))
+            cascade.append(Block(k, last, int(end[k]), False))
         k = last
-    return made
+    return cascade
 
 
 def _chain(end: np.ndarray, start: int, stop: int) -> bool:
-    """Whether [start, stop) is one path without branches: causal is enough."""
+    """True if [start, stop) is one path without branches, for which causal attention is enough."""
     return bool((end[start:stop] == stop).all())
 
 
 class Layout:
-    """A forest on a device, in the form its backend reads; masks are made once for all layers."""
+    """A forest on a device, in the form that its backend reads. A mask is built at its first use and then serves all layers."""
 
     def __init__(self, forest: Forest, backend: Backend, device: torch.device | str):
         kind = torch.device(device).type
@@ -84,28 +84,28 @@ class Layout:
         self.device = device
         self.blocks = blocks(self.forest, SMALL_SUBTREE) if self.backend == "cascade" else []
         self.deepest = int(self.forest.depth.max()) + 1 if len(self.forest.depth) else 0
-        self._made: dict[Any, Any] = {}
+        self._masks: dict[Any, Any] = {}
 
     def window(self, window: int | None) -> int | None:
-        """None where every ancestor is inside the window anyway."""
+        """Return the window, or None if every ancestor is inside the window anyway."""
         return None if window is None or window >= self.deepest else window
 
     def dense_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [1, 1, nodes, nodes]; a sliding window compares depths, not indices."""
+        """Return the additive mask [1, 1, nodes, nodes]. A sliding window compares depths, not indices."""
         return self._once(
             ("dense", window, dtype),
             lambda: _additive(self._allowed(0, len(self.forest.end), window), dtype)[None, None],
         )
 
     def block_masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Additive masks [queries, keys] of the cascade's masked blocks."""
+        """Return the additive mask [queries, keys] of each block of the cascade, None for causal blocks."""
         return self._once(
             ("blocks", dtype),
             lambda: [_additive(self._allowed(b.start, b.end, None), dtype) if b.masked else None for b in self.blocks],
         )
 
     def flex_mask(self, window: int | None) -> Any:
-        """The BlockMask of FlexAttention."""
+        """Return the BlockMask of FlexAttention."""
         return self._once(("flex", window), lambda: _flex_mask(self.forest, window, self.device))
 
     def _allowed(self, start: int, end: int, window: int | None) -> torch.Tensor:
@@ -118,9 +118,9 @@ class Layout:
         return allowed
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
 
 
 def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,11 +157,11 @@ class Cascade(torch.autograd.Function):
         sums = [torch.zeros(t.shape, dtype=total.dtype) for t in (query, key, value)]
         for block, mask in zip(ctx.layout.blocks, ctx.layout.block_masks(query.dtype), strict=True):
             q, k = slice(block.start, block.end), slice(block.start, block.keys_end)
-            made = _flash_backward(
+            slopes = _flash_backward(
                 upstream[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], output[:, :, q], total[:, :, q].contiguous(),
                 0.0, mask is None, attn_mask=mask, scale=ctx.scale,
             )  # fmt: skip
-            for whole, part, place in zip(sums, made, (q, k, k), strict=True):
+            for whole, part, place in zip(sums, slopes, (q, k, k), strict=True):
                 whole[:, :, place] += part
         return *(whole.to(query.dtype) for whole in sums), None, None
 
@@ -170,15 +170,15 @@ class Cascade(torch.autograd.Function):
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Past its limit of compilations torch would silently run the unfused version, whose backward is not to be trusted: raise both
-    # limits above the few buckets there are, and let fullgraph make an error of what still exceeds them.
+    # Beyond its limit of compilations, torch would silently run the unfused version, whose backward is unreliable. So both limits are
+    # raised above the small number of buckets, and with fullgraph torch raises an error if a limit is exceeded nevertheless.
     torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(1024, torch._dynamo.config.accumulated_recompile_limit)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def ancestor_rule(forest: Forest, window: int | None, device: torch.device | str) -> Callable[..., torch.Tensor]:
-    """FlexAttention's mask_mod: whether a query may see a key."""
+    """Return FlexAttention's mask_mod, which says whether a query may see a key."""
     end, depth = (torch.as_tensor(np.asarray(a, np.int32), device=device) for a in (forest.end, forest.depth))
 
     def ancestor(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -207,9 +207,9 @@ def tree_attention(
     layout: Layout | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer: query [1, heads, nodes, width], key and value [1, key heads, nodes, width] -> output
-    [1, nodes, heads, width]. Without a layout it is transformers' own causal attention. Raises RuntimeError for a layer that was
-    not handed the layout of its forest: such a model cannot train on trees."""
+    """Transformers calls this function in every layer: query [1, heads, nodes, width], key and value [1, key heads, nodes, width] -> output
+    [1, nodes, heads, width]. Without a layout it computes transformers' own causal attention. Raises RuntimeError if a layer did not
+    receive the layout of its forest, because such a model cannot train on trees."""
     if any(_.get(key) is not None for key in ("softcap", "s_aux")):
         raise RuntimeError(
             f"{type(module).__name__} changes its scores (softcap or sinks): the learner cannot train it on trees"

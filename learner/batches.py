@@ -1,7 +1,7 @@
-"""Batches from the stream: the first ``questions`` closed trees, in the order they closed, make one update.
+"""Batches from the stream: the first ``questions`` closed trees, in the order in which they closed, form one update.
 
-A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. Pure: no sockets,
-no model.
+A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. This file is pure: it uses
+neither sockets nor a model.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,11 @@ from wire.messages import TrainGroup, TreeClosed, TreeNode
 
 
 class Inbox:
-    """Groups, nodes and closed trees that wait for an update."""
+    """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close`` until ``ready`` names trees, then ``take``.
+
+    Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree, [group.id]))``, ``ready()`` is [group.tree], and
+    ``take([group.tree], 0)`` returns the batch that trains version 0 to version 1.
+    """
 
     def __init__(self, questions: int, trained: set[int]):
         self.questions, self.trained = questions, trained
@@ -22,7 +26,7 @@ class Inbox:
         self._done_trees: set[int] = set()
 
     def add(self, group: TrainGroup) -> bool:
-        """Take a group; False when it is trained already. Raises InfrastructureFault when an ancestor was never sent here."""
+        """Add a group, or return False if it is already trained. Raises InfrastructureFault if an ancestor of a turn is missing."""
         if group.id in self.trained:
             return False
         nodes = self._nodes.setdefault(group.tree, {})
@@ -38,12 +42,12 @@ class Inbox:
         return True
 
     def close(self, closed: TreeClosed) -> None:
-        """Note that a tree is complete; asked twice it counts once."""
+        """Record that a tree is complete. Repeated calls for one tree count once."""
         if closed.tree not in self._done_trees:
             self._closed[closed.tree] = closed.groups
 
     def ready(self) -> list[int] | None:
-        """The trees of the next batch, or None while too few complete ones are here."""
+        """Return the trees of the next batch, or None while there are too few complete trees."""
         whole = [
             tree
             for tree, groups in self._closed.items()
@@ -52,11 +56,11 @@ class Inbox:
         return whole[: self.questions] if len(whole) >= self.questions else None
 
     def take(self, trees: list[int], version: int) -> Batch:
-        """Remove the trees from the inbox and make them a batch; its groups belong to the frontier from now on."""
+        """Remove the trees from the inbox and return them as a batch. Its groups belong to the frontier from now on."""
         groups, nodes = [], []
         for tree in trees:
-            here = [g for g in self._closed.pop(tree) if g in self._groups]
-            groups += [self._groups.pop(group) for group in here]
+            waiting = [g for g in self._closed.pop(tree) if g in self._groups]
+            groups += [self._groups.pop(group) for group in waiting]
             nodes += [(tree, node) for node in self._nodes.pop(tree, {}).values()]
             self._done_trees.add(tree)
         self.trained.update(group.id for group in groups)

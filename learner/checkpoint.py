@@ -1,8 +1,8 @@
-"""A checkpoint is a folder that appears whole or not at all: weights and optimizer state of every model that trains, version, trained
-group ids.
+"""A checkpoint is a folder with the weights and optimizer state of every model that trains, the version and the trained group ids. The
+folder appears complete or not at all.
 
-Exactly-once training rests on it: a group is trained iff its id is in the frontier of the checkpoint that is resumed. Written by one
-number of ranks, sharded or not, it is read by any other.
+Exactly-once training depends on checkpoints: a group is trained if and only if its id is in the frontier of the resumed checkpoint. Any number
+of ranks, sharded or not, can read a checkpoint that any other number has written.
 """
 
 import shutil
@@ -20,9 +20,9 @@ from wire import atomic
 
 
 class State(msgspec.Struct, frozen=True):
-    """The frontier: the version, every group whose gradient is part of it, and the steps the implicit reward model made.
+    """The frontier. trained: every group whose gradient is part of the version. prm_updates: steps that the implicit reward model made.
 
-    lengths: those that the watch compares later ones with.
+    lengths: the first trajectory lengths, with which the watch compares later lengths.
     """
 
     version: int
@@ -32,11 +32,11 @@ class State(msgspec.Struct, frozen=True):
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written or read; the one before is untouched."""
+    """A checkpoint could not be written or read. The checkpoint before is untouched."""
 
 
 def save(trainer: Trainer, run: Path, trained: set[int], keep: int) -> Path:
-    """Write ``RUN/checkpoints/vNNNNNN``. With sharded ranks every rank calls it. Raises CheckpointError with the cause."""
+    """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this. Raises CheckpointError with the cause."""
     folder = run / "checkpoints" / f"v{trainer.version:06d}"
     draft, ranks = atomic.draft_of(folder, alone=True), trainer.ranks
 
@@ -64,7 +64,7 @@ def save(trainer: Trainer, run: Path, trained: set[int], keep: int) -> Path:
 
 
 def _attempt(step: Callable[[], object], ranks: Ranks) -> Exception | None:
-    """Why ``step`` failed, here or on another sharded rank: all of them succeed or all of them fail, and none waits for ever."""
+    """Run ``step`` and return the error, here or on another sharded rank. All ranks succeed or all fail, and none waits for ever."""
     error: Exception | None = None
     try:
         step()
@@ -86,38 +86,38 @@ def _finish(trainer: Trainer, draft: Path, folder: Path, trained: set[int], keep
 
 
 def newest(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run, if any."""
-    found = sorted((run / "checkpoints").glob("v??????"))
-    return found[-1] if found else None
+    """Return the newest complete checkpoint of a run, if there is one."""
+    folders = sorted((run / "checkpoints").glob("v??????"))
+    return folders[-1] if folders else None
 
 
 def restore_together(trainer: Trainer, folder: Path) -> State:
-    """``restore`` on every rank: when one of them cannot, all raise CheckpointError."""
-    made: list[State] = []
-    error = _attempt(lambda: made.append(restore(trainer, folder)), trainer.ranks)
+    """Call ``restore`` on every rank. If it fails on one rank, all ranks raise CheckpointError."""
+    states: list[State] = []
+    error = _attempt(lambda: states.append(restore(trainer, folder)), trainer.ranks)
     if error is not None:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
-    return made[0]
+    return states[0]
 
 
 def restore(trainer: Trainer, folder: Path) -> State:
-    """Put a checkpoint into ``trainer``; returns its frontier. Raises CheckpointError when it is damaged or of another model."""
+    """Load a checkpoint into ``trainer`` and return its frontier. Raises CheckpointError if it is damaged or belongs to another model."""
     damaged = f"checkpoint {folder} is damaged ({{}}): delete it to resume from the one before"
     try:
         state = msgspec.json.decode((folder / "state.json").read_bytes(), type=State)
-        found = {part: shards.Found(folder, part) for part in trainer.parts()}
+        stored = {part: shards.StoredPart(folder, part) for part in trainer.parts()}
     except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
         raise CheckpointError(damaged.format(error)) from error
     for part, (_, stepper) in trainer.parts().items():
-        stored = {name.partition("/")[2] for name in found[part].names() if name.startswith("weight/")}
-        if stored != set(stepper.parameters):
+        names = {name.partition("/")[2] for name in stored[part].names() if name.startswith("weight/")}
+        if names != set(stepper.parameters):
             raise CheckpointError(
                 f"checkpoint {folder} holds other parameters of the {part} than the model: were learner.lora, model or scheme"
                 " changed?"
             )
     try:
         for part, (_, stepper) in trainer.parts().items():
-            shards.load(found[part], stepper)
+            shards.load(stored[part], stepper)
     except shards.OtherShape as error:
         raise CheckpointError(
             f"checkpoint {folder} is of another model: {error}; was learner.lora.rank changed?"

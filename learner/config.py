@@ -8,14 +8,14 @@ from wire.numbers import Count, Discount, Natural, NotNegative, Positive
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Low-rank adapters on all linear layers. rank 0 trains every weight instead."""
+    """Low-rank adapters on all linear layers. With rank 0, every weight trains instead."""
 
     rank: Natural = 16
     alpha: Positive = 64.0
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True):
-    """AdamW: the learning rate rises linearly over warmup_updates, then stays, or falls by a cosine to 0 at decay_updates."""
+    """AdamW. The learning rate rises linearly over warmup_updates. It then stays constant, or falls by a cosine to 0 at decay_updates."""
 
     lr: float
     warmup_updates: int
@@ -26,9 +26,9 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 
 class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.critic]: the value model of schemes with targets (gae, ppr, oprl on ppo), started from the policy's weights.
+    """Section [learner.critic]: the value model of schemes with targets (gae, ppr, oprl on ppo), which starts from the policy's weights.
 
-    value_clip: a new value may leave the one the update began with by so much before its error counts no more (methods.md 2.4).
+    value_clip: PPO's value-clip range around the value before the update (methods.md 2.4).
     """
 
     lr: Positive = 1e-5
@@ -40,12 +40,12 @@ class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.prm]: the implicit reward model of oprl and prime, started from the policy's weights (methods.md 4.1, 4.5).
+    """Section [learner.prm]: the implicit reward model of oprl and prime, which starts from the policy's weights (methods.md 4.1, 4.5).
 
-    loss: "dpo" over all positive x negative pairs of a question, or "cross_entropy" against the outcome. A trajectory is positive when
-    its outcome (column) is above threshold. score: a trajectory's score sums its step scores, or takes their mean. order: score the
-    batch with the old model, then update it ("score_first"), or the reverse. reference: the policy that sampled ("behaviour"), or
-    the policy at version 0 ("initial").
+    loss: "dpo" over all positive x negative pairs of a question, or "cross_entropy" against the outcome. outcome: the score column that is
+    compared with threshold; a trajectory above threshold is positive. score: a trajectory's score is the sum or the mean of its step scores.
+    order: "score_first" scores the batch with the old model and then updates the model; "update_first" does the reverse. reference: the
+    policy that sampled the tokens ("behaviour"), or the policy at version 0 ("initial").
     """
 
     beta: Positive = 0.05
@@ -62,13 +62,13 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.watch]: where the numerics watch warns. 0 switches a warning off.
+    """Section [learner.watch]: the limits at which the numerics watch warns. 0 switches a warning off.
 
-    engine_gap: 99th percentile of |learner - engine log-probability| on turns that the version being trained sampled whole;
-    engine_gap_bfloat16 holds instead where the learner computes in bfloat16, whose rounding alone gives .17 to .20 with
-    SmolLM2-135M. sample_share: the effective sample size over the number of tokens. clip_share, mask_share: of the tokens. entropy: nats. kl: to the initial policy.
-    grad_norm: times the running median. turns: of correct or wrong trajectories,
-    times as many or as few as in the first updates (scheme ppr).
+    engine_gap: 99th percentile of |learner - engine log-probability| on turns that the version being trained sampled completely.
+    engine_gap_bfloat16 replaces it if the learner computes in bfloat16, whose rounding alone gives .17 to .20 with SmolLM2-135M.
+    sample_share: effective sample size / tokens. clip_share, mask_share: shares of the tokens. entropy: nats. kl: KL to the initial policy.
+    grad_norm: a factor of the running median. turns: the factor by which the correct or the wrong trajectories may become longer or shorter
+    than in the first updates (scheme ppr).
     """
 
     engine_gap: NotNegative = 0.05
@@ -85,16 +85,17 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner].
 
-    count: ranks. sharding: whether each rank holds the whole model ("replicate") or a part of it ("fsdp"). scheme: a module of
+    count: the number of ranks. sharding: whether each rank holds the whole model ("replicate") or a part of it ("fsdp"). scheme: a module of
     learner/schemes; correction: a function of learner/corrections.py; *_options: their keyword arguments.
-    aggregation: how token terms are weighted (learner/objective.py); constant_tokens: the divisor of aggregation "constant".
-    epochs, minibatches: optimizer steps an update are epochs x minibatches, each on its share of the questions.
-    kl_coef: weight of the k3 KL to the initial policy, in the loss. entropy_coef: weight of the entropy bonus.
-    attention: how a forest is attended ("auto": cascade on a CPU, flex on CUDA). micro_tokens: most packed tokens in one forward.
-    warmup_updates, decay_updates: the learning rate rises linearly, then stays, or falls by a cosine to 0 at decay_updates (if set).
-    checkpoint_every: updates between checkpoints. keep: checkpoints and published weights kept. collective_timeout_s: a rank that
-    is silent longer ends the run. publish: where a version's whole weights are, a "file" in the run folder, only in the learner's
-    "memory" (engines on GPUs take them there), or "both". publish_host: where the memory's rendezvous listens. critic, prm: settings of the models the scheme needs; refused when it needs none.
+    aggregation: how token terms are weighted (learner/objective.py). constant_tokens: the divisor of aggregation "constant".
+    epochs, minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the questions. kl_coef: weight of the k3
+    KL to the initial policy in the loss. entropy_coef: weight of the entropy bonus. attention: the backend that computes attention over a
+    forest ("auto": cascade on a CPU, flex on CUDA). micro_tokens: the largest number of packed tokens in one forward. warmup_updates,
+    decay_updates: the learning rate rises linearly, then stays, or falls by a cosine to 0 at decay_updates (if set). checkpoint_every: updates
+    between checkpoints. keep: how many checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for
+    longer. publish: where a version's complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs
+    take them), or "both". publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the
+    scheme needs; refused if it needs none.
     """
 
     count: Count = 4
@@ -133,17 +134,17 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """The policy's."""
+        """The settings of the policy's optimizer."""
         return OptimizerConfig(
             self.lr, self.warmup_updates, self.decay_updates, self.betas, self.weight_decay, self.grad_clip
         )
 
 
 class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A learner process file, the same for all ranks. model: a Hugging Face folder (policy version 0).
+    """A learner process file, which is the same for all ranks. model: a Hugging Face folder (policy version 0).
 
-    questions_per_update: closed trees that make one update. temperature: the sampling temperature, at which the learner's
-    log-probabilities are taken too.
+    questions_per_update: the number of closed trees per update. temperature: the sampling temperature, which the learner also applies to
+    its log-probabilities.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The critic of PPO (methods.md 2.4): a value model of the policy's size, its own optimizer, returns that carry no gradient."""
+"""The critic of PPO (methods.md 2.4): a value model of the policy's size with its own optimizer. Returns carry no gradient."""
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ from learner.ranks import Ranks
 
 
 def value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float) -> torch.Tensor:
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token; R fixed (methods.md 6, row 16)."""
+    """Return max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token. R is constant (methods.md 6, row 16)."""
     near = old + (values - old).clamp(-clip, clip)
     return torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
 class Critic:
-    """Values of the states before each action token."""
+    """Estimates the value of the state before each action token. An update calls ``values`` first, then ``learn`` for each step."""
 
     def __init__(self, folder: str, learner: LearnerConfig, config: CriticConfig, ranks: Ranks, seed: int):
         self.config, self.ranks = config, ranks
@@ -27,14 +27,14 @@ class Critic:
         self.stepper = Stepper("critic", self.model.trained(), optimizer, ranks)
 
     def values(self, rows: Rows, steps: Plan) -> np.ndarray:
-        """float32 [tokens]."""
+        """Return the value of each token's state, float32 [tokens]."""
         with self.model.inference():
             return sweep(rows, steps, self.ranks, lambda forest: self.model.read(self.model.row(forest))[0])
 
     def learn(
         self, rows: Rows, steps: Plan, chosen: np.ndarray, old: np.ndarray, returns: np.ndarray, version: int
     ) -> dict[str, float]:
-        """One optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]); returns its metrics."""
+        """Make one optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]). Returns the step's metrics."""
         device = self.ranks.device
         count = max(1, int(chosen.sum()))
         total = torch.zeros(1, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning of a causal language model: full or LoRA, the loss on completion tokens alone.
+"""Supervised fine-tuning of a causal language model, full or with LoRA. Only completion tokens enter the loss.
 
-Packing reads a batch as one forest (learner/trees.py): equal prefixes, such as the instruction all rows share, are computed once, and no
-row attends to another. The loss is the mean over the batch's completion tokens however the batch is cut into forwards.
+Packing reads a batch as one forest (learner/trees.py). Equal prefixes, such as a common instruction, are computed once, and no row attends to
+another row. The loss is the mean over the batch's completion tokens, no matter how the batch is cut into forwards.
 """
 
 import functools
@@ -29,11 +29,11 @@ from wire.atomic import drafted
 from wire.hardware import compute_dtype
 
 _LINES = 10
-"""Progress lines of a training, about."""
+"""The approximate number of progress lines per training."""
 
 
 class Example(msgspec.Struct, frozen=True):
-    """Token ids; the loss covers those from ``start`` on. group: what its row is held out together with, "" for itself alone."""
+    """Token ids, of which those from ``start`` on enter the loss. group: rows of one group are held out together; "" for a row of its own."""
 
     tokens: list[int]
     start: int
@@ -41,11 +41,11 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to train. batch: examples a step. warmup, cooldown: steps over which the rate rises at first, falls to 0 at last.
+    """How to train. batch: examples per step. warmup: first steps, in which the rate rises. cooldown: last steps, in which it falls towards 0.
 
-    schedule: what the rate does after the warm-up: nothing, or a fall to 0 over the remaining steps. shuffle: the seed of a fresh order each
-    epoch; None takes the examples as they come. lora_rank 0: all weights train. forward_tokens: tokens of one forward, 0 for the batch.
-    dtype: the number type of the products; "auto" is what this machine computes in best.
+    schedule: after the warm-up, the rate stays constant or falls to 0 over the remaining steps. shuffle: the seed of a new order in each epoch;
+    None keeps the order of the examples. lora_rank: with 0, all weights train. forward_tokens: the most tokens of one forward; 0 forwards a
+    batch at once. dtype: the number type of the products; "auto" chooses the best one for this machine.
     """
 
     steps: int
@@ -63,7 +63,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Losses(msgspec.Struct, frozen=True):
-    """What a training ended with. held_out: mean over held-out completion tokens before and after, None without held-out examples."""
+    """The losses of a training. held_out: mean over held-out completion tokens before and after, or None without held-out examples."""
 
     last: float
     held_out: tuple[float, float] | None
@@ -71,7 +71,7 @@ class Losses(msgspec.Struct, frozen=True):
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """The learning rate of step 0, 1, ..: the first is above 0, and so is the last."""
+    """Return the learning rate of a step (0, 1, ..). The first and the last rate are above 0."""
     r = recipe
     rising = r.lr * min(1.0, (step + 1) / max(1, r.warmup), (r.steps - step) / max(1, r.cooldown))
     if r.schedule == "constant" or step < r.warmup:
@@ -81,14 +81,14 @@ def rate(recipe: Recipe, step: int) -> float:
 
 
 def batch_of(examples: Sequence[Example], recipe: Recipe, step: int) -> list[Example]:
-    """The examples of a step; the epochs follow each other without a gap."""
-    made = []
+    """Return the examples of a step. A step may cross the boundary between two epochs."""
+    batch = []
     for place in range(step * recipe.batch, (step + 1) * recipe.batch):
         epoch, index = divmod(place, len(examples))
         if recipe.shuffle is not None:
             index = _order(len(examples), recipe.shuffle, epoch)[index]
-        made.append(examples[index])
-    return made
+        batch.append(examples[index])
+    return batch
 
 
 @functools.lru_cache(maxsize=2)
@@ -99,13 +99,13 @@ def _order(count: int, seed: int, epoch: int) -> list[int]:
 
 
 def within(examples: Sequence[Example], most: int) -> tuple[list[Example], int]:
-    """The examples of at most ``most`` tokens, and how many are longer."""
+    """Return the examples of at most ``most`` tokens, and the number of longer examples."""
     kept = [example for example in examples if len(example.tokens) <= most]
     return kept, len(examples) - len(kept)
 
 
 def context_of(model: Path) -> int:
-    """The tokens a model takes; 2^31 when its config does not say."""
+    """Return the context length of a model in tokens, or 2^31 if its config does not state it."""
     text = AutoConfig.from_pretrained(model).get_text_config()
     return getattr(text, "max_position_embeddings", None) or 2**31
 
@@ -113,7 +113,7 @@ def context_of(model: Path) -> int:
 def fine_tune(
     model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int, held_out: Sequence[Example] = ()
 ) -> Losses:
-    """``train`` into a folder ``out`` that appears whole or not at all, in the place of what is there."""
+    """Call ``train`` and put the model into the folder ``out``, which appears complete or not at all and replaces an existing folder."""
     with drafted(out) as draft:
         losses = train(model, examples, draft, recipe, threads, held_out)
         shutil.rmtree(out, ignore_errors=True)
@@ -128,9 +128,9 @@ def train(
     threads: int,
     held_out: Sequence[Example] = (),
 ) -> Losses:
-    """Train ``model`` for ``recipe.steps`` batches; the result is a Hugging Face model in ``folder``, adapters merged.
+    """Train ``model`` for ``recipe.steps`` batches, and save it as a Hugging Face model with merged adapters in ``folder``.
 
-    Raises ValueError for a model whose head is not the plain one, torch.OutOfMemoryError.
+    Raises ValueError if the model changes the logits of its head, and torch.OutOfMemoryError.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(recipe.shuffle or 0)
@@ -161,7 +161,7 @@ def train(
 
 
 class Student:
-    """The model in training: float32 weights, compute in the recipe's type, adapters if the recipe has them."""
+    """The model in training, with float32 weights, products in the recipe's dtype, and adapters if configured. ``save`` must be the last call."""
 
     def __init__(self, folder: Path, recipe: Recipe):
         self.folder, self.recipe = folder, recipe
@@ -177,11 +177,11 @@ class Student:
 
     @property
     def causal(self) -> Any:
-        """The causal LM under the adapters, if any."""
+        """The causal LM without any adapters."""
         return self.model.get_base_model() if self.recipe.lora_rank else self.model
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that train."""
+        """Return the parameters that train."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def learn(self, batch: Sequence[Example]) -> float:
@@ -189,14 +189,14 @@ class Student:
         loss, targets = 0.0, _targets(batch)
         for part in parts(batch, self.recipe):
             share = _targets(part) / targets
-            made = self.loss(part)
-            (made * share).backward()
-            loss += made.item() * share
+            part_loss = self.loss(part)
+            (part_loss * share).backward()
+            loss += part_loss.item() * share
         return loss
 
     @torch.no_grad()
     def measure(self, examples: Sequence[Example]) -> float:
-        """The mean loss over the completion tokens of some examples."""
+        """Return the mean loss over the completion tokens of some examples."""
         self.model.eval()
         size = self.recipe.batch
         batches = [examples[i : i + size] for i in range(0, len(examples), size)]
@@ -206,7 +206,7 @@ class Student:
         return loss
 
     def loss(self, batch: Sequence[Example]) -> torch.Tensor:
-        """Mean negative log-probability of the completion tokens of one forward."""
+        """Return the mean negative log-probability of the completion tokens of one forward."""
         read = self._packed if self.recipe.packing else self._padded
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.compute == torch.bfloat16):
             hidden, targets = read(batch)
@@ -242,7 +242,7 @@ class Student:
         return hidden[0][read], torch.as_tensor(forest.target, device=self.device)
 
     def save(self, folder: Path) -> None:
-        """Weights in bfloat16, adapters merged, and the tokenizer. Raises OSError for a disk that does not take them."""
+        """Write bfloat16 weights with merged adapters, and the tokenizer. Raises OSError if the disk does not take them."""
         whole = self.model.merge_and_unload() if self.recipe.lora_rank else self.model
         try:
             whole.to(torch.bfloat16).save_pretrained(folder)
@@ -252,18 +252,18 @@ class Student:
 
 
 def parts(batch: Sequence[Example], recipe: Recipe) -> list[list[Example]]:
-    """A batch cut into forwards of at most ``recipe.forward_tokens`` (a longer example stands alone), neighbours alike."""
+    """Cut a batch into forwards of at most ``recipe.forward_tokens`` and similar examples. A longer example is a forward of its own."""
     if not recipe.forward_tokens:
         return [list(batch)]
     if recipe.packing:
         groups, _ = micro_batches(cuts([TokenPath(e.tokens, e.start) for e in batch]), recipe.forward_tokens)
         return [[batch[i] for i in group] for group in groups]
-    made: list[list[Example]] = []
+    forwards: list[list[Example]] = []
     for example in sorted(batch, key=lambda e: len(e.tokens)):
-        if not made or (len(made[-1]) + 1) * len(example.tokens) > recipe.forward_tokens:
-            made.append([])
-        made[-1].append(example)
-    return made
+        if not forwards or (len(forwards[-1]) + 1) * len(example.tokens) > recipe.forward_tokens:
+            forwards.append([])
+        forwards[-1].append(example)
+    return forwards
 
 
 def _targets(examples: Sequence[Example]) -> int:

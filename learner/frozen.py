@@ -1,4 +1,4 @@
-"""The frozen weights of a model with adapters: in the type they are multiplied in, mapped once by all ranks of a machine."""
+"""The frozen weights of a model with adapters, in the number type of their products and in memory that a machine's ranks share."""
 
 import os
 from typing import Any
@@ -8,15 +8,15 @@ import torch
 from learner.ranks import Ranks
 
 _ALIGNMENT = 64
-"""Bytes at whose multiples a tensor begins, as an allocator would place it."""
+"""Each tensor begins at a multiple of this many bytes, as an allocator would place it."""
 
 
 def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
-    """Put the frozen weights of linear layers into ``compute``, then all frozen weights into memory that the ranks share.
+    """Convert the frozen weights of linear layers to ``compute``, then move all frozen weights into memory that the ranks share.
 
-    Autocast rounds a linear layer's weight at every forward and keeps the rounded copy for backward: rounding it once gives the same
-    products. Embeddings and norms stay in float32, which autocast leaves them in. Nothing may write to these weights afterwards. A
-    collective of the ranks; only for replicated ones on a CPU.
+    Autocast rounds a linear layer's weight at every forward and keeps the rounded copy for backward. Rounding the weight once gives the same
+    products. Embeddings and norms stay in float32, as under autocast. Nothing may write to these weights afterwards. This is a collective of
+    replicated ranks on a CPU.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for module in model.modules():
@@ -32,7 +32,7 @@ def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
 
 
 def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Rank 0's weights for all ranks, in a file in memory that is gone when the last of them ends."""
+    """Give rank 0's weights to all ranks, in a file in memory that exists until the last rank ends."""
     ends = [0]
     for weight in weights:
         ends.append(ends[-1] + -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -47,6 +47,6 @@ def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:
         if first:
             place.copy_(weight.data)
         weight.data = place
-    ranks.barrier()  # every rank has mapped the file, and it is whole
+    ranks.barrier()  # the file is complete, and every rank has mapped it
     if first:
         os.close(file)

@@ -1,9 +1,9 @@
-"""The newest weights, given out of the learner's memory to inference engines: as handles of shared memory, or by broadcasts.
+"""Gives the newest weights out of the learner's memory to inference engines, as handles of shared memory or by broadcasts.
 
-Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks, ``ask/N`` and ``answer/N`` are JSON, ``done/N`` ends one.
-Each ask is served by a thread of its own from a snapshot, so a slow engine delays neither training nor the others; every wait has
-an end. Keys begin with a token that the manifest tells, which only the run's owner can read; broadcasts have no authentication at
-all. Both listen on ``host`` alone: the loopback, or a network of the cluster's own.
+Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks, ``ask/N`` and ``answer/N`` are JSON, and
+``done/N`` ends an ask. A thread per ask serves it from a snapshot, so a slow engine delays neither training nor other engines; every wait has
+a timeout. Keys begin with a token from the manifest, which only the run's owner can read; broadcasts have no authentication. Rendezvous and
+broadcasts listen only on ``host``, which must be the loopback or a private network of the cluster.
 """
 
 import base64
@@ -34,13 +34,13 @@ BUCKET_BYTES = 512 * 2**20
 _LOOK_S = 0.02
 _LOST_S = 10.0
 _sharing = threading.Lock()
-"""torch's sharing strategy is one for the whole process."""
+"""Guards torch's sharing strategy, which is global in the process."""
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 class Snapshot:
-    """One version: its tensors by name, cut into buckets of at most BUCKET_BYTES (a larger tensor is alone)."""
+    """The tensors of one version by name, in buckets of at most ``bucket_bytes`` (a larger tensor has a bucket of its own)."""
 
     def __init__(self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES):
         self.version = version
@@ -55,15 +55,18 @@ class Snapshot:
 
 
 class Giver:
-    """Owns the rendezvous. The two newest versions are given; an ask for another one is answered with an error."""
+    """Owns the rendezvous from construction until ``close``. It gives the two newest offered versions and answers any other ask with an error.
+
+    Example: ``memory = giver.offer(Snapshot(3, tensors))`` gives version 3 from now on; the manifest must then contain ``memory``.
+    """
 
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)
         if host == "127.0.0.1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # where broadcasts between CPUs listen
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # broadcasts between CPUs listen there
         else:
             log.warning(
-                "weights are given to whoever reaches %s and knows this run's token: keep that network closed", host
+                "anyone who reaches %s and knows this run's token can read the weights: keep this network closed", host
             )
         self.token = secrets.token_urlsafe(24)
         self._meeting = bound_store(host, self.timeout)
@@ -74,13 +77,13 @@ class Giver:
         self._thread.start()
 
     def offer(self, snapshot: Snapshot) -> Memory:
-        """Give this version from now on, and the one before, which some engines may be about to take; what its manifest says of it."""
+        """Give this version from now on, and the version before, which engines may still ask for. Returns the entry for the manifest."""
         self._snapshots = [*self._snapshots[-1:], snapshot]
         device = snapshot.buckets[0][0][1].device
         return Memory(self.address, socket.gethostname(), device.type, _gpu(device), self.token)
 
     def close(self) -> None:
-        """Answer no more. To be called: a thread that waits in the store when the interpreter ends would abort the process."""
+        """Stop serving. Must be called before exit, or a thread that waits in the store would abort the process when the interpreter ends."""
         self._closing.set()
         self._thread.join()
 
@@ -93,15 +96,15 @@ class Giver:
                 threading.Thread(target=self._serve, args=(number,), name=f"giver-{number}", daemon=True).start()
                 number, missing = number + 1, 0
             missing = missing + 1 if store.add("asked", 0) >= number else 0
-            if missing * _LOOK_S > _LOST_S:  # its asker was killed after it took the number
+            if missing * _LOOK_S > _LOST_S:  # the asker was killed after it had taken the number
                 number, missing = number + 1, 0
 
     def _client(self) -> Any:
-        made = TCPStore(self.host, self._meeting.port, is_master=False, timeout=self.timeout)
-        return PrefixStore(self.token, made)
+        store = TCPStore(self.host, self._meeting.port, is_master=False, timeout=self.timeout)
+        return PrefixStore(self.token, store)
 
     def _serve(self, number: int) -> None:
-        """Answer one ask. Whatever fails is the asker's to know; training goes on."""
+        """Answer one ask. A failure is reported to the asker, and training goes on."""
         store = self._client()
         try:
             asked = json.loads(store.get(f"ask/{number}"))
@@ -122,13 +125,13 @@ class Giver:
                     store.delete_key(f"{key}/{number}")
 
     def _ended(self, store: Any, number: int) -> None:
-        """Wait until the asker is done, or too long."""
+        """Wait until the asker is done, at most for the timeout."""
         end = time.monotonic() + self.timeout.total_seconds()
         while time.monotonic() < end and not self._closing.is_set() and not store.check([f"done/{number}"]):
             time.sleep(_LOOK_S)
 
     def _hand_over(self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot) -> None:
-        """Handles to the snapshot's own memory, which is kept until the asker is done."""
+        """Answer with handles to the snapshot's own memory, which stays until the asker is done."""
         buckets = [
             described(bucket) | {"payloads": [handles(bucket) for _ in range(int(asked["ranks"]))]}
             for bucket in snapshot.buckets
@@ -137,7 +140,7 @@ class Giver:
         self._ended(store, number)
 
     def _broadcast(self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot) -> None:
-        """Rank 0 of a group with the asker's ranks; a bucket is one broadcast of bytes."""
+        """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
         told = {"address": self.host, "port": meeting.port, "buckets": [described(b) for b in snapshot.buckets]}
         store.set(f"answer/{number}", json.dumps(told))
@@ -155,7 +158,7 @@ class Giver:
 
 
 def bound_store(host: str, timeout: timedelta) -> Any:
-    """A rendezvous that listens on ``host`` only; torch's own choice would be every address of the machine."""
+    """Return a rendezvous that listens only on ``host``. By default, torch would listen on every address of the machine."""
     listening = socket.socket()
     listening.bind((host, 0))
     listening.listen(128)
@@ -166,7 +169,7 @@ def bound_store(host: str, timeout: timedelta) -> Any:
 
 
 def described(bucket: Named) -> dict[str, Any]:
-    """Names, number types as torch spells them, shapes and bytes of a bucket."""
+    """Return the names, number types (in torch's spelling), shapes and bytes of a bucket."""
     return {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -176,13 +179,13 @@ def described(bucket: Named) -> dict[str, Any]:
 
 
 def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -> Any:
-    """A process group apart from the learner's own, as rank 0. The other ranks come through SGLang's init_weights_update_group.
+    """Return a process group beside the learner's own, as rank 0. The other ranks join by SGLang's init_weights_update_group.
 
-    The keys in the store are those of ``torch.distributed.init_process_group``, which that side uses.
+    The store uses the keys of ``torch.distributed.init_process_group``, which SGLang calls.
     """
     from torch.distributed import distributed_c10d as c10d
 
-    # A process without a default group (one rank) may still make this one.
+    # This helper also works in a process without a default group (a learner with one rank).
     place: Any = PrefixStore(name, store)
     group, _ = c10d._new_process_group_helper(
         size, 0, [], c10d.Backend(backend), place, group_name=c10d.GroupName(name), timeout=timeout
@@ -201,22 +204,22 @@ def _options() -> Any:
 
 
 class _ByUuid:
-    """A CUDA tensor whose handle names its device by UUID: the other process may number its devices otherwise."""
+    """A CUDA tensor whose handle names its device by UUID, because the other process may number its devices differently."""
 
     _DEVICE = 6
-    """The device's place among the arguments of ``rebuild_cuda_tensor``."""
+    """The index of the device among the arguments of ``rebuild_cuda_tensor``."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, given = reductions.reduce_tensor(self.tensor)
+        rebuild, arguments = reductions.reduce_tensor(self.tensor)
         uuid = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
-        return rebuild, (*given[: self._DEVICE], uuid, *given[self._DEVICE + 1 :])
+        return rebuild, (*arguments[: self._DEVICE], uuid, *arguments[self._DEVICE + 1 :])
 
 
 def handles(bucket: Named) -> str:
-    """What SGLang's update_weights_from_tensor takes: base64 of a pickle of names and handles, no tensor data. For one rank, once."""
+    """Return the input of SGLang's update_weights_from_tensor, base64 of a pickle of names and handles. Only one rank may use it, once."""
     buffer = io.BytesIO()
     with _shared_by_name():
         ForkingPickler(buffer).dump([(name, _ByUuid(t) if t.is_cuda else t) for name, t in bucket])
@@ -225,7 +228,7 @@ def handles(bucket: Named) -> str:
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """CPU memory is shared by name, since unrelated processes cannot pass file descriptors."""
+    """Share CPU memory by name, since unrelated processes cannot pass file descriptors to each other."""
     with _sharing:
         before = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
@@ -236,7 +239,7 @@ def _shared_by_name() -> Iterator[None]:
 
 
 def _gpu(device: torch.device) -> str:
-    """The GPU as CUDA_VISIBLE_DEVICES names it."""
+    """Return the name of the GPU in CUDA_VISIBLE_DEVICES."""
     if device.type != "cuda":
         return ""
     shown = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]

@@ -1,14 +1,12 @@
-"""Log-probabilities of given targets without ever holding the logits of the vocabulary for all of them.
+"""Log-probabilities of chosen targets, without ever holding the logits of the whole vocabulary for all targets.
 
-log p = logit[target] - logsumexp(logits), taken over one block of the vocabulary after another: the logits of a block
-stay in the cache, and a running peak and total (the online logsumexp) join the blocks. The gradient of each
-log-probability with respect to its hidden state, W[target] - softmax @ W, is formed in the same pass, so a frozen head
-(LoRA) recomputes nothing in backward. A trained head needs the probabilities once more, for softmax^T @ hidden;
-recomputing them is a fourth matrix product where the full logits take three, so some blocks are kept from the forward
-(``KEPT_SHARE``, ``KEPT_BYTES``).
+log p = logit[target] - logsumexp(logits) is computed over one block of the vocabulary after another. The logits of a block
+stay in the cache, and a running peak and total (the online logsumexp) join the blocks. The same pass computes the gradient
+of each log-probability with respect to its hidden state, W[target] - softmax @ W, so a frozen head (LoRA) recomputes nothing
+in backward. A trained head needs the probabilities once more, for softmax^T @ hidden. Recomputing them would be a fourth
+matrix product, where full logits need three, so some blocks are kept from the forward (``KEPT_SHARE``, ``KEPT_BYTES``).
 
-Scores are in units of log 2, because exp2 takes half the time of exp on the CPU; everything but the products is
-float32.
+Scores are in units of log 2, because exp2 takes half the time of exp on the CPU. Everything but the products is float32.
 """
 
 import math
@@ -19,32 +17,32 @@ import torch
 from torch.autograd.function import once_differentiable
 
 ROWS = 4096
-"""Rows taken together, at most."""
+"""The largest number of rows in one pass over the vocabulary."""
 CPU_SCORES = 1 << 22
-"""Logits held at a time, 16 MB in float32: they stay in a last-level cache. Smaller blocks gain nothing where the cores
-are free and lose where they are shared, for at every operation each core waits for the other."""
+"""The number of logits held at a time: 16 MB in float32, which stay in a last-level cache. Smaller blocks gain nothing on idle
+cores and lose time on busy cores, because the cores wait for each other at every operation."""
 DEVICE_SCORES = 1 << 25
-"""The same on an accelerator: 128 MB, for few and large kernels."""
+"""The number of logits held at a time on an accelerator: 128 MB, so that kernels are few and large."""
 WIDEST = 1 << 14
-"""Tokens a block, at most: bounds the converted copy of its weights."""
+"""The largest number of tokens per block, which bounds the converted copy of the block's weights."""
 KEPT_SHARE = 0.75
-"""The share of the blocks of a trained head that is kept for backward, at most."""
+"""The largest share of a trained head's blocks that is kept for backward."""
 KEPT_BYTES = 1 << 30
-"""And how many bytes, whatever the rows."""
+"""The largest number of bytes that is kept for backward."""
 WIDE_ON = ("cpu",)
-"""Devices whose products are float32 whatever the inputs are: narrower ones are slower there."""
+"""Devices on which products are always float32, because narrower products are slower there."""
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
 
 
 class _Head:
-    """One call's hidden states and weight in the dtype of the products, block by block.
+    """The hidden states and the weight of one call in the dtype of the products, block by block.
 
-    The products are in the dtype of ``hidden``, or float32 (``WIDE_ON``); sums over the vocabulary are float32.
+    The products are in the dtype of ``hidden``, or in float32 on ``WIDE_ON``. Sums over the vocabulary are float32.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
-        self.weight, self.given = weight, hidden.dtype
+        self.weight, self.input_dtype = weight, hidden.dtype
         self.dtype = torch.float32 if hidden.device.type in WIDE_ON else hidden.dtype
         self.wide = self.dtype == torch.float32
         self.scale = LOG2E / temperature
@@ -56,27 +54,27 @@ class _Head:
         self.buffer = hidden.new_empty(rows * self.width, dtype=torch.float32)
 
     def parts(self) -> Iterator[slice]:
-        """Slices of the rows."""
+        """Return slices of the rows."""
         return (slice(first, first + ROWS) for first in range(0, len(self.hidden), ROWS))
 
     def blocks(self) -> list[slice]:
-        """Slices of the vocabulary."""
+        """Return slices of the vocabulary."""
         return [slice(a, min(a + self.width, len(self.weight))) for a in range(0, len(self.weight), self.width)]
 
     def read(self, tokens: slice | torch.Tensor) -> torch.Tensor:
-        """Weights of some tokens, [tokens, width]."""
-        return self.weight[tokens].to(self.given).to(self.dtype)
+        """Return the weights of some tokens [tokens, width]."""
+        return self.weight[tokens].to(self.input_dtype).to(self.dtype)
 
     def scores(self, part: slice, block: torch.Tensor) -> torch.Tensor:
-        """Logits in units of log 2 over the temperature, float32 [rows, tokens], valid until the next call."""
+        """Return logits / temperature in units of log 2, float32 [rows, tokens]. The next call overwrites them."""
         hidden = self.scaled[part]
-        made = self.buffer[: len(hidden) * len(block)].view(len(hidden), len(block))
+        scores = self.buffer[: len(hidden) * len(block)].view(len(hidden), len(block))
         if self.wide:
-            return torch.mm(hidden, block.T, out=made)
-        return made.copy_(hidden @ block.T).mul_(self.scale)
+            return torch.mm(hidden, block.T, out=scores)
+        return scores.copy_(hidden @ block.T).mul_(self.scale)
 
     def add(self, to: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: int = 1, keep: int = 1) -> None:
-        """to = keep to + sign left @ right, in place; ``to`` is float32, and unread where ``keep`` is 0."""
+        """Set to = keep * to + sign * left @ right in place. ``to`` is float32, and its old values are not read if ``keep`` is 0."""
         if self.wide:
             to.addmm_(left, right, beta=keep, alpha=sign)
         elif keep:
@@ -86,9 +84,9 @@ class _Head:
 
 
 class _Running:
-    """What one pass over the blocks has found of some rows: each field float32 [rows], ``pull`` [rows, width].
+    """Running sums of some rows during one pass over the blocks, each float32 [rows], ``pull`` [rows, width].
 
-    ``total`` is the sum of the odds 2^(score - peak), ``mean`` that of odds (score - peak), ``pull`` of odds weight.
+    ``peak`` is the largest score. With odds = 2^(score - peak), ``total`` sums the odds, ``mean`` odds * (score - peak), ``pull`` odds * weight.
     """
 
     def __init__(self, hidden: torch.Tensor, pulled: bool):
@@ -98,7 +96,7 @@ class _Running:
         self.pull = torch.zeros_like(hidden, dtype=torch.float32) if pulled else None
 
     def meet(self, scores: torch.Tensor, odds: torch.Tensor) -> None:
-        """Take in the scores of a block, which are lost, and write their odds."""
+        """Add the scores of a block and write their odds to ``odds``. The scores are overwritten."""
         peak = torch.maximum(self.peak, scores.amax(-1))
         gap = self.peak - peak
         decay = gap.exp2()
@@ -113,7 +111,7 @@ class _Running:
 class TokenLogprobs(torch.autograd.Function):
     """(hidden [rows, width], weight [vocabulary, width], targets [rows], temperature, tracked) -> logprobs, entropy.
 
-    Both are float32 [rows]; the entropy carries no gradient. Without ``tracked`` nothing is prepared for a backward.
+    Both are float32 [rows]. The entropy carries no gradient. Without ``tracked`` the forward prepares no backward.
     """
 
     @staticmethod
@@ -128,13 +126,13 @@ class TokenLogprobs(torch.autograd.Function):
         kept: list[torch.Tensor] = []
         room = _room(head) if to_weight else 0
         for part in head.parts():
-            found, chosen = _pass(head, part, targets[part], to_hidden, kept, room)
-            total[part] = found.peak + found.total.log2()
+            running, chosen = _pass(head, part, targets[part], to_hidden, kept, room)
+            total[part] = running.peak + running.total.log2()
             logprobs[part] = (chosen - total[part]) / LOG2E
-            entropy[part] = (found.total.log2() - found.mean / found.total) / LOG2E
-            if slope is not None and found.pull is not None:
-                slope[part] = (head.read(targets[part]) - found.pull.div_(found.total[:, None])) / temperature
-        ctx.temperature, ctx.to_weight, ctx.given = temperature, to_weight, hidden.dtype
+            entropy[part] = (running.total.log2() - running.mean / running.total) / LOG2E
+            if slope is not None and running.pull is not None:
+                slope[part] = (head.read(targets[part]) - running.pull.div_(running.total[:, None])) / temperature
+        ctx.temperature, ctx.to_weight = temperature, to_weight
         ctx.save_for_backward(slope, *((hidden, weight, targets, total, *kept) if to_weight else ()))
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -152,7 +150,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def _room(head: _Head) -> int:
-    """Blocks, over all parts, whose odds may be kept for backward."""
+    """Return the number of blocks, over all parts, whose odds may be kept for backward."""
     blocks = len(head.blocks()) * len(list(head.parts()))
     size = max(1, len(head.buffer) * head.dtype.itemsize)
     return min(int(blocks * KEPT_SHARE), KEPT_BYTES // size)
@@ -161,9 +159,9 @@ def _room(head: _Head) -> int:
 def _pass(
     head: _Head, part: slice, targets: torch.Tensor, pulled: bool, kept: list[torch.Tensor], room: int
 ) -> tuple[_Running, torch.Tensor]:
-    """Go over the vocabulary: what was found, and the scores of ``targets``. Fills ``kept`` with odds and peaks."""
-    found = _Running(head.hidden[part], pulled)
-    chosen = torch.empty_like(found.peak)
+    """Go over the vocabulary. Returns the running sums and the scores of ``targets``, and appends odds and peaks to ``kept``."""
+    running = _Running(head.hidden[part], pulled)
+    chosen = torch.empty_like(running.peak)
     spare = torch.empty_like(head.buffer)
     blocks = head.blocks()
     ordered, order = targets.sort()
@@ -176,13 +174,13 @@ def _pass(
         here = order[bounds[index] : bounds[index + 1]]
         chosen[here] = scores[here, targets[here] - block.start]
         odds = torch.empty_like(scores) if keep and head.wide else spare[: scores.numel()].view_as(scores)
-        found.meet(scores, odds)
+        running.meet(scores, odds)
         odds = odds.to(head.dtype)
-        if found.pull is not None:
-            head.add(found.pull, odds, weight)
+        if running.pull is not None:
+            head.add(running.pull, odds, weight)
         if keep:
-            kept += [odds, found.peak]
-    return found, chosen
+            kept += [odds, running.peak]
+    return running, chosen
 
 
 def _weight_gradient(
@@ -194,11 +192,11 @@ def _weight_gradient(
     total: torch.Tensor,
     *kept: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum over the rows of upstream (one_hot(target) - softmax) hidden, [vocabulary, width]."""
+    """Return the sum over the rows of upstream * (one_hot(target) - softmax) * hidden [vocabulary, width]."""
     head = _Head(hidden, weight, temperature)
     if not len(hidden):
         return torch.zeros_like(weight)
-    made = torch.empty_like(weight, dtype=torch.float32)
+    gradient = torch.empty_like(weight, dtype=torch.float32)
     factor = upstream / temperature
     remembered = iter(kept)
     for part in head.parts():
@@ -207,15 +205,15 @@ def _weight_gradient(
             if odds is None:
                 odds = head.scores(part, head.read(block)).sub_(peak[:, None]).exp2_().to(head.dtype)
             pull = (factor[part] * (peak - total[part]).exp2())[:, None] * head.hidden[part]
-            head.add(made[block], odds.T, pull.to(head.dtype), sign=-1, keep=int(part.start > 0))
-    made.index_add_(0, targets, factor[:, None] * head.hidden)
-    return made.to(weight.dtype)
+            head.add(gradient[block], odds.T, pull.to(head.dtype), sign=-1, keep=int(part.start > 0))
+    gradient.index_add_(0, targets, factor[:, None] * head.hidden)
+    return gradient.to(weight.dtype)
 
 
 def token_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [rows] of ``targets`` and entropies [rows]; see ``TokenLogprobs``."""
+    """Return the log-probabilities [rows] of ``targets`` and the entropies [rows]; see ``TokenLogprobs``."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))

@@ -1,40 +1,40 @@
-"""The watch on PPR's length side effect (methods.md 5): trajectories grow while turns pay, or shrink while turns cost.
+"""The watch on PPR's length side effect (methods.md 5): trajectories grow while a turn earns reward, and shrink while a turn costs reward.
 
-With the outcome in it, a turn's reward pays after success and costs after failure; without the outcome it pays whatever comes of it.
-Either way the number of turns can become what is learnt. Held against the mean of the run's first updates, smoothed over the last ones.
+If a turn's reward includes the outcome, the turn earns after success and costs after failure. Without the outcome the turn always earns.
+In both cases the policy may learn the number of turns. The watch compares the mean length of the last updates with that of the first ones.
 """
 
 from collections import deque
 
 FIRST, LAST = 2, 3
-"""Updates that make the first length, and over which the present one is averaged."""
+"""The number of updates over which the first length and the present length are averaged."""
 GROUPS = ("correct", "wrong")
 _GROW = {
-    True: "the process reward pays whatever the outcome: scheme_options.normalisation = 'constant' ties it to the outcome",
-    False: "length itself may be what is learnt: try scheme_options.normalisation = 'sample', or a smaller scheduler.budget",
+    True: "a turn earns its process reward even if the outcome is bad: scheme_options.normalisation = 'constant' ties it to the outcome",
+    False: "the policy may be learning length itself: try scheme_options.normalisation = 'sample', or a smaller scheduler.budget",
 }
-"""The remedy, by whether turns of wrong trajectories pay."""
+"""Cause and remedy, by whether a turn of a wrong trajectory earns reward."""
 _SHRINK = (
-    "the cheapest policy acts less: let more starts be right (a lower scheduler.temperature, a longer warm start, a stronger model), or lower"
-    " learner.lr against learner.critic.lr"
+    "the cheapest policy acts less: make more initial trajectories succeed (lower scheduler.temperature, longer warm start, stronger model), or lower"
+    " learner.lr relative to learner.critic.lr"
 )
 
 
 class Lengths:
-    """first: the lengths of the first updates by group, part of a checkpoint."""
+    """Fills ``first`` during the first updates; later calls of ``warnings`` compare with it. A checkpoint stores ``first`` (lengths by group)."""
 
     def __init__(self) -> None:
         self.first: dict[str, list[float]] = {group: [] for group in GROUPS}
         self._last: dict[str, deque[float]] = {group: deque(maxlen=LAST) for group in GROUPS}
 
     def warnings(self, values: dict[str, float], limit: float) -> list[str]:
-        """At most a sentence a group. values: the scheme's "ppr/turns_*" and "ppr/turn_pay_*". limit: the factor, 0 for no warning."""
-        made = [self._of(group, values, limit) for group in GROUPS]
-        return [sentence for sentence in made if sentence]
+        """Return at most one sentence per group. values: the scheme's "ppr/turns_*" and "ppr/turn_pay_*". limit: a factor; 0 never warns."""
+        sentences = [self._of(group, values, limit) for group in GROUPS]
+        return [sentence for sentence in sentences if sentence]
 
     def _of(self, group: str, values: dict[str, float], limit: float) -> str:
         turns, pay = values.get(f"ppr/turns_{group}"), values.get(f"ppr/turn_pay_{group}", 0.0)
-        if turns is None:  # another scheme, or a batch without any of the group
+        if turns is None:  # the scheme is another one, or the batch has no trajectory of the group
             return ""
         first, last = self.first[group], self._last[group]
         if len(first) < FIRST:

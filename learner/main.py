@@ -1,7 +1,7 @@
-"""The learner process. Rank 0 is the service worker (train, close); all ranks train.
+"""The learner process. Rank 0 is the service worker (train, close), and all ranks train.
 
-``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
-States of rank 0: waiting for a whole batch -> updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
+Run ``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+States of rank 0: waiting for a complete batch -> updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
 """
 
 import asyncio
@@ -29,25 +29,25 @@ log = logging.getLogger("learner.main")
 
 _STOP = b"\x01"
 _KEEPALIVE = b"\x00"
-"""Sent to idle ranks, so that only a dead rank 0 makes them time out."""
+"""Rank 0 sends this to idle ranks, so that they time out only if rank 0 is dead."""
 _CHECKPOINT = b"\x02"
-"""Sharded ranks each write their part of a checkpoint."""
+"""Rank 0 sends this to sharded ranks, each of which writes its part of the checkpoint."""
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A batch on its way to the other ranks."""
+    """A message with a batch from rank 0 to the other ranks."""
 
     batch: Batch
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """A batch as bytes for the other ranks: wire frames, each with its length in front."""
+    """Return a batch as bytes for the other ranks: wire frames, each preceded by its length."""
     frames = arrays.encode(Result(0), Command(batch))
     return b"".join(len(frame).to_bytes(8, "little") + bytes(frame) for frame in frames)
 
 
 def unpack_batch(payload: bytes) -> Batch:
-    """Inverse of ``pack_batch``."""
+    """Return the batch that ``pack_batch`` packed."""
     frames, view, start = [], memoryview(payload), 0
     while start < len(view):
         length = int.from_bytes(view[start : start + 8], "little")
@@ -57,7 +57,7 @@ def unpack_batch(payload: bytes) -> Batch:
 
 
 class Leader:
-    """Rank 0: collects groups, runs updates, answers every group with the version that holds it."""
+    """Rank 0 collects groups, runs updates and answers every group with the version that contains it. ``work`` runs once, until its ``stop``."""
 
     def __init__(self, trainer: Trainer, run: Path, inbox: Inbox, published: Published, giver: Giver | None = None):
         self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
@@ -69,15 +69,15 @@ class Leader:
         self._news = asyncio.Event()
 
     async def train(self, group: TrainGroup, call: Call) -> Trained:
-        """Service handler: answered when an update holds the group."""
-        if not self.inbox.add(group) and group.id not in self._waiting:  # one in the running update waits for its end
+        """Handle the service "train". The answer follows when an update contains the group."""
+        if not self.inbox.add(group) and group.id not in self._waiting:  # a group in training waits for the answer
             return self._trained({})
         self._news.set()
         future = self._waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
         return await asyncio.shield(future)
 
     async def close(self, closed: TreeClosed, call: Call) -> Closed:
-        """Service handler: a tree emits no more."""
+        """Handle the service "close": a tree emits no more groups."""
         self.inbox.close(closed)
         self._news.set()
         return Closed()
@@ -87,7 +87,7 @@ class Leader:
         return Trained(p.version, p.path, p.digest, metrics, self.trainer.warnings)
 
     async def work(self, stop: asyncio.Event) -> None:
-        """Update whenever a batch is whole, until ``stop``; then checkpoint what was not."""
+        """Run an update for each complete batch until ``stop``. Then write a checkpoint if the newest version has none."""
         quiet, heard = self.config.collective_timeout_s / 4, time.monotonic()
         while not stop.is_set():
             trees = self.inbox.ready()
@@ -137,26 +137,26 @@ class Leader:
         log.info("version %d: %d groups of %d questions", self.trainer.version, len(batch.groups), batch.questions)
 
     def stats(self) -> dict[str, float]:
-        """Counters for the heartbeat."""
+        """Return the counters for the heartbeat."""
         return {"busy_s": self.trainer.busy_s, "version": self.trainer.version, "updates": self.updates, **self.counts}
 
 
 def publish_newest(
     trainer: Trainer, run: Path, whole: dict[str, torch.Tensor] | None, giver: Giver | None
 ) -> Published:
-    """The trainer's version, where the config wants it."""
+    """Publish the trainer's version where ``learner.publish`` says."""
     config = trainer.config
     return publish(trainer.policy, trainer.version, run, config.keep, whole, giver, config.publish != "memory")
 
 
 def _giver(trainer: Trainer) -> Giver | None:
-    """What gives weights out of memory; adapters are small files and need none."""
+    """Return the object that gives weights out of memory, if configured. Adapters are small files and need no giver."""
     wanted = trainer.config.publish != "file" and not trainer.policy.lora
     return Giver(trainer.config.publish_host) if wanted else None
 
 
 async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> None:
-    """Rank 0 until drained; the other ranks are told to stop."""
+    """Run rank 0 until the service is drained. Then tell the other ranks to stop."""
     run = Path(process.run)
     published = Published(0, "", "")
     giver = _giver(trainer)
@@ -176,11 +176,11 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
         leader._news.set()
         await working
         for future in leader._waiting.values():
-            future.cancel()  # their groups stay in the journal and are sent again on resume
+            future.cancel()  # their groups stay in the journal, and a resumed run sends them again
         await serving
         await asyncio.to_thread(trainer.ranks.broadcast, _STOP)
-    except Exception:  # logged before the group is left, which may itself wait; never swallowed
-        # No stop is sent: the other ranks are inside another collective, and fail as soon as this process is gone.
+    except Exception:  # logged first, because leaving the group may wait; then raised again
+        # The other ranks get no stop: they are inside another collective and fail as soon as this process is gone.
         log.exception("rank 0 failed")
         raise
     finally:
@@ -190,9 +190,9 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
 
 
 def follow(trainer: Trainer) -> None:
-    """The other ranks: train on every batch rank 0 broadcasts, until told to stop."""
+    """Run one of the other ranks: train on every batch that rank 0 broadcasts, until rank 0 sends the stop."""
     if trainer.version:
-        trainer.whole()  # rank 0 publishes the restored weights
+        trainer.whole()  # a collective: rank 0 publishes the restored weights
     while (payload := trainer.ranks.broadcast(None)) != _STOP:
         if payload == _CHECKPOINT:
             checkpoint.save(trainer, Path(trainer.process.run), set(), trainer.config.keep)
@@ -202,13 +202,13 @@ def follow(trainer: Trainer) -> None:
 
 
 def main() -> None:
-    """One rank."""
+    """Run one rank."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
     ranks = Ranks(process.learner.collective_timeout_s, process.learner.sharding)
     trainer = Trainer(process, ranks)
-    found = checkpoint.newest(Path(process.run))
-    trained = set(checkpoint.restore_together(trainer, found).trained) if found else set()
+    newest = checkpoint.newest(Path(process.run))
+    trained = set(checkpoint.restore_together(trainer, newest).trained) if newest else set()
     log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, trainer.version, trainer.policy.compute)
     try:
         if ranks.rank == 0:

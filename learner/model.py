@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM that reads forests: the policy, and the body of the critic and of the implicit reward model."""
+"""A Hugging Face causal LM that reads forests. It serves as the policy and as the body of the critic and the implicit reward model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from wire.hardware import compute_dtype
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One packed row for the model. layout None is a single path by the model's own causal attention."""
+    """One packed row for the model. If layout is None, the row is a single path for the model's own causal attention."""
 
     tokens: Any
     positions: Any
@@ -34,9 +34,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Tower(torch.nn.Module):
-    """The model and what reads it, in one forward, so that sharded parameters are whole when they are used.
+    """The model and its head in one forward, so that sharded parameters are gathered whenever they are used.
 
-    Returns (log-probabilities, entropies) of the targets, or (values, values) of the states before them; float32 [targets].
+    A forward returns (log-probabilities, entropies) of the targets, or (values, values) of the states before them; float32 [targets].
     """
 
     def __init__(self, model: Any, temperature: float, values: bool):
@@ -45,12 +45,12 @@ class Tower(torch.nn.Module):
         width = model.get_output_embeddings().weight.shape[1]
         self.value = torch.nn.Linear(width, 1) if values else None
         if self.value is not None:
-            torch.nn.init.zeros_(self.value.weight)  # a critic that starts at 0 says nothing before it has learned
+            torch.nn.init.zeros_(self.value.weight)  # an untrained critic must not change the advantages
             torch.nn.init.zeros_(self.value.bias)
 
     @property
     def causal(self) -> Any:
-        """The causal LM under the adapters, if any."""
+        """The causal LM without any adapters."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     def forward(self, row: Row, device: str, compute: torch.dtype, initial: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ class Tower(torch.nn.Module):
             out = causal.get_decoder()(input_ids=ids, position_ids=where, use_cache=False, **forest)
             hidden = out.last_hidden_state[0][torch.as_tensor(row.read, device=device)]
             if self.value is not None:
-                with torch.autocast(kind, enabled=False):  # a value rounded to bfloat16 would shift every advantage
+                with torch.autocast(kind, enabled=False):  # values rounded to bfloat16 would shift every advantage
                     values = torch.nn.functional.linear(
                         hidden.float(), self.value.weight.float(), self.value.bias.float()
                     )[:, 0]
@@ -74,13 +74,13 @@ class Tower(torch.nn.Module):
 
 
 class TreeModel:
-    """A model of the learner: loaded, adapted, placed. Trained weights are float32; compute is float32 or bfloat16 by autocast."""
+    """A model of the learner, which construction loads, adapts and places. Trained weights are float32; compute is float32, or bfloat16 by autocast."""
 
     def __init__(
         self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks, seed: int = 0, values: bool = False, reference: bool = False
     ):  # fmt: skip
         check_fits(FilePath(folder), lora, ranks, reference)
-        torch.manual_seed(seed)  # adapters start equal on every rank
+        torch.manual_seed(seed)  # gives every rank the same initial adapters
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
@@ -96,7 +96,7 @@ class TreeModel:
         if values:
             for parameter in tower.causal.get_output_embeddings().parameters():
                 if parameter is not tower.causal.get_input_embeddings().weight:
-                    parameter.requires_grad_(False)  # a critic has no use for the head
+                    parameter.requires_grad_(False)  # a critic does not use the head
         for module in tower.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0  # a dropped token would differ between the paths that share it
@@ -104,46 +104,46 @@ class TreeModel:
         self.tower: Any = ranks.place(tower.train(), layer, self.compute)
         if self.lora and self.device.startswith("cpu") and not ranks.sharded:
             hold(model, self.compute, ranks)
-        # Captured once: between two forwards a sharded module may show whole parameters instead of the trained shards.
+        # Captured only here, because between two forwards a sharded module may expose complete parameters instead of the trained shards.
         self._trained = {name.removeprefix("model."): p for name, p in self.tower.named_parameters() if p.requires_grad}
 
     @property
     def model(self) -> Any:
-        """The Hugging Face model, with its adapters if any."""
+        """The Hugging Face model, including its adapters."""
         return self.tower.model
 
     @property
     def causal(self) -> Any:
-        """The causal LM under the adapters, if any."""
+        """The causal LM without any adapters."""
         return self.tower.causal
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that train, by name."""
+        """Return the parameters that train, by name."""
         return self._trained
 
     def gathered(self) -> dict[str, torch.Tensor]:
-        """Every trained parameter whole, on the CPU. A collective when sharded."""
+        """Return every complete trained parameter on the CPU. If the model is sharded, this is a collective."""
         return {name: whole(p) for name, p in self._trained.items()}
 
     def row(self, forest: Forest, attention: Backend | None = None) -> Row:
-        """The row of a forest. attention: another backend than the configured one."""
+        """Return the row of a forest. attention: a backend to use instead of the configured one."""
         layout = Layout(forest, attention or self.config.attention, self.device)
         return Row(layout.forest.tokens, layout.forest.depth, forest.read, forest.target, layout, forest.nodes)
 
     def plain_row(self, path: Path) -> Row:
-        """One path by the model's own causal attention: what the forest is checked against."""
+        """Return the row of one path for the model's own causal attention, with which the self-check compares the forest."""
         n, start = len(path.tokens), path.start
         return Row(path.tokens, torch.arange(n), torch.arange(start - 1, n - 1), path.tokens[start:], None, n)
 
     def read(
         self, row: Row, initial: bool = False, compute: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tower's two outputs [targets]. compute: another number type than the run's."""
+        """Return the tower's two outputs [targets]. compute: a number type to use instead of the run's."""
         return self.tower(row, self.device, compute or self.compute, initial)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Forwards without gradient; afterwards the shards are back in place."""
+        """Run forwards without gradient. Afterwards the model is sharded again."""
         with torch.no_grad():
             yield
         if isinstance(self.tower, FSDPModule):
@@ -151,7 +151,7 @@ class TreeModel:
 
 
 class Policy(TreeModel):
-    """The policy: log-probabilities of trained tokens, and those under its initial weights."""
+    """The policy. It gives log-probabilities of trained tokens under its current and under its initial weights."""
 
     def __init__(
         self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0, lora: LoraConfig | None = None, reference: bool = False
@@ -165,19 +165,19 @@ class Policy(TreeModel):
             self._reference.tower.requires_grad_(False)
 
     def logprobs(self, forest: Forest) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [trained tokens], paths in order."""
+        """Return log-probabilities and entropies [trained tokens], in the order of the paths."""
         return self.read(self.row(forest))
 
     def reference_logprobs(self, forest: Forest) -> torch.Tensor:
-        """Log-probabilities under the initial policy, no gradient: the adapters switched off, or the frozen copy."""
+        """Return log-probabilities under the initial policy (adapters off, or the frozen copy), without gradient."""
         model = self if self.lora else self._reference
-        assert model is not None, "a policy trained whole was loaded without its reference"
+        assert model is not None, "a policy whose weights all train was loaded without its reference"
         with torch.no_grad():
             return model.read(model.row(forest), initial=self.lora)[0]
 
 
 def check_head(folder: str, model: Any) -> None:
-    """Raises ValueError for a model that changes its logits after the head, or its scores inside attention: ours would not."""
+    """Raise ValueError if the model changes its logits after the head or its scores inside attention, which the learner does not do."""
     text = model.config.get_text_config()
     plain = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
     for key, expected in plain.items():
@@ -189,9 +189,9 @@ def check_head(folder: str, model: Any) -> None:
 
 
 def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool = False) -> None:
-    """Raise before loading when the weights, gradients and optimizer state of one rank cannot fit.
+    """Check before loading that the weights, gradients and optimizer state of one rank fit into memory.
 
-    Raises FileNotFoundError for a folder without weights, MemoryError with the estimate and the remedy.
+    Raises FileNotFoundError if the folder has no weights, and MemoryError with the estimate and the remedy if they do not fit.
     """
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if not size:
@@ -201,7 +201,7 @@ def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool
     copies = 1.2 if lora.rank else 4.0 + (1.0 if reference else 0.0)
     needed = weights * copies
     if ranks.sharded:
-        needed = max(needed / ranks.count, weights)  # every rank loads the whole once, then keeps its shard
+        needed = max(needed / ranks.count, weights)  # every rank loads the complete model and then keeps its shard
     free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else psutil.virtual_memory().available
     if needed > free:
         raise MemoryError(

@@ -1,9 +1,9 @@
 """The objective of one update: how much each trained token weighs. Weights are fixed for the whole update before the backward,
 so every split over micro-batches and ranks gives the same gradient.
 
-turn (SLATE, methods.md 1.2): token-mean of a candidate, mean over the trajectories of its group, sum over the steps of a
-tree, mean over questions. trajectory (GRPO): token-mean of a trajectory instead. token: mean over all trained tokens.
-constant (Dr. GRPO): sum over a trajectory's tokens divided by a constant, so that length carries no weight.
+"turn" (SLATE, methods.md 1.2) takes the mean over the tokens of a candidate, the mean over the trajectories of its group, the sum over the
+steps of a tree and the mean over questions. "trajectory" (GRPO) begins with the mean over a trajectory's tokens instead. "token" is the mean
+over all trained tokens. "constant" (Dr. GRPO) divides the sum over a trajectory's tokens by a constant, so that length carries no weight.
 """
 
 from typing import Literal
@@ -23,9 +23,9 @@ def token_weights(
     mean_over_steps: bool = False,
     constant_tokens: int = 0,
 ) -> np.ndarray:
-    """float64 [tokens]: the weight of each token's term; 0 for forced tokens, which have no sampling probability.
+    """Return the weight of each token's term, float64 [tokens]. Forced tokens get 0, because they have no sampling probability.
 
-    sampled: bool [tokens]. questions: trees of the update, those without a trained group included. mean_over_steps divides by the groups of a tree.
+    sampled: bool [tokens]. questions: trees of the update, including those without a trained group. mean_over_steps: divide by the tree's groups.
     """
     sampled = sampled.astype(np.float64)
     if aggregation == "token":

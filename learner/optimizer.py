@@ -1,4 +1,4 @@
-"""AdamW with its schedule, one for each model of the learner (policy, critic, reward model)."""
+"""AdamW with its schedule. Each model of the learner (policy, critic, reward model) has its own."""
 
 import math
 
@@ -10,7 +10,7 @@ from learner.ranks import Ranks
 
 
 class Stepper:
-    """Sums the gradients over the ranks, clips their norm and steps."""
+    """Sums the gradients over the ranks, clips their norm and updates the parameters. Call ``step`` after the backward passes."""
 
     def __init__(self, name: str, parameters: dict[str, torch.nn.Parameter], config: OptimizerConfig, ranks: Ranks):
         self.name, self.parameters, self.config, self.ranks = name, parameters, config, ranks
@@ -19,7 +19,7 @@ class Stepper:
         )
 
     def rate(self, version: int) -> float:
-        """Learning rate of the update version -> version + 1: linear warm-up, then constant, or cosine to 0 until decay_updates."""
+        """Return the learning rate of the update version -> version + 1: a linear warm-up, then constant or a cosine to 0 at decay_updates."""
         c = self.config
         if c.warmup_updates and version < c.warmup_updates:
             return c.lr * (version + 1) / c.warmup_updates
@@ -29,14 +29,14 @@ class Stepper:
         return c.lr
 
     def step(self, version: int) -> float:
-        """One step on the accumulated gradients; returns their norm before clipping. Raises RuntimeError when it is not finite."""
+        """Make one step on the accumulated gradients. Returns their norm before clipping; raises RuntimeError if the norm is not finite."""
         trained = list(self.parameters.values())
         self.ranks.add_gradients(trained)
         norm = torch.nn.utils.clip_grad_norm_(trained, self.config.grad_clip)
         size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(size):
             raise RuntimeError(
-                f"update {version + 1}: the {self.name}'s gradient norm is {size}; stopping before its weights are spoilt."
+                f"update {version + 1}: the {self.name}'s gradient norm is {size}: the run stops before the weights are spoilt."
                 " Resume from the last checkpoint with a lower learning rate or a tighter correction"
             )
         for group in self.adamw.param_groups:

@@ -1,7 +1,7 @@
-"""How the paths of an update are cut into forwards and shared over the ranks, and how token arrays come back from them.
+"""How the paths of an update are cut into forwards and distributed over the ranks, and how their values become arrays of all tokens.
 
-Every rank makes the same plan. Sharded ranks (FSDP2) must make equally many forwards, so a shorter share is filled up with
-repetitions that carry no weight.
+Every rank computes the same plan. Sharded ranks (FSDP2) must make equally many forwards, so a rank with fewer forwards repeats one with
+weight 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from learner.trees import Forest, Path, Trie, micro_batches, share
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """The turns of an update as paths, with their trie. spans[i]: where the action tokens of path i lie on the flat token axis.
+    """The turns of an update as paths, with their trie. spans[i]: the slice of path i's action tokens on the flat token axis.
 
-    forests: those that were packed so far; passes that cut the batch alike read the same ones.
+    forests: the forests that were packed so far. Passes that cut the batch in the same way read the same forests.
     """
 
     paths: list[Path]
@@ -35,11 +35,11 @@ class Rows(msgspec.Struct, frozen=True):
         return len(self.behaviour)
 
     def index(self, rows: Sequence[int]) -> np.ndarray:
-        """Token indices of some paths, in order, int64. No tensor: numpy takes a tensor of one element for a scalar."""
+        """Return the token indices of some paths in order, as a numpy int64 array, since numpy treats a tensor of one element as a scalar."""
         return np.concatenate([np.arange(self.spans[i].start, self.spans[i].stop) for i in rows])
 
     def forest(self, rows: Sequence[int]) -> Forest:
-        """Some paths packed, shared where that pays."""
+        """Return some paths packed. Their prefixes are shared if that saves time."""
         key = tuple(rows)
         if key not in self.forests:
             self.forests[key] = self.trie.forest(key)
@@ -47,7 +47,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 def rows_of(turns: list[TurnTokens]) -> Rows:
-    """The rows of a batch."""
+    """Return the rows of a batch."""
     ends = np.cumsum([len(turn.action) for turn in turns]).tolist()
     paths = [Path(np.concatenate([turn.prefix, turn.action]).astype(np.int64), len(turn.prefix)) for turn in turns]
     return Rows(
@@ -63,8 +63,8 @@ def rows_of(turns: list[TurnTokens]) -> Rows:
 class Plan(msgspec.Struct, frozen=True):
     """The forwards of one pass.
 
-    densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows, filler). forwarded: packed
-    tokens of all ranks; whole: of the forest that was never cut, so forwarded / whole is what repeating trunks costs.
+    densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows, filler). forwarded: the packed tokens
+    of all ranks. whole: the packed tokens of the uncut forest, so forwarded / whole is the cost of repeated trunks.
     """
 
     densest: list[int]
@@ -74,16 +74,16 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 SLACK = (1.0, 1.1, 1.25, 1.5, 2.0)
-"""Budgets tried, times a rank's fair share: a tighter one balances better, a looser one repeats fewer trunks."""
+"""The budgets to try, as factors of a rank's fair share. A smaller budget balances better, and a larger one repeats fewer trunks."""
 
 
 def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
-    """Micro-batches of at most ``budget`` packed tokens of the paths ``rows`` of an update, the heaviest first to the freest rank; cut so that the
-    busiest rank has the least to do."""
+    """Cut the paths ``rows`` into micro-batches of at most ``budget`` packed tokens. The cut with the smallest load of the busiest rank wins, and
+    the largest micro-batch goes first to the least busy rank."""
     where = trie.cuts(rows)
     fair = max(1, -(-where.whole // ranks.count))
     tried = [micro_batches(where, min(budget, int(fair * slack))) for slack in SLACK]
-    batches, sizes = min(tried, key=lambda made: (_busiest(made[1], ranks.count), sum(made[1])))
+    batches, sizes = min(tried, key=lambda cut: (_busiest(cut[1], ranks.count), sum(cut[1])))
     shares = share(sizes, ranks.count)
     mine = [(batches[b], False) for b in shares[ranks.rank]]
     if ranks.sharded:
@@ -98,10 +98,10 @@ def _busiest(sizes: list[int], ranks: int) -> int:
 
 
 def sweep(rows: Rows, steps: Plan, ranks: Ranks, read: Callable[[Forest], torch.Tensor]) -> np.ndarray:
-    """``read`` (a forest -> values of its action tokens) over the whole batch: float32 [tokens], equal on all ranks."""
-    made = torch.zeros(rows.tokens)
+    """Apply ``read`` (a forest -> values of its action tokens) to the whole batch. Returns float32 [tokens], equal on all ranks."""
+    swept = torch.zeros(rows.tokens)
     for chosen, filler in steps.mine:
         values = read(rows.forest(chosen))
         if not filler:
-            made[rows.index(chosen)] = values.detach().float().cpu()
-    return ranks.add(made).numpy()
+            swept[rows.index(chosen)] = values.detach().float().cpu()
+    return ranks.add(swept).numpy()

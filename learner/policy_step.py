@@ -1,4 +1,4 @@
-"""The policy's optimizer step: forests forwarded, corrected, weighed, backwarded; and what the numerics watch sees of them."""
+"""The policy's optimizer step: forward, correct, weigh and backward each forest, and record values for the numerics watch."""
 
 import msgspec
 import numpy as np
@@ -14,15 +14,15 @@ from learner.ranks import Ranks
 from learner.table import TurnTable
 
 MEASURES = 6
-"""Rows of what is noted of each token: current, entropy, kl, coefficient, cut (1 clipped, 2 masked), forwarded."""
+"""The number of recorded values per token: current, entropy, kl, coefficient, cut (1 clipped, 2 masked), forwarded."""
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What is known of the tokens of a batch before the policy steps, each [tokens], float32 unless said otherwise.
+    """The values of a batch's tokens before the policy steps, each [tokens], float32 unless said otherwise.
 
-    segment: int64, the turn or trajectory a correction takes its ratio over. proximal and reference are the behaviour's
-    log-probabilities where nothing reads them. standing: the policy's before this optimizer step, for the tokens of a segment that
-    lie in another micro-batch.
+    segment: int64, the turn or trajectory over which the correction takes its ratio. proximal, reference: if nothing reads them, they are the
+    behaviour policy's log-probabilities. standing: the policy's log-probabilities before this optimizer step, for the tokens of a segment
+    that lie in another micro-batch.
     """
 
     rows: Rows
@@ -35,13 +35,13 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class PolicyStep:
-    """Makes the policy's steps on what is known of a batch."""
+    """Makes the policy's optimizer steps. For each step, call ``plan`` and pass the result to ``step``."""
 
     def __init__(self, policy: Policy, stepper: Stepper, correct: Corrected, config: LearnerConfig, ranks: Ranks):
         self.policy, self.stepper, self.correct, self.config, self.ranks = policy, stepper, correct, config, ranks
 
     def plan(self, known: Known, turns: list[int]) -> Plan | None:
-        """The forwards of a step: without a KL or entropy term a turn of zero advantage cannot move it and is left out."""
+        """Return the forwards of a step. Without a KL or entropy term, turns whose advantage is 0 have no gradient and are left out."""
         c = self.config
         always = c.kl_coef > 0 or c.entropy_coef > 0
         live = [
@@ -53,7 +53,7 @@ class PolicyStep:
     def step(
         self, known: Known, steps: Plan, scale: float, version: int, noted: torch.Tensor | None
     ) -> dict[str, float]:
-        """Backward of all forests and one optimizer step; weights are multiplied by ``scale``. noted: filled for the watch."""
+        """Backward all forests and make one optimizer step. Weights are multiplied by ``scale``. noted: is filled for the watch."""
         total = torch.zeros(1, dtype=torch.float64)
         for chosen, filler in steps.mine:
             total += self._micro_batch(known, chosen, 0.0 if filler else scale, None if filler else noted)
@@ -68,32 +68,32 @@ class PolicyStep:
         }
 
     def _micro_batch(self, known: Known, chosen: list[int], scale: float, noted: torch.Tensor | None) -> float:
-        """Backward of one forest's share of the objective; returns that share."""
+        """Backward one forest's share of the objective, and return this share."""
         c, device = self.config, self.policy.device
         index = known.rows.index(chosen)
         sampled = known.rows.sampled[index]
         index, live = index[sampled], torch.as_tensor(sampled, device=device)
-        current, entropy = (made[live] for made in self.policy.logprobs(known.rows.forest(chosen)))
+        current, entropy = (values[live] for values in self.policy.logprobs(known.rows.forest(chosen)))
 
         def here(column: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(column[index], device=device)
 
-        made = self.correct(self._compared(known, index, current), here(known.advantages))
-        term, kl = made.term, torch.zeros_like(current)
+        surrogate = self.correct(self._compared(known, index, current), here(known.advantages))
+        term, kl = surrogate.term, torch.zeros_like(current)
         if c.kl_coef > 0:
             kl = k3(current, here(known.reference))
             term = term - c.kl_coef * kl
         if c.entropy_coef > 0:
-            # d entropy = -E[(log pi + entropy) d log pi]: estimated on the sampled tokens, unbiased on-policy
+            # d entropy = -E[(log pi + entropy) d log pi], estimated on the sampled tokens; unbiased if on-policy
             term = term - c.entropy_coef * (current.detach() + entropy) * (current - current.detach())
         objective = (scale * here(known.weights) * term).sum()
         (-objective).backward()
         if noted is not None:
-            _note(noted, index, current, entropy, kl, made)
+            _note(noted, index, current, entropy, kl, surrogate)
         return float(objective.detach())
 
     def _compared(self, known: Known, index: np.ndarray, current: torch.Tensor) -> Logprobs:
-        """The log-probabilities a correction compares, with its segments as they are outside this micro-batch."""
+        """Return the log-probabilities that the correction compares, with the part of each segment outside this micro-batch."""
         rows, device, level = known.rows, current.device, self.correct.level
         proximal, behaviour = (torch.as_tensor(a[index], device=device) for a in (known.proximal, rows.behaviour))
         if level == "token":
@@ -112,23 +112,23 @@ class PolicyStep:
 
 
 def _note(
-    noted: torch.Tensor, index: np.ndarray, current: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, made: Surrogate
+    noted: torch.Tensor, index: np.ndarray, current: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, surrogate: Surrogate
 ) -> None:  # fmt: skip
-    """Keep what the watch reads; a token is written by the one rank that forwarded it."""
-    cut = made.clipped.float() + 2 * made.masked.float()
-    columns = [current.detach(), entropy.detach(), kl.detach(), made.coefficient.detach(), cut, torch.ones_like(cut)]
-    noted[:, index] = torch.stack([column.float().cpu() for column in columns])
+    """Record the values that the watch reads. Only the rank that forwarded a token writes its values."""
+    cut = surrogate.clipped.float() + 2 * surrogate.masked.float()
+    columns = [current, entropy, kl, surrogate.coefficient, cut, torch.ones_like(cut)]
+    noted[:, index] = torch.stack([column.detach().float().cpu() for column in columns])
 
 
 def measured(table: TurnTable, known: Known, untouched: np.ndarray, noted: np.ndarray, version: int) -> watch.Measured:
-    """The watch's view of the first epoch; noted: [6, tokens] as ``_note`` wrote it, the last row 0 where nothing was forwarded.
+    """Return the watch's measurements of the first epoch. noted: [6, tokens] from ``_note``; the last row is 0 for tokens without a forward.
 
-    untouched: bool [turns], forwarded before the first optimizer step, when the learner's weights were still the engine's.
+    untouched: bool [turns], whether the turn was forwarded before the first optimizer step, when learner and engine had the same weights.
     """
-    there = noted[5] > 0
-    current, entropy, kl, coefficient, cut, _ = noted[:, there]
-    stale = (version - known.rows.versions)[there]
+    forwarded = noted[5] > 0
+    current, entropy, kl, coefficient, cut, _ = noted[:, forwarded]
+    stale = (version - known.rows.versions)[forwarded]
     oldest = np.array([known.rows.versions[span].min() for span in known.rows.spans])
-    fresh = table.per_token(untouched & (oldest == version))[there]
-    behaviour, turn = known.rows.behaviour[there], table.per_token(table.turn)[there]
+    fresh = table.per_token(untouched & (oldest == version))[forwarded]
+    behaviour, turn = known.rows.behaviour[forwarded], table.per_token(table.turn)[forwarded]
     return watch.Measured(current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn, fresh)

@@ -1,9 +1,9 @@
 """The implicit process reward model (OPRL / iStar, methods.md 4.1, 4.2; PRIME's cross-entropy variant, 4.5).
 
-phi starts from the policy. A token's reward is beta (log pi_phi - log pi_reference), a step's the sum over its sampled tokens, a
-trajectory's score S the sum (or mean) over its steps. The loss is a function of the scores S alone, so its gradient is
-sum_i dL/dS_i dS_i/dphi: the scores come from a first pass, the coefficients dL/dS_i are exact, and the second pass is linear in
-the log-probabilities. Any split into micro-batches and ranks therefore gives the same, real gradient.
+phi starts from the policy. A token's reward is beta (log pi_phi - log pi_reference), a step's score is the sum over its sampled tokens, and
+a trajectory's score S is the sum (or mean) over its steps. The loss depends only on the scores S, so its gradient is sum_i dL/dS_i dS_i/dphi.
+A first pass computes the scores and the exact coefficients dL/dS_i, and a second pass is linear in the log-probabilities. Any split into
+micro-batches and ranks therefore gives the same exact gradient.
 """
 
 import msgspec
@@ -19,7 +19,7 @@ from learner.table import TurnTable
 
 
 class Preference(msgspec.Struct, frozen=True):
-    """A loss over trajectory scores. slope: dL/dS [trajectories]; used: comparisons in the loss (0: nothing to learn from)."""
+    """A loss over trajectory scores. slope: dL/dS [trajectories]. used: the number of comparisons in the loss; with 0 nothing can be learnt."""
 
     loss: float
     slope: np.ndarray
@@ -28,9 +28,9 @@ class Preference(msgspec.Struct, frozen=True):
 
 
 def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preference:
-    """Mean over all positive x negative pairs of a group of -log sigmoid(S+ - S-). A group with one class only has no pair.
+    """Return the mean of -log sigmoid(S+ - S-) over all positive x negative pairs of each group. A group with only one class has no pair.
 
-    scores float64, positive bool, group: all [trajectories].
+    scores: float64. positive: bool. group: the group of each trajectory. All are [trajectories].
     """
     pairs = [
         (i, j)
@@ -50,7 +50,7 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
 
 
 def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
-    """Mean over trajectories of the cross-entropy of sigmoid(S) against the outcome in {0, 1} (PRIME)."""
+    """Return the cross-entropy of sigmoid(S) against the outcome in {0, 1}, averaged over the trajectories (PRIME)."""
     probability = np.exp(-np.logaddexp(0.0, -scores))
     loss = np.where(positive, np.logaddexp(0.0, -scores), np.logaddexp(0.0, scores)).mean()
     slope = (probability - positive) / len(scores)
@@ -58,7 +58,7 @@ def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
 
 
 class ImplicitPrm:
-    """Scores tokens and learns which trajectories succeeded."""
+    """Scores tokens and learns which trajectories succeeded. Call ``score_and_learn`` once per update."""
 
     def __init__(
         self, folder: str, learner: LearnerConfig, config: PrmConfig, ranks: Ranks, seed: int, temperature: float
@@ -70,7 +70,7 @@ class ImplicitPrm:
         self.stepper = Stepper("prm", self.model.trained(), optimizer, ranks)
 
     def rewards(self, rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
-        """beta (log pi_phi - log pi_reference) per token, 0 on forced tokens: float64 [tokens]."""
+        """Return beta (log pi_phi - log pi_reference) per token and 0 for forced tokens, float64 [tokens]."""
         with self.model.inference():
             current = sweep(rows, steps, self.ranks, lambda forest: self.model.logprobs(forest)[0])
         return np.where(rows.sampled, self.config.beta * (current.astype(np.float64) - reference), 0.0)
@@ -78,9 +78,9 @@ class ImplicitPrm:
     def score_and_learn(
         self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray, version: int
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """Token rewards for the scheme [tokens] and metrics; one optimizer step, before or after the scoring (methods.md 4.2).
+        """Return token rewards for the scheme [tokens] and metrics. Makes one optimizer step before or after the scoring (methods.md 4.2).
 
-        A model that never stepped equals the policy: its rewards would be numerical noise, so they are exactly 0 then.
+        Before its first step the model equals the policy, so its rewards would be numerical noise. They are exactly 0 then.
         """
         before = self.rewards(rows, steps, reference)
         guarded = before if self.updates else np.zeros_like(before)
@@ -90,7 +90,7 @@ class ImplicitPrm:
         return guarded, metrics
 
     def preference(self, table: TurnTable, rewards: np.ndarray) -> tuple[Preference, np.ndarray]:
-        """The loss of a batch, and dL / d(log pi_phi) per token [tokens]."""
+        """Return the loss of a batch, and dL / d(log pi_phi) per token [tokens]."""
         trajectories = table.trajectories()
         scores = trajectories.total(table.per_turn(rewards))
         scale = np.ones(len(scores))
@@ -98,16 +98,16 @@ class ImplicitPrm:
             scale = 1.0 / np.array([len(r) for r in trajectories.rows])
         positive = trajectories.total(table.column(self.config.outcome)) > self.config.threshold
         if self.config.loss == "dpo":
-            made = dpo(scores * scale, positive, trajectories.tree)
+            loss = dpo(scores * scale, positive, trajectories.tree)
         else:
-            made = cross_entropy(scores * scale, positive)
-        slope = (made.slope * scale * self.config.beta)[trajectories.of]
-        return made, table.per_token(slope) * table.mask()
+            loss = cross_entropy(scores * scale, positive)
+        slope = (loss.slope * scale * self.config.beta)[trajectories.of]
+        return loss, table.per_token(slope) * table.mask()
 
     def _learn(self, table: TurnTable, rows: Rows, steps: Plan, rewards: np.ndarray, version: int) -> dict[str, float]:
-        made, slope = self.preference(table, rewards)
-        metrics = {"prm/loss": made.loss, "prm/accuracy": made.accuracy, "prm/comparisons": float(made.used)}
-        if not made.used:
+        loss, slope = self.preference(table, rewards)
+        metrics = {"prm/loss": loss.loss, "prm/accuracy": loss.accuracy, "prm/comparisons": float(loss.used)}
+        if not loss.used:
             return metrics | {"prm/skipped": 1.0}
         for some, filler in steps.mine:
             current = self.model.logprobs(rows.forest(some))[0]

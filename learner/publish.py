@@ -1,4 +1,4 @@
-"""Weights of a version as a folder of safetensors with a digest: written whole, renamed into place, proven at every actor."""
+"""A version's weights as a folder of safetensors with a digest. The folder appears only when complete, and every actor checks the digest."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from wire.atomic import drafted, write_whole
 from wire.published import FILES, Manifest
 
 _PIECE = 2**24
-"""Numbers widened at once."""
+"""The number of values that are converted to 64 bits at a time."""
 
 
 class Published(msgspec.Struct, frozen=True):
-    """The newest weights; ``RUN/learner.json`` holds one. path and digest are empty for version 0 (the model folder)."""
+    """The newest weights, as ``RUN/learner.json`` names them. path and digest are empty for version 0 (the model folder)."""
 
     version: int
     path: str
@@ -36,22 +36,22 @@ def publish(
     giver: Giver | None = None,
     file: bool = True,
 ) -> Published:
-    """Write ``RUN/weights/vNNNNNN``: adapters in the PEFT format, or all weights. Older folders beyond ``keep`` go.
+    """Write ``RUN/weights/vNNNNNN`` with adapters in the PEFT format, or with all weights. Only the ``keep`` newest folders stay.
 
-    whole: the gathered parameters, where the ranks are sharded and have gathered them together. giver: gives all weights out of memory
-    too; without ``file`` the folder then says only where. Adapters are always a file.
+    whole: the complete parameters, if sharded ranks have gathered them. giver: also gives all weights out of memory. file: if False and there
+    is a giver, the folder says only where the weights are. Adapters are always written to a file.
     """
     folder = run / "weights" / f"v{version:06d}"
     with drafted(folder, replace=True, alone=True) as draft:
         if policy.lora:
-            made = Manifest(version, "lora", _write_adapter(policy, whole or policy.gathered(), draft))
+            manifest = Manifest(version, "lora", _write_adapter(policy, whole or policy.gathered(), draft))
         else:
             tensors = {n: p.to(policy.compute) for n, p in (whole or _parameters(policy, giver is not None)).items()}
             proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
             memory = giver.offer(Snapshot(version, _own(tensors, policy.device))) if giver is not None else None
-            made = Manifest(version, "full", proof, file or giver is None, memory)
-        made.write(draft)
-    published = Published(version, str(folder), made.digest)
+            manifest = Manifest(version, "full", proof, file or giver is None, memory)
+        manifest.write(draft)
+    published = Published(version, str(folder), manifest.digest)
     announce(run, published)
     for old in sorted(folder.parent.glob("v??????"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -59,12 +59,12 @@ def publish(
 
 
 def _parameters(policy: Policy, in_place: bool) -> dict[str, torch.Tensor]:
-    """The parameters where they are, or on the CPU."""
+    """Return the parameters on their device if ``in_place``, else on the CPU."""
     return {n: p.detach() for n, p in policy.trained().items()} if in_place else policy.gathered()
 
 
 def _own(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """On the learner's device, and copies: training goes on while engines read them."""
+    """Return copies on the learner's device, because training goes on while engines read the weights."""
     return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
 
 
@@ -85,9 +85,9 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> str:
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """What tells versions apart that are in no file, computed where the tensors are: two sums over each tensor's bits.
+    """Return an identifier of weights that are in no file, from two sums over each tensor's bits, computed on the tensors' device.
 
-    No proof against forgery, as the digest of a file is.
+    Unlike the digest of a file, the fingerprint does not protect against forgery.
     """
     total = hashlib.sha256()
     for name in sorted(tensors):
@@ -103,5 +103,5 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def announce(run: Path, published: Published) -> None:
-    """Write ``RUN/learner.json``, which a resumed scheduler reads."""
+    """Write ``RUN/learner.json``, which the scheduler reads on resume."""
     write_whole(run / "learner.json", published)

@@ -1,7 +1,7 @@
-"""What the ranks of one learner say to each other: tensors only, never pickled objects. Accelerate opens the group and, when the
+"""The communication between the ranks of one learner: only tensors, never pickled objects. Accelerate opens the group and, if the
 parameters are sharded, applies FSDP2.
 
-With sharding every forward and backward is a collective: each rank must make as many as the others (learner/passes.py sees to it).
+With sharding, every forward and backward is a collective, so each rank must make equally many (learner/passes.py ensures this).
 """
 
 import math
@@ -21,7 +21,7 @@ Sharding = Literal["replicate", "fsdp"]
 
 
 class Ranks:
-    """This process among the learner's ranks; with one rank every operation is the identity."""
+    """This process among the learner's ranks, from the opening of the group until ``close``. With one rank every operation is the identity."""
 
     def __init__(self, timeout_s: float, sharding: Sharding = "replicate"):
         cuda = torch.cuda.is_available()
@@ -33,17 +33,17 @@ class Ranks:
         self.device = str(self.accelerator.device)
         self.sharded = sharding == "fsdp" and self.count > 1
         if self.sharded and self.accelerator.distributed_type != DistributedType.FSDP:
-            # Accelerate offers FSDP to accelerators only and would silently replicate on a CPU; torch shards there as well.
+            # Accelerate offers FSDP only on accelerators and would silently replicate on a CPU, although torch can shard there too.
             self.accelerator.state.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = plugin
 
     def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
-        """The module on this rank's device, its parameters sharded over the ranks if so configured.
+        """Return the module on this rank's device. Its parameters are sharded over the ranks if ``sharding`` is "fsdp".
 
-        layer: class name of the decoder layers, the units that are gathered together. Gradients are summed, not averaged: the
-        weights of an update are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients reduced in float32;
-        autocast, not FSDP2, narrows activations, so that the self-check can compute in float32.
+        layer: class name of the decoder layers; each layer's parameters are gathered together. Gradients are summed, not averaged, because
+        an update's weights are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients are reduced in float32.
+        Autocast, not FSDP2, narrows the activations, so that the self-check can compute in float32.
         """
         module = module.to(self.device)
         if not self.sharded:
@@ -63,7 +63,7 @@ class Ranks:
         return module
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank. Raises RuntimeError when a rank is gone or silent for the timeout."""
+        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or is silent for longer than the timeout."""
         if self.count == 1:
             assert payload is not None
             return payload
@@ -77,7 +77,7 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Sum every gradient over the ranks. Weights are global, so the sum is the update's gradient. FSDP2 has summed already."""
+        """Sum every gradient over the ranks. Weights are global, so the sum is the update's gradient. With FSDP2 the sum is done already."""
         for p in parameters:
             if p.grad is None and not self.sharded:
                 p.grad = torch.zeros_like(p)
@@ -91,14 +91,14 @@ class Ranks:
             start += p.numel()
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum over the ranks, in place; returned on the CPU."""
+        """Sum values elementwise over the ranks, possibly in place. Returns the sum on the CPU."""
         if self.count > 1:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values.cpu()
 
     def largest(self, value: torch.Tensor) -> float:
-        """The largest over the ranks of a number; not a number counts as infinite."""
+        """Return the largest value over the ranks. NaN counts as infinite."""
         value = value.detach().float().nan_to_num(nan=math.inf, posinf=math.inf)
         if self.count > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX)
@@ -110,7 +110,7 @@ class Ranks:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. No operation may follow."""
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -121,11 +121,11 @@ def _plugin() -> FullyShardedDataParallelPlugin:
         auto_wrap_policy="transformer_based_wrap",
         reshard_after_forward=True,
         state_dict_type="FULL_STATE_DICT",
-        cpu_ram_efficient_loading=False,  # silently spoils tied weights inside a wrapper
+        cpu_ram_efficient_loading=False,  # True would silently spoil tied weights inside a wrapper
     )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter or moment in full, on the CPU, detached. A collective when it is sharded: every rank calls it."""
+    """Return a complete parameter or moment, detached, on the CPU. For a sharded tensor this is a collective, which every rank must call."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()

@@ -1,6 +1,6 @@
-"""Parameters and optimizer moments as safetensors, one file a rank, readable by any other number of ranks.
+"""Parameters and optimizer moments as safetensors: one file per rank, which any other number of ranks can read.
 
-Each file holds rows of tensors and, in its header, every tensor's whole shape and first row. A rank reads only the rows it holds.
+Each file holds rows of tensors, and its header holds each tensor's complete shape and first row. A rank reads only the rows that it needs.
 """
 
 import json
@@ -18,7 +18,7 @@ from learner.ranks import Ranks
 
 
 def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
-    """Write this rank's rows of ``part`` (weights and moments) as FOLDER/part-RANK.safetensors; a replicated tensor is rank 0's."""
+    """Write this rank's rows of ``part`` (weights and moments) as FOLDER/PART-RANK.safetensors. Only rank 0 writes replicated tensors."""
     rows, where = {}, {}
     for name, value in _entries(stepper):
         if not isinstance(value, DTensor) and ranks.rank:
@@ -32,11 +32,11 @@ def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
 
 
 class OtherShape(ValueError):
-    """The checkpoint's tensor and the model's differ in shape: nothing is damaged, they belong to different models."""
+    """A tensor has different shapes in checkpoint and model. Nothing is damaged, but they belong to different models."""
 
 
-class Found:
-    """The tensors of one part in a checkpoint. Raises ValueError for missing rows, OtherShape for another shape than expected."""
+class StoredPart:
+    """The tensors of one part in a checkpoint. Raises ValueError if rows are missing and OtherShape if a shape is not the expected one."""
 
     def __init__(self, folder: Path, part: str):
         self._files: list[Any] = [
@@ -48,14 +48,14 @@ class Found:
                 self._pieces.setdefault(name, (shape, []))[1].append((first, file))
 
     def names(self) -> set[str]:
-        """Entries, as KIND/PARAMETER."""
+        """Return the names of the entries, as KIND/PARAMETER."""
         return set(self._pieces)
 
     def rows(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The rows of ``name`` that this rank holds of ``like``, on the CPU."""
+        """Return, on the CPU, the rows of ``name`` that this rank holds of the tensor ``like``."""
         shape, parts = self._pieces[name]
         if shape != list(like.shape):
-            raise OtherShape(f"{name} has shape {shape}, the model's has {list(like.shape)}")
+            raise OtherShape(f"{name} has shape {shape}, but the model's has {list(like.shape)}")
         if not shape:
             return parts[0][1].get_tensor(name)
         local, start = _here(like)
@@ -67,21 +67,21 @@ class Found:
                 pieces.append(piece[begin - first : end - first])
                 done = end
         if done != max(stop, start) or sum(map(len, pieces)) != len(local):
-            raise ValueError(f"{name}: rows {start} to {stop} are not all there; is a shard file missing?")
+            raise ValueError(f"{name}: rows {start} to {stop} are incomplete; is a shard file missing?")
         return torch.cat(pieces) if pieces else local.cpu()
 
 
 @torch.no_grad()
-def load(found: Found, stepper: Stepper) -> None:
-    """Put weights and moments into a part's parameters and optimizer, all read before anything is changed. No collectives."""
+def load(stored: StoredPart, stepper: Stepper) -> None:
+    """Load weights and moments into a part's parameters and optimizer. Everything is read before anything changes. Uses no collectives."""
     read = []
     for name, parameter in stepper.parameters.items():
         state = {}
-        for entry in found.names():
+        for entry in stored.names():
             kind, _, of = entry.partition("/")
             if of == name and kind != "weight":
-                state[kind] = found.rows(entry, torch.zeros(()) if kind == "step" else parameter)
-        read.append((parameter, found.rows(f"weight/{name}", parameter), state))
+                state[kind] = stored.rows(entry, torch.zeros(()) if kind == "step" else parameter)
+        read.append((parameter, stored.rows(f"weight/{name}", parameter), state))
     for parameter, rows, state in read:
         _here(parameter)[0].copy_(rows)
         for kind, value in state.items():
@@ -101,7 +101,7 @@ def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _here(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a tensor (a view) and the first of them: FSDP2 cuts dimension 0 as torch.chunk does."""
+    """Return this rank's rows of a tensor (a view) and the first row's index. FSDP2 cuts dimension 0 as torch.chunk does."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, 0

@@ -1,4 +1,4 @@
-"""Statistics the schemes share: centring, scaling and leaving one out, within groups of values."""
+"""Statistics that the schemes share: centring, scaling and leaving one out, within groups of values."""
 
 from collections.abc import Callable
 
@@ -10,25 +10,25 @@ __all__ = ["centre", "leave_one_out", "standardise", "whiten", "within"]
 
 
 def within(groups: np.ndarray, values: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """``change`` applied to the values of each group separately. groups: identities, values and result: [n]."""
-    made = np.zeros(len(values))
+    """Apply ``change`` to the values of each group separately. groups: the group of each value. Groups, values and result are [n]."""
+    changed = np.zeros(len(values))
     for group in np.unique(groups):
         members = groups == group
-        made[members] = change(values[members])
-    return made
+        changed[members] = change(values[members])
+    return changed
 
 
 def leave_one_out(values: np.ndarray) -> np.ndarray:
-    """x - mean of the others = n / (n - 1) (x - mean); 0 for a single value."""
+    """Return x minus the mean of the others, which is n / (n - 1) (x - mean), and 0 for a single value."""
     n = len(values)
     return centre(values) * (n / (n - 1)) if n > 1 else np.zeros(1)
 
 
 def whiten(values: np.ndarray, mask: np.ndarray, eps: float = 1e-8) -> np.ndarray:
-    """Mean 0 and variance 1 over the tokens of ``mask``, 0 elsewhere. values: float64 [tokens]."""
+    """Scale values [tokens] to mean 0 and variance 1 over the tokens of ``mask``. The result is 0 elsewhere."""
     if not mask.any():
         return np.zeros_like(values)
     inside = values[mask]
-    made = np.zeros_like(values)
-    made[mask] = centre(inside) / (inside.std() + eps)
-    return made
+    whitened = np.zeros_like(values)
+    whitened[mask] = centre(inside) / (inside.std() + eps)
+    return whitened

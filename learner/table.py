@@ -1,4 +1,4 @@
-"""The table of turns: all a scheme sees of a batch. One row a turn, one flat axis of action tokens."""
+"""The table of turns, which is all that a scheme sees of a batch: one row per turn, and one flat axis of action tokens."""
 
 import zlib
 
@@ -9,10 +9,10 @@ from wire.messages import TrainGroup, TreeNode
 
 
 class Trajectories(msgspec.Struct, frozen=True):
-    """The trajectories of a table, numbered densely.
+    """The trajectories of a table, numbered 0, 1, .. without gaps.
 
-    of: int64 [turns], the trajectory of each turn. tree: int64 [trajectories], the question each belongs to.
-    rows: for each trajectory the indices of its turns, first turn first.
+    of: int64 [turns], the trajectory of each turn. tree: int64 [trajectories], the question of each trajectory.
+    rows: for each trajectory, the indices of its turns, first turn first.
     """
 
     of: np.ndarray
@@ -20,24 +20,24 @@ class Trajectories(msgspec.Struct, frozen=True):
     rows: list[np.ndarray]
 
     def total(self, values: np.ndarray) -> np.ndarray:
-        """Sum of a column over each trajectory's turns [trajectories]; a missing score (NaN) adds nothing."""
+        """Sum a column over the turns of each trajectory [trajectories]. A missing score (NaN) adds nothing."""
         return np.bincount(self.of, weights=np.where(np.isnan(values), 0.0, values), minlength=len(self.tree))
 
     def last(self) -> np.ndarray:
-        """bool [turns]: whether a turn is its trajectory's last."""
-        made = np.zeros(len(self.of), bool)
-        made[[rows[-1] for rows in self.rows]] = True
-        return made
+        """Return, as bool [turns], whether each turn is the last of its trajectory."""
+        is_last = np.zeros(len(self.of), bool)
+        is_last[[rows[-1] for rows in self.rows]] = True
+        return is_last
 
 
 class TurnTable(msgspec.Struct, frozen=True):
-    """Columns, each [turns] unless said otherwise.
+    """The columns of a batch, each [turns] unless said otherwise.
 
-    tree, group, trajectory, turn: int64 identities (trajectory is unique within a group only; turn counts from 1). tokens: int64,
-    action tokens of the turn. scores: name -> float64, NaN where a turn has no such score. anchor: int64, equal where the
-    policy answered the same observation. sampled: bool [tokens], False for forced tokens.
-    token_scores: name -> float64 [tokens], what models of the learner say of each token: "value" (critic), "prm" (beta x log-ratio
-    of the implicit reward model), "kl" (log behaviour - log reference), "log_ratio" (log proximal - log behaviour).
+    tree, group, trajectory, turn: int64 identities (a trajectory number is unique only within its group; turns count from 1). tokens: int64,
+    the action tokens of each turn. scores: name -> float64, NaN where a turn lacks the score. anchor: int64, equal for turns in which the
+    policy answered the same observation. sampled: bool [tokens], False for forced tokens. token_scores: name -> float64 [tokens], values
+    that the learner's models give each token: "value" (critic), "prm" (beta x log-ratio of the implicit reward model), "kl" (log behaviour
+    - log reference), "log_ratio" (log proximal - log behaviour).
     """
 
     tree: np.ndarray
@@ -54,41 +54,41 @@ class TurnTable(msgspec.Struct, frozen=True):
         return len(self.tree)
 
     def column(self, name: str) -> np.ndarray:
-        """One score column; raises KeyError naming what exists."""
+        """Return one score column. Raises KeyError that names the existing columns."""
         if name not in self.scores:
             raise KeyError(f"no score column {name!r} in this batch: it has {sorted(self.scores)}")
         return self.scores[name]
 
     def token_column(self, name: str) -> np.ndarray:
-        """One token column; raises KeyError naming what exists."""
+        """Return one token column. Raises KeyError that names the existing columns."""
         if name not in self.token_scores:
             raise KeyError(f"no token column {name!r} in this batch: it has {sorted(self.token_scores)}")
         return self.token_scores[name]
 
     def per_token(self, values: np.ndarray) -> np.ndarray:
-        """A value a turn [turns] broadcast to all of the turn's tokens [tokens]."""
+        """Broadcast one value per turn [turns] to all tokens of the turn [tokens]."""
         return np.repeat(values, self.tokens)
 
     def per_turn(self, values: np.ndarray) -> np.ndarray:
-        """A value a token [tokens] summed over the policy's own tokens of each turn [turns]."""
+        """Sum one value per token [tokens] over the tokens of each turn that the policy sampled [turns]."""
         return np.bincount(self.row(), weights=values * self.mask(), minlength=len(self))
 
     def at_last_token(self, values: np.ndarray) -> np.ndarray:
-        """A value a turn [turns] put on the turn's last token, 0 elsewhere [tokens]."""
-        made = np.zeros(int(self.tokens.sum()))
-        made[np.cumsum(self.tokens) - 1] = values
-        return made
+        """Put one value per turn [turns] on the last token of the turn. All other tokens get 0 [tokens]."""
+        placed = np.zeros(int(self.tokens.sum()))
+        placed[np.cumsum(self.tokens) - 1] = values
+        return placed
 
     def row(self) -> np.ndarray:
-        """The turn of each token, int64 [tokens]."""
+        """Return the row of each token's turn, int64 [tokens]."""
         return np.repeat(np.arange(len(self)), self.tokens)
 
     def mask(self) -> np.ndarray:
-        """bool [tokens]: the tokens the policy sampled."""
+        """Return, as bool [tokens], whether the policy sampled each token."""
         return np.ones(int(self.tokens.sum()), bool) if self.sampled is None else self.sampled
 
     def trajectories(self) -> Trajectories:
-        """The trajectories: turns of one tree and group that share a trajectory number."""
+        """Return the trajectories: the turns of one tree and group that share a trajectory number."""
         keys = np.stack([self.tree, self.group, self.trajectory], 1)
         names, of = np.unique(keys, axis=0, return_inverse=True)
         of = of.reshape(-1)
@@ -97,13 +97,13 @@ class TurnTable(msgspec.Struct, frozen=True):
         return Trajectories(of, names[:, 0], rows)
 
     def token_spans(self) -> list[np.ndarray]:
-        """For each trajectory the indices of its tokens in the flat token axis, in the order they were generated."""
+        """Return, for each trajectory, the indices of its tokens on the flat token axis in the order of their generation."""
         turns = np.split(np.arange(int(self.tokens.sum())), np.cumsum(self.tokens)[:-1])
         return [np.concatenate([turns[row] for row in rows]) for rows in self.trajectories().rows]
 
 
 class TurnTokens(msgspec.Struct, frozen=True):
-    """The tokens of one row: prefix (all that the policy saw) and action, int32, with its sampling record, each [action tokens]."""
+    """The tokens of one row: prefix (all that the policy saw) and action, int32, and the action's sampling record, each [action tokens]."""
 
     prefix: np.ndarray
     action: np.ndarray
@@ -113,7 +113,7 @@ class TurnTokens(msgspec.Struct, frozen=True):
 
 
 def build(groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode]) -> tuple[TurnTable, list[TurnTokens]]:
-    """Table and tokens of a batch. nodes: (tree, node id) -> node, holding every ancestor of every turn."""
+    """Return the table and the tokens of a batch. nodes: (tree, node id) -> node; it must hold every ancestor of every turn."""
     rows = [(group, turn, nodes[group.tree, turn.node]) for group in groups for turn in group.turns]
     names = sorted({name for _, turn, _ in rows for name in turn.scores})
     turns = [_tokens(group.tree, node, nodes) for group, _, node in rows]

@@ -1,9 +1,9 @@
 """From rewards and values per token to advantages and value targets: GAE, and V-trace and Retrace for off-policy data.
 
-All work along one trajectory's own tokens, [tokens]; what the environment inserts between two turns is a transition, not a
-step (equal to the papers' loop over all response tokens when gamma = lambda = 1). The value after the last token is 0.
-log_ratio is log proximal - log behaviour: V-trace and Retrace correct the targets; the ratio of a token's own action, rho_t
-in IMPALA's policy gradient, is left to the correction in the loss.
+All estimators run along one trajectory's own tokens, [tokens]. Tokens that the environment inserts between two turns are a transition, not
+a step (when gamma = lambda = 1, this equals the papers' loop over all response tokens). The value after the last token is 0.
+log_ratio is log proximal - log behaviour. V-trace and Retrace correct only the targets: the ratio of a token's own action, rho_t in
+IMPALA's policy gradient, belongs to the correction in the loss.
 """
 
 from typing import Literal
@@ -18,14 +18,14 @@ Kind = Literal["gae", "vtrace", "retrace"]
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What a scheme makes of a table: advantages float64 [tokens]; returns float64 [tokens], the critic's targets, if it has one."""
+    """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's targets, if the scheme has a critic."""
 
     advantages: np.ndarray
     returns: np.ndarray | None = None
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t; returns A + V (Schulman et al. 2016)."""
+    """Return A and A + V: A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016)."""
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     advantages, running = np.zeros_like(deltas), 0.0
     for t in range(len(deltas) - 1, -1, -1):
@@ -42,8 +42,8 @@ def vtrace(
     rho_max: float = 1.0,
     c_max: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """v_t = V_t + rho_t delta_t + gamma lam c_t (v_{t+1} - V_{t+1}), rho and c the ratio cut at rho_max and c_max;
-    advantages r_t + gamma v_{t+1} - V_t (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
+    """Return the advantages r_t + gamma v_{t+1} - V_t and the targets v_t = V_t + rho_t delta_t + gamma lam c_t (v_{t+1} - V_{t+1}), where
+    rho and c are the ratio cut at rho_max and c_max (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
     ratio = np.exp(np.minimum(log_ratio, 20.0))
     rho, c = np.minimum(ratio, rho_max), lam * np.minimum(ratio, c_max)
     after = np.append(values[1:], 0.0)
@@ -57,9 +57,9 @@ def vtrace(
 def retrace(
     rewards: np.ndarray, values: np.ndarray, log_ratio: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Q_t = r_t + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} - V_{t+1}), c = lam min(1, ratio) (Munos et al. 2016, the action values
-    of its recursion read from the state values); advantages Q - V, value targets V + min(1, ratio) (Q - V). Without a critic of
-    actions these value targets are V-trace's with rho_max = c_max = 1."""
+    """Return the advantages Q - V and the value targets V + min(1, ratio) (Q - V), where Q_t = r_t + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} -
+    V_{t+1}) and c = lam min(1, ratio) (Munos et al. 2016, with state values in place of the action values). Without a critic of actions
+    these value targets equal V-trace's with rho_max = c_max = 1."""
     cut = np.exp(np.minimum(log_ratio, 0.0))
     advantages, ahead = np.zeros_like(values), 0.0
     for t in range(len(values) - 1, -1, -1):
@@ -70,7 +70,7 @@ def retrace(
 
 
 def needs(targets: Kind, kl_coef: float) -> set[str]:
-    """The token columns ``estimate`` reads."""
+    """Return the token columns that ``estimate`` reads."""
     return {"value"} | ({"kl"} if kl_coef else set()) | ({"log_ratio"} if targets != "gae" else set())
 
 
@@ -83,9 +83,9 @@ def estimate(
     targets: Kind,
     kl_coef: float = 0.0,
 ) -> Estimate:
-    """Advantages (whitened over the sampled tokens of the batch if asked) and value targets of every trajectory.
+    """Return the advantages and value targets of every trajectory. whiten: whiten the advantages over the sampled tokens of the batch.
 
-    rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, in the reward of each sampled token.
+    rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, which is subtracted from each sampled token's reward.
     """
     if kl_coef:
         rewards = rewards - kl_coef * table.token_column("kl") * table.mask()
@@ -93,9 +93,9 @@ def estimate(
     advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
     for span in table.token_spans():
         if targets == "gae":
-            made = gae(rewards[span], values[span], gamma, lam)
+            advantages[span], returns[span] = gae(rewards[span], values[span], gamma, lam)
         else:
             off_policy = {"vtrace": vtrace, "retrace": retrace}[targets]
-            made = off_policy(rewards[span], values[span], table.token_column("log_ratio")[span], gamma, lam)
-        advantages[span], returns[span] = made
+            log_ratio = table.token_column("log_ratio")[span]
+            advantages[span], returns[span] = off_policy(rewards[span], values[span], log_ratio, gamma, lam)
     return Estimate(whiten_tokens(advantages, table.mask()) if whiten else advantages, returns)

@@ -1,7 +1,7 @@
-"""One update: table -> what the learner's models say of it -> advantages -> weights -> packed forests -> optimizer steps.
+"""One update: table -> token values from the learner's models -> advantages -> weights -> packed forests -> optimizer steps.
 
-Every rank sees the whole batch and computes the same table, advantages and weights; the ranks share the forwards (learner/passes.py).
-So any number of ranks gives the same update to rounding.
+Every rank sees the whole batch and computes the same table, advantages and weights. The ranks divide the forwards (learner/passes.py), so
+any number of ranks gives the same update up to rounding.
 """
 
 import time
@@ -27,7 +27,7 @@ from wire.messages import TrainGroup, TreeNode
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What one update trains on. questions counts the closed trees, those without groups included."""
+    """The input of one update. questions: the number of closed trees, including those without groups."""
 
     version: int
     questions: int
@@ -36,7 +36,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Trainer:
-    """Holds the policy, the models its scheme needs, and their optimizers; ``update`` is called on every rank with the same batch."""
+    """Holds the policy, the models that its scheme needs, and their optimizers. Call ``update`` on every rank with the same batch."""
 
     def __init__(self, process: LearnerProcess, ranks: Ranks):
         self.process, self.config, self.ranks = process, process.learner, ranks
@@ -67,24 +67,24 @@ class Trainer:
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent in updates, the running one included."""
+        """Seconds spent in updates, including the running update."""
         since = self._since
         return self._busy_s + (time.monotonic() - since if since is not None else 0.0)
 
     def parts(self) -> dict[str, tuple[TreeModel, Stepper]]:
-        """Everything that trains, by the name it has in a checkpoint."""
-        made: dict[str, tuple[TreeModel, Stepper]] = {"policy": (self.policy, self.stepper)}
+        """Return every model that trains with its optimizer, by its name in a checkpoint."""
+        parts: dict[str, tuple[TreeModel, Stepper]] = {"policy": (self.policy, self.stepper)}
         for name, part in (("critic", self.critic), ("prm", self.prm)):
             if part is not None:
-                made[name] = (part.model, part.stepper)
-        return made
+                parts[name] = (part.model, part.stepper)
+        return parts
 
     def whole(self) -> dict[str, torch.Tensor] | None:
-        """The policy's trained parameters, gathered by all ranks together; None where rank 0 holds them anyway."""
+        """Return the policy's trained parameters, gathered by all ranks together, or None if rank 0 holds them already."""
         return self.policy.gathered() if self.ranks.sharded else None
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """Train on one batch, version v -> v + 1; returns its metrics (equal on all ranks). ``warnings`` holds the watch's."""
+        """Train on one batch, from version v to v + 1. Returns the metrics, equal on all ranks, and sets ``warnings`` to those of the watch."""
         start = self._since = time.monotonic()
         nodes = {(tree, node.id): node for tree, node in batch.nodes}
         metrics: dict[str, float] = {"learner/groups": len(batch.groups), "learner/questions": batch.questions}
@@ -116,26 +116,26 @@ class Trainer:
     def _token_columns(
         self, table: TurnTable, rows: Rows, steps: Plan
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """What the models of the learner say of each token, as far as scheme, correction or KL term read it."""
-        needs, made, metrics = self.scheme.needs.models, {}, {}
+        """Return the token columns that scheme, correction or KL term read from the learner's models, and the reward model's metrics."""
+        needs, columns, metrics = self.scheme.needs.models, {}, {}
         if "log_ratio" in needs or self.correct.needs_proximal:
-            made["proximal"] = self._proximal(rows, steps)
-            made["log_ratio"] = np.where(rows.sampled, made["proximal"] - rows.behaviour, 0.0)
+            columns["proximal"] = self._proximal(rows, steps)
+            columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.needs_reference or self.config.kl_coef > 0:
             with self.policy.inference():
-                made["reference"] = sweep(rows, steps, self.ranks, self.policy.reference_logprobs)
-            # k1, the log-ratio itself: it goes into the reward of schemes with a critic
-            made["kl"] = np.where(rows.sampled, rows.behaviour - made["reference"], 0.0)
+                columns["reference"] = sweep(rows, steps, self.ranks, self.policy.reference_logprobs)
+            # The k1 estimate is the log-ratio itself. It enters the reward of schemes with a critic.
+            columns["kl"] = np.where(rows.sampled, rows.behaviour - columns["reference"], 0.0)
         if self.critic is not None:
-            made["value"] = self.critic.values(rows, steps)
+            columns["value"] = self.critic.values(rows, steps)
         if self.prm is not None:
             initial = self.prm.config.reference == "initial"
-            against = made["reference"] if initial else rows.behaviour
-            made["prm"], metrics = self.prm.score_and_learn(table, rows, steps, against, self.version)
-        return {name: values.astype(np.float64) for name, values in made.items()}, metrics
+            reference = columns["reference"] if initial else rows.behaviour
+            columns["prm"], metrics = self.prm.score_and_learn(table, rows, steps, reference, self.version)
+        return {name: values.astype(np.float64) for name, values in columns.items()}, metrics
 
     def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
-        """Log-probabilities of all tokens under the policy as it stands, float32 [tokens]."""
+        """Return the log-probabilities of all tokens under the current policy, float32 [tokens]."""
         with self.policy.inference():
             return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
 
@@ -156,7 +156,7 @@ class Trainer:
         )
 
     def _steps(self, table: TurnTable, known: Known, estimate: Estimate, everything: Plan) -> dict[str, float]:
-        """epochs x minibatches optimizer steps of the policy, and of the critic if there is one."""
+        """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is one. Returns their metrics."""
         c, rows = self.config, known.rows
         noted = torch.zeros(MEASURES, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
@@ -179,19 +179,19 @@ class Trainer:
         return metrics | watch.metrics(measured(table, known, untouched, self.ranks.add(noted).numpy(), self.version))
 
     def _minibatches(self, table: TurnTable, epoch: int) -> list[tuple[list[int], float]]:
-        """The turns of each optimizer step, whole questions together, and what their weights are scaled by."""
+        """Return the turns of each optimizer step and the factor of their weights. The turns of a question stay together."""
         trees = np.unique(table.tree)
         if self.config.minibatches > 1:
             trees = np.random.default_rng([self.process.seed, self.version, epoch]).permutation(trees)
-        made = []
+        minibatches = []
         for part in np.array_split(trees, min(self.config.minibatches, len(trees))):
             chosen = np.isin(table.tree, part)
             if self.config.aggregation == "token":
                 scale = table.mask().sum() / max(1, (table.mask() & table.per_token(chosen)).sum())
             else:
                 scale = len(trees) / len(part)
-            made.append((np.flatnonzero(chosen).tolist(), float(scale)))
-        return made
+            minibatches.append((np.flatnonzero(chosen).tolist(), float(scale)))
+        return minibatches
 
 
 def _check_finite(scheme: str, estimate: Estimate) -> None:
@@ -199,18 +199,18 @@ def _check_finite(scheme: str, estimate: Estimate) -> None:
         bad = 0 if values is None else int((~np.isfinite(values)).sum())
         if bad:
             raise ValueError(
-                f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} {name} are not finite: a score it reads is missing or"
+                f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} {name} are not finite: a score that the scheme reads is missing or"
                 " infinite; tools/dump shows the trees of this update"
             )
 
 
 def _table_metrics(table: TurnTable, rows: Rows, advantages: np.ndarray, version: int) -> dict[str, float]:
     stale = version - rows.versions
-    made = {
+    metrics = {
         "learner/turns": float(len(table)),
         "learner/trained_tokens": float(rows.sampled.sum()),
         "learner/zero_advantage_share": float(np.mean(advantages == 0)),
         "learner/staleness_mean": float(stale.mean()),
         "learner/staleness_max": float(stale.max()),
     }
-    return made | {f"score/{name}": float(np.nanmean(v)) for name, v in table.scores.items() if not np.isnan(v).all()}
+    return metrics | {f"score/{n}": float(np.nanmean(v)) for n, v in table.scores.items() if not np.isnan(v).all()}

@@ -1,12 +1,12 @@
-"""Tree packing: the turns of an update, which arrive as nodes of many trees, become one forest in which a shared prefix stands once.
+"""Tree packing: the turns of an update arrive as nodes of many trees and become one forest, which holds each shared prefix once.
 
 Layout: depth-first pre-order of the token trie; position = depth; ``end[k]`` is the exclusive end of k's subtree, so k is an
-ancestor-or-self of q iff k <= q < end[k]. A token attends to its ancestors (learner/attention.py). Equal to path-by-path training to rounding, because
-every hidden state depends on its ancestors only. Targets stay per path: a branch's first token reads its parent's last logits.
+ancestor-or-self of q iff k <= q < end[k]. A token attends to its ancestors (learner/attention.py). The result equals path-by-path training up
+to rounding, because a hidden state depends only on its ancestors. Targets stay per path: a branch's first token reads its parent's last logits.
 
-The trie is found again from the whole token paths instead of being taken over from the nodes and their parents: so equal prefixes of
-different trees are shared too (a common instruction), and nothing but token ids decides what is shared. It is found once per update
-(``Trie``); every pass of every model takes its micro-batches out of it.
+The trie is computed from the complete token paths, not from the nodes and their parents. Equal prefixes of different trees (a common
+instruction) are therefore shared too, and only token ids decide what is shared. Each update builds one ``Trie``, and every pass of every
+model cuts its micro-batches from this trie.
 """
 
 import itertools
@@ -17,16 +17,16 @@ import numpy as np
 
 
 class Path(msgspec.Struct, frozen=True):
-    """One trained turn: its tokens and where its action starts."""
+    """One trained turn: all tokens up to its end, and the index at which its action starts."""
 
     tokens: Sequence[int] | np.ndarray
     start: int
 
 
 class Forest(msgspec.Struct, frozen=True):
-    """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state predicts target[i], paths in order.
+    """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state predicts target[i], in the order of the paths.
 
-    path_tokens: tokens of all paths; nodes: packed tokens, without the filling of a bucketed forest.
+    path_tokens: the tokens of all paths. nodes: the number of packed tokens, without the filler nodes of ``filled``.
     """
 
     tokens: np.ndarray
@@ -39,18 +39,19 @@ class Forest(msgspec.Struct, frozen=True):
 
     @property
     def token_ratio(self) -> float:
-        """Path tokens over packed tokens: what sharing saves in the trunk."""
+        """Path tokens / packed tokens: the factor that sharing prefixes saves."""
         return self.path_tokens / self.nodes
 
 
 SHARE_FROM = 1.15
-"""Token ratio from which a forest is shared: below, the blocks of shared trunks cost more than their tokens."""
+"""The smallest token ratio at which prefixes are shared. Below it, the attention blocks of shared trunks cost more than the saved tokens."""
 
 
 class Trie:
-    """The token trie of all paths of an update. Sorted paths visit it depth first, so a subtree is one slice of its nodes.
+    """The token trie of all paths of an update. Sorted paths visit the trie depth first, so a subtree is one slice of the nodes.
 
-    ``forest`` packs some of the paths, ``cuts`` says where they may be cut into micro-batches; neither compares tokens again.
+    ``forest`` packs some of the paths, and ``cuts`` says where they may be cut into micro-batches. Neither compares tokens again.
+    Example: ``Trie([Path([1, 2, 3], 1), Path([1, 2, 4], 1)])`` has four nodes, 1, 2, 3 and 4, because both paths share 1 and 2.
     """
 
     def __init__(self, paths: Sequence[Path]):
@@ -61,9 +62,9 @@ class Trie:
         most = sum(map(len, rows))
         self.tokens, self.depth, self.end = (np.empty(most, np.int64) for _ in range(3))
         self.spines: list[np.ndarray] = [np.zeros(0, np.int64)] * len(rows)
-        """The trie's nodes of each path, int64 [tokens of the path]."""
+        """The nodes of each path in the trie, int64 [tokens of the path]."""
         self.common: list[int] = []
-        """Tokens that each path, in sorted order, shares with the one before."""
+        """The number of tokens that each path, in sorted order, shares with the path before."""
         size, last, spine = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
         for index in self.order:
             row = rows[index]
@@ -79,8 +80,8 @@ class Trie:
         self.end[spine] = size
 
     def forest(self, rows: Sequence[int], share: bool | None = None) -> Forest:
-        """The forest of the paths ``rows``. share: False keeps every path whole (the packed path-by-path reference), None where sharing
-        pays, True always."""
+        """Return the forest of the paths ``rows``. share: True shares prefixes, None shares them if that saves time, and False keeps every
+        path complete (the packed path-by-path reference)."""
         spines = [self.spines[i] for i in rows]
         lengths, nodes = [len(spine) for spine in spines], np.concatenate(spines)
         kept = np.unique(nodes)
@@ -92,18 +93,11 @@ class Trie:
             kept, end, own = nodes, np.repeat(np.cumsum(lengths), lengths), np.arange(len(nodes))
         read = [one[self.starts[i] - 1 : -1] for i, one in zip(rows, _split(own, lengths), strict=True)]
         target = [self.tokens[spine[self.starts[i] :]] for i, spine in zip(rows, spines, strict=True)]
-        return Forest(
-            self.tokens[kept],
-            self.depth[kept],
-            end,
-            np.concatenate(read),
-            np.concatenate(target),
-            len(nodes),
-            len(kept),
-        )
+        tokens, depth = self.tokens[kept], self.depth[kept]
+        return Forest(tokens, depth, end, np.concatenate(read), np.concatenate(target), len(nodes), len(kept))
 
     def cuts(self, rows: Sequence[int]) -> "Cuts":
-        """Where the paths ``rows`` may be cut."""
+        """Return the places at which the paths ``rows`` may be cut."""
         places = np.sort(self.rank[list(rows)]).tolist()
         order = [self.order[place] for place in places]
         shared = [0] + [min(self.common[a + 1 : b + 1]) for a, b in itertools.pairwise(places)]
@@ -116,12 +110,12 @@ def _split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def pack(paths: Sequence[Path], share: bool | None = True) -> Forest:
-    """The forest of ``paths``. Equal tokens after equal prefixes become one node, across trees too; ``share`` as in ``Trie.forest``."""
+    """Return the forest of ``paths``. Equal tokens after equal prefixes become one node, also across trees. share: see ``Trie.forest``."""
     return Trie(paths).forest(range(len(paths)), share)
 
 
 def filled(forest: Forest, bucket: int) -> Forest:
-    """The forest with lone filler nodes up to a multiple of ``bucket``: static shapes for compiled attention."""
+    """Return the forest with isolated filler nodes, so that its size is a multiple of ``bucket``: compiled attention needs static shapes."""
     more = -len(forest.tokens) % bucket
     size = len(forest.tokens)
     zeros = np.zeros(more, np.int64)
@@ -134,9 +128,9 @@ def filled(forest: Forest, bucket: int) -> Forest:
 
 
 class Cuts(msgspec.Struct, frozen=True):
-    """Where a batch may be cut. order: indices of the paths, sorted, so that neighbours share the longest prefixes.
+    """Where a batch may be cut. order: indices of the paths, sorted so that neighbours share the longest prefixes.
 
-    length: tokens of each path in that order; added: those that its left neighbour does not have already.
+    length: the tokens of each path in this order. added: the tokens of each path that its left neighbour does not share.
     """
 
     order: list[int]
@@ -145,18 +139,18 @@ class Cuts(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> int:
-        """Packed tokens of the forest that is never cut."""
+        """The packed tokens of the uncut forest."""
         return sum(self.added)
 
 
 def cuts(paths: Sequence[Path]) -> Cuts:
-    """The places to cut ``paths``."""
+    """Return the places at which ``paths`` may be cut."""
     return Trie(paths).cuts(range(len(paths)))
 
 
 def micro_batches(where: Cuts, budget: int) -> tuple[list[list[int]], list[int]]:
-    """Indices of the paths cut into forests of at most ``budget`` packed tokens (a single longer path stands alone), and the size
-    of each forest. The trunk that a cut goes through is repeated on both sides."""
+    """Cut the paths into forests of at most ``budget`` packed tokens (a longer path is a forest of its own). Returns the path indices and
+    the size of each forest. A trunk that is cut is repeated on both sides of the cut."""
     batches: list[list[int]] = []
     sizes: list[int] = []
     for index, length, added in zip(where.order, where.length, where.added, strict=True):
@@ -170,7 +164,7 @@ def micro_batches(where: Cuts, budget: int) -> tuple[list[list[int]], list[int]]
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Micro-batches by rank: the largest first, each to the rank with the least so far."""
+    """Distribute micro-batches over the ranks: the largest first, each to the rank with the smallest load so far."""
     load = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -1,7 +1,7 @@
 """The numerics watch: do engine and learner agree, how far off-policy is the data, and is the update still sane?
 
-Measured on the tokens of every update, whole and by groups of tokens (staleness, turn). A threshold that is passed gives a warning
-that says what to do. Pure: arrays in, numbers and sentences out.
+The watch measures the tokens of every update, together and in groups (by staleness and by turn). A value beyond its threshold gives a
+warning that says what to do. The functions are pure: they take arrays and return numbers and sentences.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ from learner.lengths import Lengths
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What the policy pass saw, each [tokens that carried weight].
+    """Measurements of the policy pass, each [tokens that carried weight].
 
-    current, behaviour: log-probabilities; entropy; kl to the initial policy (k3, 0 if not measured); coefficient: of the correction;
-    clipped, masked: bool; staleness: updates between sampling and training; turn: of the token. fresh: bool, whether the whole turn
-    was sampled by the version being trained: only there must engine and learner agree, since a turn that spans a weight update
-    attends to keys and values of the older weights.
+    current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (k3; 0 if not measured). coefficient: the correction's
+    coefficient. clipped, masked: bool. staleness: updates between sampling and training. turn: number of the token's turn. fresh: bool,
+    whether the version being trained sampled the whole turn. Engine and learner must agree only on fresh turns, since a turn that spans a
+    weight update attends to keys and values of the older weights.
     """
 
     current: np.ndarray
@@ -35,17 +35,17 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def effective_share(ratio: np.ndarray) -> float:
-    """(sum w)^2 / (n sum w^2): the effective sample size of importance weights over their number, in (0, 1]."""
+    """Return the effective sample size of n importance weights divided by n: (sum w)^2 / (n sum w^2), in (0, 1]."""
     return float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())) if len(ratio) else 1.0
 
 
 def metrics(m: Measured) -> dict[str, float]:
-    """All measured values of an update."""
+    """Return the metrics of an update by name."""
     if not len(m.current):
         return {}
     gap = m.current - m.behaviour
     ratio = np.exp(np.clip(gap, -20, 20))
-    made = {
+    results = {
         "learner/ratio_mean": float(ratio.mean()),
         "learner/ratio_max": float(ratio.max()),
         "learner/logprob_gap_mean": float(np.abs(gap).mean()),
@@ -57,18 +57,18 @@ def metrics(m: Measured) -> dict[str, float]:
         "watch/sample_share": effective_share(ratio),
         "watch/coefficient_mean": float(m.coefficient.mean()),
     }
-    made |= {f"watch/ratio_p{q:02d}": float(np.quantile(ratio, q / 100)) for q in (1, 10, 50, 90, 99)}
+    results |= {f"watch/ratio_p{q:02d}": float(np.quantile(ratio, q / 100)) for q in (1, 10, 50, 90, 99)}
     fresh = np.abs(gap[m.fresh])
     if len(fresh):
-        made |= {
+        results |= {
             "watch/engine_gap_mean": float(fresh.mean()),
             "watch/engine_gap_p99": float(np.quantile(fresh, 0.99)),
             "watch/engine_gap_max": float(fresh.max()),
         }
     for name, groups in (("staleness", np.minimum(m.staleness, 8)), ("turn", np.minimum(m.turn, 8))):
         for group in np.unique(groups):
-            made |= _group(f"watch/{name}_{int(group)}", groups == group, gap, ratio, m)
-    return made
+            results |= _group(f"watch/{name}_{int(group)}", groups == group, gap, ratio, m)
+    return results
 
 
 def _group(name: str, chosen: np.ndarray, gap: np.ndarray, ratio: np.ndarray, m: Measured) -> dict[str, float]:
@@ -82,7 +82,7 @@ def _group(name: str, chosen: np.ndarray, gap: np.ndarray, ratio: np.ndarray, m:
 
 
 class Watch:
-    """Holds the thresholds, the recent gradient norms and the first lengths; ``warnings`` speaks when a threshold is passed."""
+    """Keeps the thresholds, the last gradient norms and the first lengths. Call ``warnings`` once after each update, in order."""
 
     def __init__(self, config: WatchConfig, bfloat16: bool = False):
         self.config, self.bfloat16 = config, bfloat16
@@ -90,17 +90,17 @@ class Watch:
         self.lengths = Lengths()
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
-        """One sentence for each threshold passed, naming value, threshold and remedy."""
-        c, made = self.config, []
+        """Return one sentence for each value beyond its threshold. The sentence names value, threshold and remedy."""
+        c, sentences = self.config, []
 
-        def above(key: str, threshold: str, what: str, remedy: str) -> None:
+        def above(key: str, threshold: str, quantity: str, remedy: str) -> None:
             limit = getattr(c, threshold)
             if limit and values.get(key, 0.0) > limit:
-                made.append(f"{what} is {values[key]:.3g} (watch.{threshold} = {limit:g}): {remedy}")
+                sentences.append(f"{quantity} is {values[key]:.3g} (watch.{threshold} = {limit:g}): {remedy}")
 
         above(
             "watch/engine_gap_p99", "engine_gap_bfloat16" if self.bfloat16 else "engine_gap", "log-probability difference of engine and learner on fresh turns (p99)",
-            "same weights should agree: compare dtype, temperature and attention of both; until then use correction = 'tis' or 'icepop'",
+            "equal weights should give equal values: compare dtype, temperature and attention of engine and learner; until then use correction = 'tis' or 'icepop'",
         )  # fmt: skip
         above(
             "learner/clip_share", "clip_share", "share of clipped tokens",
@@ -113,16 +113,16 @@ class Watch:
         above("learner/kl", "kl", "KL to the initial policy", "raise learner.kl_coef or lower learner.lr")
         share = values.get("watch/sample_share", 1.0)
         if c.sample_share and share < c.sample_share:
-            made.append(
+            sentences.append(
                 f"effective sample size is {share:.2f} of the tokens (watch.sample_share = {c.sample_share:g}): lower"
                 " scheduler.max_staleness or learner.lr, or truncate harder"
             )
         if c.entropy and values.get("learner/entropy", np.inf) < c.entropy:
-            made.append(
+            sentences.append(
                 f"entropy is {values['learner/entropy']:.3g} nats (watch.entropy = {c.entropy:g}): the policy has nearly stopped"
-                " exploring: raise learner.entropy_coef or learner.kl_coef, or lower learner.lr"
+                " exploring; raise learner.entropy_coef or learner.kl_coef, or lower learner.lr"
             )
-        return made + self._norm(grad_norm) + self.lengths.warnings(values, c.turns)
+        return sentences + self._norm(grad_norm) + self.lengths.warnings(values, c.turns)
 
     def _norm(self, norm: float | None) -> list[str]:
         if norm is None:

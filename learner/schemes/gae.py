@@ -1,7 +1,7 @@
-"""PPO with a critic: the outcome at the last token of a trajectory, GAE, advantages whitened (methods.md 2.4 without step rewards).
+"""PPO with a critic: GAE on the outcome at the last token of a trajectory, whitened (methods.md 2.4 without step rewards).
 
-targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/targets.py). kl_coef puts the k1 KL to the initial
-policy into the reward.
+targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/targets.py). kl_coef weighs the k1 KL to the initial
+policy, which is subtracted from the reward.
 """
 
 from learner.table import TurnTable
@@ -12,7 +12,7 @@ from wire.numbers import NotNegative, Share
 
 
 def needs(column: str, targets: Kind, kl_coef: float, **_: object) -> SchemeNeeds:
-    """Whole trajectories; a critic, and what the targets and the KL in the reward read of each token."""
+    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
     return SchemeNeeds(columns=frozenset({column}), group="batch", models=frozenset(target_needs(targets, kl_coef)))
 
 
@@ -25,7 +25,7 @@ def advantages(
     targets: Kind = "gae",
     kl_coef: NotNegative = 0.0,
 ) -> Estimate:
-    """Advantages and value targets. Every score of ``column`` is paid at the last token of its turn; a missing one is 0."""
+    """Return advantages and value targets. Each score of ``column`` rewards the last token of its turn; a missing score counts as 0."""
     rewards = table.at_last_token(table.column(column))
     rewards[rewards != rewards] = 0.0
     return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef)

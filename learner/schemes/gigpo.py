@@ -1,7 +1,7 @@
-"""GiGPO: episode advantage plus the advantage among steps that answered the same observation (methods.md 4.5).
+"""GiGPO: the advantage of the episode plus the advantage among steps that answered the same observation (methods.md 4.5).
 
-G_t = sum_k gamma^k r_{t+k} over the environment's rewards; steps of one question with an identical observation form a group,
-A_S = (G - mean) / F with F = 1 or the sample std; a single step gets 0. A = A_E + alpha A_S, A_E as GRPO over episode returns.
+G_t = sum_k gamma^k r_{t+k} sums the environment's rewards. Steps of one question with an identical observation form a group, in which
+A_S = (G - mean) / F with F = 1 or the sample std; a single step gets 0. A = A_E + alpha A_S, where A_E is GRPO over episode returns.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from wire.numbers import NotNegative, Positive, Share
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """Whole trajectories of one task, two at least."""
+    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
@@ -27,15 +27,15 @@ def advantages(
     step_std: bool = False,
     eps: Positive = 1e-6,
 ) -> np.ndarray:
-    """float64 [tokens]. Both std switches are off in the released code ("mean_norm"). A missing reward is 0."""
+    """Return float64 [tokens]. Both std switches are off in the released code ("mean_norm"). A missing reward counts as 0."""
     if table.anchor is None:
         raise KeyError("gigpo needs the observations (anchor) of the turns, which this table does not have")
     rewards = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)
-    ahead = np.zeros(len(table))
+    returns = np.zeros(len(table))
     for rows in table.trajectories().rows:
         running = 0.0
         for row in rows[::-1]:
-            running = ahead[row] = rewards[row] + gamma * running
+            running = returns[row] = rewards[row] + gamma * running
     _, groups = np.unique(np.stack([table.tree, table.anchor], 1), axis=0, return_inverse=True)
-    steps = within(groups.reshape(-1), ahead, lambda group: standardise(group, step_std, 1, eps))
+    steps = within(groups.reshape(-1), returns, lambda group: standardise(group, step_std, 1, eps))
     return grpo.advantages(table, column, episode_std, 1, eps) + alpha * table.per_token(steps)

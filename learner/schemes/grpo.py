@@ -1,7 +1,7 @@
-"""GRPO: the return of a trajectory against the other trajectories of its question, broadcast to all its tokens.
+"""GRPO: the return of a trajectory, compared with the trajectories of the same question and broadcast to all its tokens.
 
-R(tau) = sum_t r_t over the turns of a column ("reward", or an outcome that only the last turn has); A = (R - mean R) / (std R + eps).
-std = False is Dr. GRPO (with learner.aggregation = "constant").
+R(tau) = sum_t r_t sums a column over the turns ("reward", or an outcome that only the last turn has). A = (R - mean R) / (std R + eps).
+With std = False and learner.aggregation = "constant" this is Dr. GRPO.
 """
 
 from typing import Annotated
@@ -16,7 +16,7 @@ from wire.numbers import Positive
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """Whole trajectories of one task, two at least."""
+    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
@@ -27,8 +27,8 @@ def advantages(
     ddof: Annotated[int, Meta(ge=0, le=1)] = 1,
     eps: Positive = 1e-6,
 ) -> np.ndarray:
-    """float64 [tokens]. A missing score adds nothing to the return."""
+    """Return float64 [tokens]. A missing score adds nothing to the return."""
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
-    made = within(trajectories.tree, returns, lambda group: standardise(group, std, ddof, eps))
-    return table.per_token(made[trajectories.of])
+    normalised = within(trajectories.tree, returns, lambda group: standardise(group, std, ddof, eps))
+    return table.per_token(normalised[trajectories.of])

@@ -1,7 +1,7 @@
-"""MC-PR, VPR's Monte Carlo baseline: the reward of a turn is the temporal difference of Monte Carlo values (methods.md 3.6).
+"""MC-PR, VPR's Monte Carlo baseline: a turn's reward is the temporal difference of Monte Carlo values (methods.md 3.6).
 
-r_t = V(s_{t+1}) - V(s_t), V(s) the mean outcome of continuations from s (column "mc_value" of the turn that acts in s),
-V(terminal) the outcome; then VPR's turn-level normalisation.
+r_t = V(s_{t+1}) - V(s_t), where V(s) is the mean outcome of continuations from s (column "mc_value" of the turn that acts in s) and
+V(terminal) is the outcome. VPR's turn-level normalisation follows.
 """
 
 import numpy as np
@@ -13,22 +13,22 @@ from wire.numbers import Count, Positive
 
 
 def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:
-    """The turns of whole trajectories of the batch, with Monte Carlo values."""
+    """The scheme needs all turns of whole trajectories, with Monte Carlo values."""
     return SchemeNeeds(columns=frozenset({value, outcome}), group="batch")
 
 
 def advantages(
     table: TurnTable, value: str = "mc_value", outcome: str = "outcome", n_min: Count = 4, eps: Positive = 1e-8
 ) -> np.ndarray:
-    """float64 [tokens]. A turn next to a missing value has no difference: it enters no statistic and gets 0."""
+    """Return float64 [tokens]. A turn next to a missing value has no difference, so it enters no statistic and gets 0."""
     return table.per_token(by_turn(table.turn, temporal_differences(table, value, outcome), n_min, eps))
 
 
 def temporal_differences(table: TurnTable, value: str = "mc_value", outcome: str = "outcome") -> np.ndarray:
-    """V(s_{t+1}) - V(s_t) [turns]; an episode without an outcome ends at 0 (a timeout)."""
+    """Return V(s_{t+1}) - V(s_t) [turns]. An episode without an outcome (a timeout) ends with the value 0."""
     values, outcomes = table.column(value), np.nan_to_num(table.column(outcome), posinf=np.inf, neginf=-np.inf)
-    made = np.empty(len(table))
+    differences = np.empty(len(table))
     for rows in table.trajectories().rows:
         after = np.append(values[rows[1:]], outcomes[rows[-1]])
-        made[rows] = after - values[rows]
-    return made
+        differences[rows] = after - values[rows]
+    return differences

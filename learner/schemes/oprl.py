@@ -1,10 +1,10 @@
-"""OPRL: episode advantage plus advantage of implicit step rewards, A = A_E + alpha A_S (methods.md 4.3, 4.4).
+"""OPRL: the advantage of the episode plus that of the implicit step rewards, A = A_E + alpha A_S (methods.md 4.3, 4.4).
 
-The step score r is the implicit reward model's beta x log-ratio summed over the action's tokens. base chooses both normalisations:
-"grpo" (x - mean) / std, "rloo" leave-one-out, "reinforce_pp" x - mean then whitened over the batch, "ppo" token GAE on the outcome
-for A_E and "grpo" for A_S. Trajectories are compared within their question, step scores over all steps of all its trajectories.
-variant: "step" (the method); "process" A_S alone; "merged" outcome + alpha r in one normalisation over the steps; "token" per-token
-return-to-go of the implicit reward; "environment" the environment's own step rewards instead of r.
+The step score r is the implicit reward model's beta x log-ratio, summed over the action's tokens. base chooses both normalisations:
+"grpo" is (x - mean) / std; "rloo" leaves one out; "reinforce_pp" is x - mean, then whitened over the batch; "ppo" is token GAE on the outcome
+for A_E and "grpo" for A_S. Trajectories are compared within their question, and step scores over all steps of all its trajectories.
+variant: "step" is the method; "process" is A_S alone; "merged" normalises outcome + alpha r once over the steps; "token" takes the per-token
+return-to-go of the implicit reward; "environment" takes the environment's own step rewards instead of r.
 """
 
 from typing import Literal
@@ -23,7 +23,7 @@ Variant = Literal["step", "process", "merged", "token", "environment"]
 
 
 def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: object) -> SchemeNeeds:
-    """Whole trajectories of one task, two at least; the implicit reward model, and a critic for base "ppo"."""
+    """The scheme needs at least two whole trajectories of each task, the implicit reward model, and a critic for base "ppo"."""
     models = ({"value"} if base == "ppo" else set()) | ({"prm"} if variant != "environment" else set())
     columns = {outcome, step_reward} if variant == "environment" else {outcome}
     return SchemeNeeds(columns=frozenset(columns), group="task", least=2, models=frozenset(models))
@@ -39,7 +39,7 @@ def advantages(
     invalid_penalty: NotNegative = 0.1,
     eps: Positive = 1e-6,
 ) -> Estimate:
-    """Advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers its own row's outcome only."""
+    """Return advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers only the outcome of its own turn."""
     episode = _episode(table, base, outcome, invalid_penalty, eps)
     if variant == "environment":
         steps = np.nan_to_num(table.column(step_reward), posinf=np.inf, neginf=-np.inf)
@@ -54,7 +54,7 @@ def advantages(
 
 
 def _compared(table: TurnTable, values: np.ndarray, base: Base, eps: float) -> np.ndarray:
-    """Values a turn [turns] compared over all turns of the question's trajectories [tokens]."""
+    """Compare values [turns] over all turns of the question's trajectories, and broadcast them to the tokens [tokens]."""
     if base == "reinforce_pp":
         centred = within(table.tree, values, centre)
         return whiten(table.per_token(centred), table.mask())
@@ -63,20 +63,20 @@ def _compared(table: TurnTable, values: np.ndarray, base: Base, eps: float) -> n
 
 
 def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: float) -> Estimate:
-    """A_E: outcome of the row against the unpenalised outcomes of the question's trajectories."""
-    fined = penalty * _invalid(table)
+    """Return A_E: the outcome of each turn, compared with the unpenalised outcomes of the question's trajectories."""
+    penalties = penalty * _invalid(table)
     if base == "ppo":
-        made = gae.advantages(table, outcome, whiten=False)
-        return Estimate(whiten(made.advantages - table.per_token(fined), table.mask()), made.returns)
+        estimate = gae.advantages(table, outcome, whiten=False)
+        return Estimate(whiten(estimate.advantages - table.per_token(penalties), table.mask()), estimate.returns)
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(outcome))
     if base == "rloo":
-        made = within(trajectories.tree, returns, leave_one_out)[trajectories.of] - fined
-        return Estimate(table.per_token(made))
-    centred = within(trajectories.tree, returns, centre)[trajectories.of] - fined
+        per_turn = within(trajectories.tree, returns, leave_one_out)[trajectories.of] - penalties
+        return Estimate(table.per_token(per_turn))
+    centred = within(trajectories.tree, returns, centre)[trajectories.of] - penalties
     if base == "reinforce_pp":
         return Estimate(whiten(table.per_token(centred), table.mask()))
-    # Equal outcomes have no scale to divide by: there the penalty of an invalid step stands for itself.
+    # Equal outcomes have no spread to divide by, so the penalty of an invalid step is not scaled there.
     spread = within(
         trajectories.tree, returns, lambda g: np.full(len(g), g.std(ddof=1) + eps if np.ptp(g) > 0 else 1.0)
     )
@@ -84,15 +84,15 @@ def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: fl
 
 
 def _token_level(table: TurnTable, base: Base, eps: float) -> np.ndarray:
-    """Return-to-go of the implicit token rewards, compared over all sampled tokens of the question [tokens]."""
+    """Return the return-to-go of the implicit token rewards, compared over all sampled tokens of the question [tokens]."""
     rewards = table.token_column("prm") * table.mask()
-    ahead = np.zeros_like(rewards)
+    to_go = np.zeros_like(rewards)
     for span in table.token_spans():
-        ahead[span] = np.cumsum(rewards[span][::-1])[::-1]
-    mask, made = table.mask(), np.zeros_like(ahead)
+        to_go[span] = np.cumsum(rewards[span][::-1])[::-1]
+    mask, compared = table.mask(), np.zeros_like(to_go)
     change = leave_one_out if base == "rloo" else lambda group: standardise(group, base != "reinforce_pp", 1, eps)
-    made[mask] = within(table.per_token(table.tree)[mask], ahead[mask], change)
-    return whiten(made, mask) if base == "reinforce_pp" else made
+    compared[mask] = within(table.per_token(table.tree)[mask], to_go[mask], change)
+    return whiten(compared, mask) if base == "reinforce_pp" else compared
 
 
 def _returns(table: TurnTable, outcome: str) -> np.ndarray:

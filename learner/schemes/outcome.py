@@ -1,4 +1,4 @@
-"""OR, VPR's outcome baseline: the return of an episode against all episodes of the batch, on all its turns (methods.md 3.6)."""
+"""OR, VPR's outcome baseline: an episode's return, compared with all episodes of the batch, on all its turns (methods.md 3.6)."""
 
 import numpy as np
 
@@ -9,12 +9,12 @@ from wire.numbers import Positive
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The trajectories of the batch."""
+    """The scheme compares all trajectories of the batch."""
     return SchemeNeeds(columns=frozenset({column}), group="batch")
 
 
 def advantages(table: TurnTable, column: str = "outcome", eps: Positive = 1e-8) -> np.ndarray:
-    """float64 [tokens]. Population std; an episode without an outcome has return 0 (a timeout)."""
+    """Return float64 [tokens]. The std is the population's. An episode without an outcome (a timeout) has return 0."""
     trajectories = table.trajectories()
-    made = standardise(trajectories.total(table.column(column)), True, 0, eps)
-    return table.per_token(made[trajectories.of])
+    normalised = standardise(trajectories.total(table.column(column)), True, 0, eps)
+    return table.per_token(normalised[trajectories.of])

@@ -1,8 +1,8 @@
-"""PPR: principle process rewards made comparable with the outcome by ReNorm, PPO with a critic (methods.md 2.3, 2.4).
+"""PPR: PPO with a critic on principle process rewards, which ReNorm makes comparable with the outcome (methods.md 2.3, 2.4).
 
-r_hat in [0, 1] is the judge's score of a turn (all but the last are judged), r_o the outcome at the last token. normalisation:
-"constant" (ReNorm) r_hat + r_o - 1; "sample" (ReNorm) (r_hat - mu) + (r_o - pi) with means over the judged turns of the batch;
-"none" r_hat; "rescale" r_hat / judged turns of the trajectory; "reduced" no step rewards, r_o + sum r_hat at the end.
+r_hat in [0, 1] is the judge's score of a turn (all turns but the last are judged), and r_o is the outcome at the last token. normalisation:
+"constant" (ReNorm) is r_hat + r_o - 1; "sample" (ReNorm) is (r_hat - mu) + (r_o - pi) with means over the judged turns of the batch; "none" is
+r_hat; "rescale" is r_hat / judged turns of the trajectory; "reduced" gives no step rewards, but r_o + sum r_hat at the end.
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 
 
 def needs(process: str, outcome: str, targets: Kind, kl_coef: float, **_: object) -> SchemeNeeds:
-    """Whole trajectories; a critic, and what the targets and the KL in the reward read of each token."""
+    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
     return SchemeNeeds(
         columns=frozenset({process, outcome}), group="batch", models=frozenset(target_needs(targets, kl_coef))
     )
@@ -37,7 +37,7 @@ def advantages(
     targets: Kind = "gae",
     kl_coef: NotNegative = 0.0,
 ) -> Estimate:
-    """Advantages and value targets. Whitening and critic run over the policy's own tokens (methods.md 2.4: all response tokens)."""
+    """Return advantages and value targets. Whitening and critic use only the policy's own tokens (in methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))
     return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef)
 
@@ -49,10 +49,10 @@ def turn_rewards(
     process: str = "process",
     outcome: str = "outcome",
 ) -> np.ndarray:
-    """The reward at each turn's last token [turns].
+    """Return the reward of each turn's last token [turns].
 
-    invalid: what a judged turn without a valid score gets: "zero" is r_hat = 0, then normalised (the released code); "skip" is no
-    reward at all, and no part in mu and pi. A trajectory without an outcome has r_o = 0.
+    invalid: how to treat a judged turn without a valid score. "zero" normalises r_hat = 0 (as the released code does); "skip" gives no
+    reward and leaves the turn out of mu and pi. A trajectory without an outcome has r_o = 0.
     """
     r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
     last = trajectories.last()
@@ -64,11 +64,11 @@ def turn_rewards(
 def _judged(
     table: TurnTable, invalid: str, process: str, outcome: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Trajectories]:
-    """r_hat and r_o of each turn, which turns are paid for their judgement, each [turns], and the trajectories."""
+    """Return r_hat, r_o and whether the turn gets a process reward, each [turns], and the trajectories."""
     trajectories = table.trajectories()
     last = trajectories.last()
     r_o = trajectories.total(np.where(last, table.column(outcome), 0.0))[trajectories.of]
-    r_hat = table.scores.get(process, np.full(len(table), np.nan))  # a batch may hold no judged turn
+    r_hat = table.scores.get(process, np.full(len(table), np.nan))  # the batch may lack judged turns
     judged = ~last & (~np.isnan(r_hat) if invalid == "skip" else True)
     return np.nan_to_num(r_hat, posinf=np.inf, neginf=-np.inf), r_o, judged, trajectories
 
@@ -81,25 +81,25 @@ def metrics(
     outcome: str = "outcome",
     **_: object,
 ) -> dict[str, float]:
-    """The length side effect (methods.md 5): turns of correct and of wrong trajectories, and what a judged turn pays in each.
+    """Measure the length side effect (methods.md 5): the turns of correct and of wrong trajectories, and what a judged turn earns.
 
-    With the constant a turn pays r_hat once the answer is right, and r_hat - 1 once it is wrong: long successes, short failures. With
-    "reduced" a turn pays the r_hat that it adds to the end.
+    With "constant" a turn earns r_hat if the answer is right and r_hat - 1 if it is wrong, which favours long successes and short failures.
+    With "reduced" a turn earns the r_hat that it adds to the final reward.
     """
     r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
     pay = r_hat if normalisation == "reduced" else _normalised(r_hat, r_o, judged, trajectories.of, normalisation)
     turns = np.bincount(trajectories.of).astype(float)[trajectories.of]
-    made = {"ppr/process_reward": float(pay[judged].mean())} if judged.any() else {}
+    results = {"ppr/process_reward": float(pay[judged].mean())} if judged.any() else {}
     for name, chosen in (("correct", r_o > 0), ("wrong", r_o <= 0)):
         last = chosen & trajectories.last()
-        made |= {f"ppr/turns_{name}": float(turns[last].mean())} if last.any() else {}
+        results |= {f"ppr/turns_{name}": float(turns[last].mean())} if last.any() else {}
         paid = chosen & judged
-        made |= {f"ppr/turn_pay_{name}": float(pay[paid].mean())} if paid.any() else {}
-    return made
+        results |= {f"ppr/turn_pay_{name}": float(pay[paid].mean())} if paid.any() else {}
+    return results
 
 
-def _normalised(r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, how: str) -> np.ndarray:
-    match how:
+def _normalised(r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, kind: str) -> np.ndarray:
+    match kind:
         case "constant":
             return r_hat + r_o - 1.0
         case "sample":
@@ -108,4 +108,4 @@ def _normalised(r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.n
             return r_hat
         case "rescale":
             return r_hat / np.maximum(1, np.bincount(of, weights=judged))[of]
-    raise ValueError(f"normalisation {how!r}: expected constant, sample, none, rescale or reduced")
+    raise ValueError(f"normalisation {kind!r}: expected constant, sample, none, rescale or reduced")

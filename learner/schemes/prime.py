@@ -1,8 +1,8 @@
 """PRIME: token rewards of an implicit reward model trained with cross-entropy, plus the outcome (methods.md 4.5).
 
-Token rewards, divided by the largest |return-to-go| of the batch, and outcomes each get the leave-one-out form
-n / (n - 1) (x - mean over the n responses), the tokens against the mean of the responses' mean token rewards; weighted 5 and 5, summed
-to returns-to-go and whitened. Questions whose accuracy is outside [accuracy_low, accuracy_high] are left out.
+Token rewards are divided by the largest |return-to-go| of the batch. They and the outcomes each get the leave-one-out form
+n / (n - 1) (x - mean over the n responses); for tokens this is the mean of the responses' mean token rewards. Both are weighted (5 and 5),
+summed to returns-to-go and whitened. Questions whose accuracy is outside [accuracy_low, accuracy_high] are left out.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from wire.numbers import NotNegative, Share
 
 
 def needs(outcome: str, **_: object) -> SchemeNeeds:
-    """Whole trajectories of one task, two at least; an implicit reward model trained with cross-entropy."""
+    """The scheme needs at least two whole trajectories of each task and an implicit reward model trained with cross-entropy."""
     return SchemeNeeds(
         columns=frozenset({outcome}), group="task", least=2, models=frozenset({"prm"}), prm_loss="cross_entropy"
     )
@@ -28,7 +28,7 @@ def advantages(
     accuracy_low: Share = 0.2,
     accuracy_high: Share = 0.8,
 ) -> np.ndarray:
-    """float64 [tokens]. A trajectory is accurate when its outcome is above 0."""
+    """Return float64 [tokens]. A trajectory counts as accurate if its outcome is above 0."""
     trajectories, spans, mask = table.trajectories(), table.token_spans(), table.mask()
     returns = trajectories.total(table.column(outcome))
     token_rewards = _scaled(table.token_column("prm") * mask, spans)

@@ -1,6 +1,6 @@
-"""REINFORCE++: the return, minus the mean of its question, whitened over all tokens of the batch (methods.md 4.3).
+"""REINFORCE++: the return minus the mean return of its question, whitened over all tokens of the batch (methods.md 4.3).
 
-baseline = "none" is the original without a group (Hu et al. 2025): the return itself, whitened.
+With baseline = "none" the return itself is whitened, which is the original method without groups (Hu et al. 2025).
 """
 
 from typing import Literal
@@ -13,15 +13,15 @@ from wire.declared import SchemeNeeds
 
 
 def needs(column: str, baseline: str, **_: object) -> SchemeNeeds:
-    """Trajectories of one task where the mean of the task is the baseline, else of the batch."""
+    """The scheme compares the trajectories of a task if the task's mean is the baseline, else those of the batch."""
     grouped = baseline == "group"
     return SchemeNeeds(columns=frozenset({column}), group="task" if grouped else "batch", least=2 if grouped else 1)
 
 
 def advantages(table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group") -> np.ndarray:
-    """float64 [tokens]. A missing score adds nothing to the return."""
+    """Return float64 [tokens]. A missing score adds nothing to the return."""
     trajectories = table.trajectories()
-    made = trajectories.total(table.column(column))
+    returns = trajectories.total(table.column(column))
     if baseline == "group":
-        made = within(trajectories.tree, made, centre)
-    return whiten(table.per_token(made[trajectories.of]), table.mask())
+        returns = within(trajectories.tree, returns, centre)
+    return whiten(table.per_token(returns[trajectories.of]), table.mask())

@@ -1,4 +1,4 @@
-"""RLOO: the return of a trajectory minus the mean return of the others of its question, A = n / (n - 1) (R - mean R)."""
+"""RLOO: a trajectory's return minus the mean return of the question's other trajectories, A = n / (n - 1) (R - mean R)."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ from wire.declared import SchemeNeeds
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """Whole trajectories of one task, two at least."""
+    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
 def advantages(table: TurnTable, column: str = "reward") -> np.ndarray:
-    """float64 [tokens]. A missing score adds nothing to the return."""
+    """Return float64 [tokens]. A missing score adds nothing to the return."""
     trajectories = table.trajectories()
-    made = within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
-    return table.per_token(made[trajectories.of])
+    centred = within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
+    return table.per_token(centred[trajectories.of])

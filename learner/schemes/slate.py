@@ -1,6 +1,6 @@
-"""SLATE: candidates of one step compete with each other only (SLATE eq. 4, methods.md 1.1).
+"""SLATE: candidates of one step compete only with each other (SLATE eq. 4, methods.md 1.1).
 
-A_t^j = (r_t^j - mean_j r_t) / (std_j r_t + eps) over the k candidates sampled from one prefix; with k = 1, A = r.
+A_t^j = (r_t^j - mean_j r_t) / (std_j r_t + eps) over the k candidates sampled from one prefix. With k = 1, A = r.
 """
 
 from typing import Annotated
@@ -16,12 +16,12 @@ from wire.statistics import among_siblings
 
 
 def needs(**_: object) -> SchemeNeeds:
-    """The candidates of one prefix."""
+    """The scheme compares the candidates of one prefix."""
     return SchemeNeeds(columns=frozenset({"reward"}), group="step")
 
 
 def advantages(table: TurnTable, ddof: Annotated[int, Meta(ge=0, le=1)] = 1, eps: Positive = 1e-6) -> np.ndarray:
-    """float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof 1 is the sample standard deviation (methods.md 6, row 3), 0 the population's."""
+    """Return float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof = 1: sample std (methods.md 6, row 3)."""
     return table.per_token(
         within(table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps))
     )

@@ -1,5 +1,5 @@
-"""SLATE's ablation (a), without truncation: k whole trajectories a question, every step judged, R(tau) = sum_t r_t, normalised over
-the k and broadcast to all generated tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
+"""SLATE's ablation (a), without truncation: every step of k whole trajectories per question is judged, and R(tau) = sum_t r_t is normalised
+over the k trajectories and broadcast to all generated tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
 
 from typing import Annotated
 
@@ -13,10 +13,10 @@ from wire.numbers import Positive
 
 
 def needs(**_: object) -> SchemeNeeds:
-    """Whole trajectories of one task, two at least."""
+    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({"reward"}), group="task", least=2)
 
 
 def advantages(table: TurnTable, ddof: Annotated[int, Meta(ge=0, le=1)] = 1, eps: Positive = 1e-6) -> np.ndarray:
-    """float64 [tokens]."""
+    """Return the advantages, float64 [tokens]."""
     return grpo.advantages(table, "reward", True, ddof, eps)

@@ -1,7 +1,7 @@
-"""VPR's turn-level GRPO: the oracle reward of a turn against all trajectories of the batch at the same turn (methods.md 3.5).
+"""VPR's turn-level GRPO: the oracle reward of a turn, compared with all trajectories of the batch at the same turn (methods.md 3.5).
 
-A_{i,t} = (r - mean_t) / (std_t + eps) over the trajectories still active at turn t; with fewer than n_min of them, the mean and
-standard deviation over all turns of the batch. Population std. gamma = 0: a turn's tokens share its advantage.
+A_{i,t} = (r - mean_t) / (std_t + eps) over the trajectories still active at turn t. If they are fewer than n_min, mean and standard
+deviation are those of all turns of the batch. The std is the population's. gamma = 0, so a turn's tokens share one advantage.
 """
 
 import numpy as np
@@ -13,25 +13,25 @@ from wire.numbers import Count, Positive
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The turns of whole trajectories of the batch."""
+    """The scheme needs all turns of whole trajectories."""
     return SchemeNeeds(columns=frozenset({column}), group="batch")
 
 
 def advantages(table: TurnTable, column: str = "reward", n_min: Count = 4, eps: Positive = 1e-8) -> np.ndarray:
-    """float64 [tokens]. A turn whose score is missing enters no statistic and gets 0."""
+    """Return float64 [tokens]. A turn whose score is missing enters no statistic and gets 0."""
     return table.per_token(by_turn(table.turn, table.column(column), n_min, eps))
 
 
 def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float) -> np.ndarray:
-    """Rewards [turns] standardised over the batch at equal turn numbers [turns]."""
-    there = ~np.isnan(rewards)
-    made = np.zeros(len(rewards))
-    if not there.any():
-        return made
+    """Return the rewards standardised over the turns of the batch with equal turn numbers [turns]."""
+    scored = ~np.isnan(rewards)
+    normalised = np.zeros(len(rewards))
+    if not scored.any():
+        return normalised
     whole = np.zeros(len(rewards))
-    whole[there] = standardise(rewards[there], True, 0, eps)
-    for t in np.unique(turn[there]):
-        active = there & (turn == t)
+    whole[scored] = standardise(rewards[scored], True, 0, eps)
+    for t in np.unique(turn[scored]):
+        active = scored & (turn == t)
         r = rewards[active]
-        made[active] = standardise(r, True, 0, eps) if len(r) >= max(2, n_min) else whole[active]
-    return made
+        normalised[active] = standardise(r, True, 0, eps) if len(r) >= max(2, n_min) else whole[active]
+    return normalised
