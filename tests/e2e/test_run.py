@@ -31,7 +31,7 @@ topk = 1
 [warm_start]
 steps = 0
 [scheduler]
-strategy_options = { k = 3 }
+strategy_options = {{ k = 3 }}
 budget = 2
 max_action_tokens = 12
 updates = {updates}
