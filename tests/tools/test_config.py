@@ -208,6 +208,12 @@ def test_a_setting_without_effect_is_refused() -> None:
         load(DEFAULT, ["learner.sharding=fsdp", "learner.count=1"])
 
 
+def test_a_config_without_a_name_is_told_so_and_not_printed_whole() -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert({"seed": 1}, [])
+    assert str(caught.value) == "config: Object missing required field `name`"
+
+
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nope\.toml"):
         load(tmp_path / "nope.toml", [])

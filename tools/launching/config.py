@@ -100,6 +100,8 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
 def _located(tree: dict[str, Any], fault: str) -> str:
     """Put the path and its value before the text of msgspec's error, which is "Expected .. - at `$.path`"."""
     expected, _, place = fault.partition(" - at `$.")
+    if not place:  # of the file as a whole, such as a missing name
+        return fault
     value: Any = tree
     try:
         for part in re.findall(r"[^.\[\]`]+", place):
