@@ -31,6 +31,11 @@ class Goal(msgspec.Struct, frozen=True):
     options: tuple[tuple[str, str], ...] | tuple[str, ...]
     cap: float
 
+    @property
+    def values(self) -> list[str]:
+        """The option values alone."""
+        return [option if isinstance(option, str) else option[1] for option in self.options]
+
 
 def make_goals(products: Sequence[Product], human: bool) -> list[Goal]:
     """Return the goals of all products in the shuffled order, which is the same in every process."""

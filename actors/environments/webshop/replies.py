@@ -8,7 +8,7 @@ from actors.environments.base import Action
 Think = Literal["required", "optional"]
 
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL | re.IGNORECASE)
 _COMMAND = re.compile(r"(search|click)\[(.+)\]", re.DOTALL)
 _CHINESE = re.compile("[\u4e00-\u9fff]")
 

@@ -39,7 +39,7 @@ def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
         ((first, one), (second, other)) for one in product.options[first] for other in product.options[second]
     }
     for goal in own:
-        one, other = (value for _, value in goal.options)
+        one, other = goal.values
         assert goal.instruction.startswith(f"{product.instruction} with {first}: {one}, and {second}: {other}")
     assert len({goal.cap for goal in own}) == 1
 
@@ -80,7 +80,7 @@ def test_a_split_that_leaves_a_part_empty_is_refused(how: str) -> None:
 
 def test_every_goal_of_the_invented_shop_can_be_bought_perfectly() -> None:
     for goal in GOALS:
-        assert reward(goal.product, [value for _, value in goal.options], goal).value == 1.0, goal.instruction
+        assert reward(goal.product, goal.values, goal).value == 1.0, goal.instruction
 
 
 def test_the_invented_shop_has_the_size_of_the_original() -> None:
