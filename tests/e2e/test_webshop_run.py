@@ -79,3 +79,4 @@ def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(tmp_path: P
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "Back to Search" in shown
     assert "Find me" in shown
+    assert "The purchase is rewarded with" in shown or "The actions are used up" in shown

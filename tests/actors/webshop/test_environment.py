@@ -12,7 +12,8 @@ import pytest
 
 from actors.environments import registry
 from actors.environments.base import SPLIT, Task, Transition
-from actors.environments.webshop.environment import HELD_OUT, LONGEST_PROMPT, State, WebShop, turn_text
+from actors.environments.webshop.environment import State, WebShop
+from actors.environments.webshop.episode import HELD_OUT, LONGEST_PROMPT, turn_text
 from actors.environments.webshop.replies import read_reply
 from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
 from tools.defaults.legal_play import FIRST_SEED
@@ -113,6 +114,15 @@ def test_an_invalid_or_impossible_action_leaves_the_page_and_uses_a_step(reply: 
     assert (after.place, after.step) == (state.place, 1)
 
 
+def test_only_what_the_next_prompt_does_not_show_is_an_observation() -> None:
+    transitions = play(SHOP, SHOP.task(5), ["search[mug]", "click[x]", *["click[next >]"] * 8])
+    shown = [transition.observation for transition in transitions]
+    assert shown == ["", "This action does nothing here.", *[""] * 7, "The actions are used up without a purchase."]
+    assert (
+        play(SHOP, SHOP.task(5), perfect(SHOP, SHOP.task(5)))[-1].observation == "The purchase is rewarded with 1.000."
+    )
+
+
 def test_search_works_on_every_page() -> None:
     goal = SHOP.goal(SHOP.initial(SHOP.task(5)))
     transitions = play(
@@ -137,15 +147,15 @@ def test_an_oracle_player_buys_perfectly_within_ten_steps() -> None:
 
 def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
     task = SHOP.task(5)
-    *_, last = play(SHOP, task, ["search[lamp]", "nonsense", "click[next >]"])
+    *_, last = play(SHOP, task, ["search[lamp]", "<no block>", "click[next >]"])
     first = SHOP.prompt(task, SHOP.initial(task))[0]["content"].split(SPLIT)
     head, tail = SHOP.prompt(task, last.state)[0]["content"].split(SPLIT)
     assert head == first[0]
-    assert task.question in head
-    assert task.question not in tail
+    instruction = SHOP.instruction(last.state)
+    assert instruction in head
+    assert instruction not in tail
     assert first[1] == "\n\nActions taken: 0\nCurrent page: 'Search'\nActions:\n'search[<your query>]',\n"
     assert tail.startswith("\n\nActions taken: 3\n[Observation 2: 'Back to Search' [SEP] 'Page 1")
-    assert ", Action 2: 'nonsense']" not in tail
     assert ", Action 2: 'none']\n[Observation 3: 'Back to Search' [SEP] 'Page 1" in tail
     assert ", Action 3: 'click[next >]']\nCurrent page: 'Back to Search' [SEP] 'Page 2" in tail
     assert "'click[back to search]',\n'click[< prev]',\n'click[next >]',\n'click[c" in tail
