@@ -11,6 +11,7 @@ KNOWN = {
     "sudoku": "actors.environments.sudoku:Sudoku",
     "minesweeper": "actors.environments.minesweeper:Minesweeper",
     "webshop": "actors.environments.webshop.environment:WebShop",
+    "webshop_server": "actors.environments.webshop.server:WebShopServer",
 }
 
 
