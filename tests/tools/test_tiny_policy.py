@@ -27,6 +27,7 @@ GAMES: dict[str, dict[str, Any]] = {
     "tictactoe": {"prompt": "tictactoe_compact"},
     "sudoku": {"prompt": "sudoku_compact", "size": 4, "blanks": 7},
     "minesweeper": {"prompt": "minesweeper_compact", "rows": 4, "columns": 4, "mines": 3},
+    "sokoban": {"prompt": "sokoban_compact", "history": 0},
 }
 CORE = tiny_policy.tokenizer().backend_tokenizer
 
