@@ -129,6 +129,10 @@ class Sokoban(Game):
         """Return up, down, left and right, also against walls."""
         return [] if state.over else [(direction,) for direction in range(len(WORDS))]
 
+    def good_moves(self, state: State) -> list[tuple[int, ...]]:
+        """Return the steps with which a shortest solution begins."""
+        return [] if state.over else [(direction,) for direction in sokoban_rooms.optimal(parse(state.board))]
+
     def notation(self, move: tuple[int, ...]) -> str:
         """Return the word of a move."""
         return (*WORDS, STILL)[move[0]]

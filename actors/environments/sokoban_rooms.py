@@ -134,6 +134,12 @@ def shortest(position: Position) -> int | None:
     return distances(position.size, position.floor, position.targets).get(position.key)
 
 
+def optimal(position: Position) -> list[int]:
+    """Return the directions with which a shortest solution begins, in ascending order, none if the position cannot be solved."""
+    steps = shortest(position)
+    return [] if steps is None else [way for way in range(4) if shortest(pushed(position, way)) == steps - 1]
+
+
 def cells_of(mask: int) -> list[int]:
     """Return the cells of a set in ascending order."""
     return [cell for cell in range(mask.bit_length()) if mask >> cell & 1]

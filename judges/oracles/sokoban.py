@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from actors.environments.sokoban import WORDS, State
-from actors.environments.sokoban_rooms import Position, parse, pushed, shortest
+from actors.environments.sokoban_rooms import Position, optimal, parse, pushed, shortest
 from judges.base import Judge
 from wire.faults import DataFault
 from wire.messages import JudgedTurn, Judgement
@@ -49,14 +49,6 @@ class SokobanOracle(Judge):
         scores["reward"] = scores["graded" if self.reward == "graded" else "optimal"]
         distance = shortest(position)
         return Judgement(scores if distance is None else scores | {"distance": float(distance)}, explanation=why)
-
-
-def optimal(position: Position) -> frozenset[int]:
-    """Return the directions of all shortest solutions, none if the position cannot be solved."""
-    distance = shortest(position)
-    if distance is None:
-        return frozenset()
-    return frozenset(way for way in range(len(WORDS)) if shortest(pushed(position, way)) == distance - 1)
 
 
 def graded(position: Position, direction: int | None) -> tuple[float, str]:

@@ -192,6 +192,14 @@ def test_the_released_split_shares_layouts() -> None:
     assert sum(digest in train for digest in heldout) > 30
 
 
+def test_good_moves_begin_a_shortest_solution() -> None:
+    game = Sokoban()
+    assert game.good_moves(State(ROOM)) == [(1,)]
+    assert game.good_moves(State("######" + "#PXO_#" + "######" * 4)) == [(3,)]
+    assert game.good_moves(State("######" + "#P_XO#" + "######" * 4, over=True)) == []
+    assert game.good_moves(State("######" + "#X_PO#" + "######" * 4)) == []
+
+
 def test_a_judged_turn_has_the_games_own_budget() -> None:
     game = Sokoban()
     turn = game.judged(game.task(1), State(ROOM), game.read(State(ROOM), "<action>right</action>"), 3, 4)

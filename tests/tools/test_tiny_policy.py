@@ -114,6 +114,20 @@ def test_one_random_move_in_ten_is_a_flag() -> None:
     assert 0.05 < sum(move.startswith("flag") for move in written) / 1000 < 0.15
 
 
+def test_skill_is_the_share_of_good_moves_and_needs_a_game_that_knows_some(policy: Path, tmp_path: Path) -> None:
+    environment = game("sokoban")
+    shares = []
+    for skill in (0.0, 0.5, 1.0):
+        turns = random_play(environment, 1500, seed=1, skill=skill)
+        solvable = [turn for turn in turns if environment.good_moves(turn.state)]
+        shares.append(sum(turn.move in environment.good_moves(turn.state) for turn in solvable) / len(solvable))
+    assert 0.25 < shares[0] < 0.4
+    assert shares[1] == pytest.approx((shares[0] + 1) / 2, abs=0.06)
+    assert shares[2] == 1
+    with pytest.raises(ValueError, match=r"warm_start\.skill = 0\.5: 'tictactoe' knows no good moves; set it to 0"):
+        ensure_legal_play(policy, game("tictactoe"), {}, WarmStart(skill=0.5), tmp_path, threads=1)
+
+
 @pytest.mark.slow
 def test_the_warm_start_lowers_the_loss_and_is_made_once(
     policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
