@@ -37,6 +37,7 @@ BUILT_IN = {
     "sudoku": "judges.oracles.sudoku:SudokuOracle",
     "minesweeper": "judges.oracles.minesweeper:MinesweeperOracle",
     "sokoban": "judges.oracles.sokoban:SokobanOracle",
+    "webshop": "judges.oracles.webshop:WebShopOracle",
 }
 PLAYERS = {
     "tictactoe_mcts": "judges.oracles.tictactoe:MctsPlayer",

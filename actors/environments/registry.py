@@ -11,6 +11,7 @@ KNOWN = {
     "sudoku": "actors.environments.sudoku:Sudoku",
     "minesweeper": "actors.environments.minesweeper:Minesweeper",
     "sokoban": "actors.environments.sokoban:Sokoban",
+    "webshop": "actors.environments.webshop.environment:WebShop",
 }
 
 
