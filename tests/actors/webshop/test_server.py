@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._page(goal, back + "".join(f"<p> {html.escape(text)} </p>\n" for text in texts))
 
     def _done(self, session: str, goal: Any, asin: str, options: str) -> str:
-        value = reward(EMBEDDED.shop.products[asin], list(json.loads(options).values()), goal).value
+        value = reward(EMBEDDED.shop.products[asin], list(json.loads(options).values()), goal)
         return (
             f"<html><body><h1>Thank you for shopping with us!</h1><p><pre>CODE</pre> (Paste it.)</p>"
             f'<h3 id="reward">Your score (min 0.0, max 1.0)<pre>{value}</pre></h3></body></html>'
