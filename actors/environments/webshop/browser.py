@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import msgspec
 
 from actors.environments.webshop.pages import Piece, observation
+from actors.environments.webshop.shop import BACK
 from wire.faults import DataFault, InfrastructureFault
 
 SCORE = "Your score (min 0.0, max 1.0)"
@@ -60,7 +61,9 @@ class Browser:
         if argument not in self.page.targets:
             raise DataFault(f"webshop_server: {command} on a page that offers {list(self.page.targets)}")
         address, posted = self.page.targets[argument]
-        if "/item_page/" in address and not posted:
+        if argument == BACK:  # the released shop forgets the visited products there
+            self.visited.clear()
+        elif not posted:
             self.visited.add(argument)
         self.page = self._load(address, {} if posted else None)
         return self.page

@@ -142,8 +142,9 @@ def step(environment: Shopping, state: Any, command: str) -> Transition:
 def walk(number: int) -> list[str]:
     """Commands that visit every kind of page and buy the goal's product perfectly."""
     goal = EMBEDDED.goals[number]
+    visit = [f"search[{goal.product.name}]", f"click[{goal.product.asin}]", "click[< prev]"]
     return [
-        f"search[{goal.product.name}]", "click[next >]", "click[< prev]", f"click[{goal.product.asin}]",
+        *visit, "click[next >]", "click[back to search]", *visit[:1], "click[next >]", "click[< prev]", f"click[{goal.product.asin}]",
         f"click[{goal.values[0]}]", "click[features]", "click[< prev]", "click[description]", "click[< prev]", "click[reviews]",
         "click[< prev]", "click[nonsense]", *(f"click[{value}]" for value in goal.values[1:]), "click[buy now]",
     ]  # fmt: skip
