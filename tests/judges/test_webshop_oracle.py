@@ -75,6 +75,22 @@ def test_distances_are_those_of_a_breadth_first_search() -> None:
                 place = shop.clicked(place, rng.choice(own if own and chance < 0.5 else moves))
 
 
+def test_distances_are_exact_where_the_name_leads_to_a_later_page() -> None:
+    first = catalogue(count=1)[0]
+    alike = [
+        msgspec.structs.replace(first, asin=f"B{number}", options={"size": ("one", "two")}) for number in range(25)
+    ]
+    shop, goal = Shop(alike), Goal(alike[23], "", ("x",), (("size", "two"),), 1e6)
+    third = Place("results", first.name.lower(), 3)
+    other, own = shop.clicked(third, "b21"), shop.clicked(third, "b23")
+    places = [Place(), third, shop.clicked(third, "< prev"), other, shop.clicked(other, "features"), own]
+    places += [shop.clicked(own, "two"), shop.clicked(own, "one"), shop.clicked(shop.clicked(own, "two"), "reviews")]
+    places += [msgspec.structs.replace(third, number=1), Place("results", "zebra")]
+    expected = [6, 3, 4, 4, 5, 2, 1, 2, 2, 5, 6]
+    assert [distance(shop, place, goal) for place in places] == expected
+    assert [shortest(shop, place, goal) for place in places] == expected
+
+
 @pytest.mark.parametrize("number", range(0, 7000, 700))
 def test_each_action_of_a_shortest_purchase_is_right_and_brings_it_one_nearer(number: int) -> None:
     goal, state = SHOP.goals[number], State(number, SHOP.shop.digest)

@@ -47,7 +47,7 @@ def catalogue(seed: int = SEED, count: int = COUNT) -> list[Product]:
     """Return ``count`` products. The same seed makes the same products in every process."""
     rng = random.Random(seed)
     rows, described = [], {}
-    brands = _brands(rng, count // 4)
+    brands = _brands(rng, max(1, count // 4))
     for number in range(count):
         row, attributes = _product(KINDS[number % len(KINDS)], number, brands, rng)
         rows.append(row)

@@ -53,6 +53,8 @@ def test_the_rich_pages_mark_what_is_clickable_and_what_was_clicked() -> None:
         "Oak Mug 0", "Price: $10.0 to $20.0", "Rating: N.A.", "[button] Description [button_]", "[button] Features [button_]",
         "[button] Reviews [button_]", "[button] Buy Now [button_]",
     ]  # fmt: skip
+    both = text(SHOP.clicked(chosen, "blue | grey"), rich=True)
+    assert both.startswith("You have clicked one.\nYou have clicked blue | grey.\nInstruction:\n")
     back = text(SHOP.clicked(chosen, "< prev"), rich=True)
     assert "\n\n[clicked button] B0 [clicked button_]\nOak Mug 0\n" in back
     assert "\n\n[button] B1 [button_]\n" in back
