@@ -10,6 +10,7 @@ import pytest
 from actors.environments.registry import load
 from actors.environments.sokoban import State
 from judges.oracles.sokoban import SokobanOracle
+from scheduler.evaluation import summarise
 from scheduler.strategies import chain, full, mc_value
 from tests.scheduler.test_game_strategies import Services, Stage
 
@@ -53,6 +54,15 @@ async def test_a_chain_is_judged_by_the_oracle_and_ends_with_the_shown_room(
     last = its.reread().nodes[max(its.reread().nodes)]
     assert last.kind == "observation"
     assert last.text.splitlines()[0] == "# # # # # #"
+
+
+async def test_a_run_without_a_judge_has_no_measure_of_the_oracle(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = stage(tmp_path, llama, monkeypatch, judge="none")
+    await its.grow(chain)
+    result = summarise(0, its.shop.environment, [(its.task, its.tree)])
+    assert set(result.measures) == {"completion", "return", "success", "turns", "valid"}
 
 
 async def test_monte_carlo_values_of_every_position(
