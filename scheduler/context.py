@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Transition
+from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Transition
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
@@ -40,6 +40,8 @@ from wire.messages import (
     RetrieveResult,
     Sample,
     Sampling,
+    SpeakRequest,
+    SpeakResult,
     Turn,
 )
 
@@ -279,6 +281,22 @@ class Context:
         result: PlayResult = await self._call(f"player.{player}", request, self.settings.judge_deadline_s)
         self.shop.counts["opponent_moves"] += 1
         return tuple(result.move)
+
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        """A reply in text (``actors.environments.base.Tools``). The policy's reply enters no tree, so it is never trained."""
+        messages = [message | {"content": message["content"].replace(SPLIT, "")} for message in messages]
+        self.shop.counts["spoken_replies"] += 1
+        if speaker != POLICY:
+            request = SpeakRequest(messages, max_tokens, self.settings.temperature, stop, self.rng.getrandbits(62))
+            spoken: SpeakResult = await self._call(f"speaker.{speaker}", request, self.settings.judge_deadline_s)
+            return spoken.text
+        sampling = msgspec.structs.replace(self._sampling(stop), max_tokens=max_tokens)
+        prompt = self.shop.text.encode(self.shop.text.prompt(messages, self.settings.thinking))
+        result = await self._generate(GenerateRequest(prompt, 1, sampling), beside=False)
+        tokens = result.samples[0].tokens
+        self.shop.counts["generated_tokens"] += len(tokens)
+        text = self.shop.text.decode(tokens)
+        return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
     # ------------------------------------------------------------------------------------------ inner workings
 

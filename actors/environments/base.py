@@ -10,6 +10,8 @@ from wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
 """A separator in a prompt's content. The text before it is the same in every turn of the episode; the text after it shows this turn's state."""
+POLICY = "policy"
+"""The speaker that is the policy itself. Every other speaker is a service."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -81,6 +83,14 @@ class Tools(Protocol):
         """Return the move of the opponent that is served as ``player.<player>``."""
         ...
 
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        """Return a reply to chat messages, without the string of ``stop`` that ended it.
+
+        speaker: ``POLICY``, whose reply is sampled with the newest weights and never trained, or the speaker that is served as
+        ``speaker.<speaker>``. max_tokens: of the reply.
+        """
+        ...
+
 
 class Environment(Protocol):
     """The pure rules of one kind of task, without the state of any episode. States are frozen, hashable structs.
@@ -96,6 +106,8 @@ class Environment(Protocol):
     """Text that forces a final answer once the budget of steps is used up. With "", episodes end only by the rules."""
     outcome_judge: str = ""
     """The judge that gives the outcome of a finished episode. With "", the last transition gives it."""
+    speakers: Sequence[str] = ()
+    """The names with which the environment calls ``Tools.say``. A run serves, and waits for, those other than ``POLICY``."""
     measured: Sequence[str] = ()
     """Score columns that the last turn of an episode has beside "outcome": the keys of ``Transition.measures``."""
     gives_step_rewards: bool = False

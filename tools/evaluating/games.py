@@ -156,7 +156,8 @@ class Evaluation:
         # The draws are the same as in a run's held-out evaluation of this task, and the same again after an interruption.
         rng = random.Random(f"heldout/{tree.id}")
         context = Context(self.shop, self.config, task, tree, rng)
-        seat = Seat(self.services, said)
+        # The partner's replies would not be the same again, so an interrupted conversation begins anew.
+        seat = Seat(self.services, [] if self.match.environment.speakers else said)
         if self.settings.player == "baseline":  # a baseline makes the same moves again by itself
             game: Any = self.match.environment
             seat = Seat(

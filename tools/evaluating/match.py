@@ -13,9 +13,8 @@ from actors.engines.endpoint import EndpointEngine, EndpointText
 from actors.environments import registry
 from actors.environments.base import Environment, Task
 from actors.environments.game import Game
-from judges.base import Judge
 from judges.players import Player
-from judges.serve import BUILT_IN, PLAYERS, make_worker
+from judges.serve import BUILT_IN, PLAYERS, Worker, make_worker
 from scheduler import baselines
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.text import Text
@@ -81,7 +80,7 @@ class Match(msgspec.Struct, frozen=True):
 
     settings: Settings
     environment: Environment
-    workers: list[Judge | Player]
+    workers: list[Worker]
     engine: Engine | None
     text: Text
     judge: str
@@ -138,7 +137,7 @@ def _environment(name: str, options: dict[str, Any]) -> Any:
 
 def _opponents(
     flags: argparse.Namespace, environment: Environment, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Judge | Player]]:
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Worker]]:
     """The environment's options with its opponents, the options of the served opponents, and the players that serve them."""
     if not hasattr(environment, "opponents"):
         for flag in ("opponent", "simulations"):
@@ -154,7 +153,7 @@ def _opponents(
         asked = flags.opponent or mcts
         specs = {asked: f"{environment.name}_{asked}" if f"{environment.name}_{asked}" in PLAYERS else asked}
     served: dict[str, dict[str, Any]] = {}
-    workers: list[Judge | Player] = []
+    workers: list[Worker] = []
     for spec in specs.values():
         if spec != "random":
             served[spec] = {"simulations": flags.simulations or SIMULATIONS} if spec == mcts else {}
@@ -167,7 +166,7 @@ def _opponents(
     return options, served, workers
 
 
-def _worker(spec: str, options: dict[str, Any], flag: str) -> Judge | Player:
+def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
     try:
         worker = make_worker(spec, options)
     except (ValueError, ImportError, AttributeError) as error:
