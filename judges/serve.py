@@ -34,6 +34,8 @@ BUILT_IN = {
     "pprm": "judges.pprm:Pprm",
     "pprm_rules": "judges.pprm_rules:PprmRules",
     "reward_model": "judges.reward_model:RewardModel",
+    "sotopia": "judges.sotopia:SotopiaJudge",
+    "sotopia_rules": "judges.sotopia_rules:SotopiaRules",
     "tictactoe": "judges.oracles.tictactoe:TicTacToeOracle",
     "sudoku": "judges.oracles.sudoku:SudokuOracle",
     "minesweeper": "judges.oracles.minesweeper:MinesweeperOracle",

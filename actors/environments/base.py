@@ -10,6 +10,8 @@ from wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
 """A separator in a prompt's content. The text before it is the same in every turn of the episode; the text after it shows this turn's state."""
+HELD_OUT_SEEDS = 2**30
+"""The first seed of held-out tasks. Training draws smaller seeds; a warm start draws seeds from 2,000,000,000 up."""
 POLICY = "policy"
 """The speaker that is the policy itself. Every other speaker is a service."""
 
@@ -162,6 +164,16 @@ class Environment(Protocol):
             state=msgspec.to_builtins(state),
             move=None if action.move is None else list(action.move),
         )
+
+    def concluded(
+        self, task: Task, before: Any, action: Action, after: Any | None, step: int, budget: int
+    ) -> JudgedTurn:
+        """Return what the outcome judge sees of a finished episode: by default what a judge sees of its last action.
+
+        before, after: the states around the last action. after is None if each turn is no fresh prompt, or if the last transition had
+        no observation, because only an observation keeps the last state.
+        """
+        return self.judged(task, before, action, step, budget)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         """Return named results of a finished episode. turns: the score columns of its turns, in order; "forced" is 1 for a forced answer.

@@ -22,7 +22,7 @@ Served = dict[str, Worker]
 """The judges, opponents and speakers of [judges.use], by the service that each of them offers."""
 
 _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
-"""Columns that a trajectory's last turn has if a judge gives the outcome (``Context.finish``)."""
+"""Columns that the last turn of a trajectory of appended turns has if a judge gives the outcome (``Context.finish``)."""
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -118,7 +118,8 @@ def columns_of(config: Config, gives: StrategyGives, served: Served, environment
     ended = set[str]()
     if gives.outcome:
         ended = {"outcome", *environment.measured, *(["step_reward"] if environment.gives_step_rewards else [])}
-        ended |= {*outcome.columns, *_EXTENT} if isinstance(outcome, Judge) else set()
+        if isinstance(outcome, Judge):
+            ended |= {*outcome.columns, *(() if environment.fresh else _EXTENT)}
     reward = ""
     if s.judge == UNJUDGED:
         reward = "scheduler.judge is 'none'"
