@@ -155,11 +155,12 @@ class Context:
             return None  # the last: an observation without a next prompt ended the episode before a crash
         transition = await self.environment.step(self.state(node), self.action(node), self)
         self.shop.counts["environment_steps"] += 1
-        if transition.reward is not None:
-            node.scores["step_reward"] = transition.reward
+        columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done and transition.outcome is not None:
-            node.scores |= {"outcome": transition.outcome, **transition.measures}
-        self.changed([node])
+            columns |= {"outcome": transition.outcome, **transition.measures}
+        if columns:
+            node.scores |= columns
+            self.changed([node])
         fresh = self.environment.fresh
         if transition.observation and fresh:  # for readers of the tree: the policy reads the next prompt instead
             self._observe(node, transition)
