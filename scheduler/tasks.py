@@ -3,8 +3,11 @@
 import random
 from collections.abc import Callable
 
-from actors.environments.base import HELD_OUT_SEEDS, Rejected, Task
+from actors.environments.base import Rejected, Task
 from actors.environments.task_files import load_tasks
+
+HELD_OUT_SEEDS = 2**30
+"""The first seed of held-out tasks. Training draws smaller seeds; a warm start draws seeds from 2,000,000,000 up."""
 
 
 class Tasks:

@@ -10,8 +10,6 @@ from wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
 """A separator in a prompt's content. The text before it is the same in every turn of the episode; the text after it shows this turn's state."""
-HELD_OUT_SEEDS = 2**30
-"""The first seed of held-out tasks. Training draws smaller seeds; a warm start draws seeds from 2,000,000,000 up."""
 POLICY = "policy"
 """The speaker that is the policy itself. Every other speaker is a service."""
 

@@ -11,6 +11,8 @@ KNOWN = {
     "sudoku": "actors.environments.sudoku:Sudoku",
     "sotopia": "actors.environments.sotopia.environment:Sotopia",
     "minesweeper": "actors.environments.minesweeper:Minesweeper",
+    "sokoban": "actors.environments.sokoban:Sokoban",
+    "webshop": "actors.environments.webshop.environment:WebShop",
 }
 
 

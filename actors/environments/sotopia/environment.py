@@ -9,13 +9,15 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments.base import HELD_OUT_SEEDS, POLICY, Action, Environment, Task, Tools, Transition
+from actors.environments.base import POLICY, Action, Environment, Task, Tools, Transition
 from actors.environments.sotopia import conversation
 from actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
 from actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
 from wire.messages import JudgedTurn
 from wire.numbers import Count
 
+HELD_OUT = range(2**30, 2_000_000_000)
+"""The seeds of held-out tasks (scheduler/tasks.py); warm starts draw larger seeds."""
 HELD_OUT_EVERY = 4
 """Every fourth scenario is held out, so that held-out conversations are about goals that training never sees."""
 TRIES = 2
@@ -91,7 +93,7 @@ class Sotopia(Environment):
         return State(combos[number % len(combos)].pk, sides[self.side])
 
     def _drawn(self, seed: int) -> tuple[list[Combo], int]:
-        return (self._held_out, seed - HELD_OUT_SEEDS) if seed >= HELD_OUT_SEEDS else (self._training, seed)
+        return (self._held_out, seed - HELD_OUT.start) if seed in HELD_OUT else (self._training, seed)
 
     # ------------------------------------------------------------------------------------------ turns
 

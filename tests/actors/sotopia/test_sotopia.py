@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Transition
+from actors.environments.base import POLICY, SPLIT, Task, Transition
 from actors.environments.sotopia import conversation
 from actors.environments.sotopia.conversation import Conversation, Turn
 from actors.environments.sotopia.environment import Sotopia, State
 from actors.environments.sotopia.scenarios import OWN, Agent, load, shown
-from scheduler.tasks import GeneratedTasks
+from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
 from wire.messages import Passage
 
 AGENT = Agent("Ada", "Bell", 30, "pilot", "She/her", "Ada sings.", "Ada is calm.", "slowly", "Ada cannot swim.")
