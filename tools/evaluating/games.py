@@ -93,7 +93,10 @@ def _add_games(games: Any) -> None:
     games.add_argument("--simulations", type=int, help=f"simulations of the MCTS opponent ({SIMULATIONS})")
     oracle = "label moves by the built-in oracle (default: yes)"
     games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
-    games.add_argument("--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="option of the oracle")
+    games.add_argument(
+        "--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="of the oracle or the outcome's judge"
+    )
+    games.add_argument("--speaker-option", action="append", default=[], metavar="KEY=VALUE", help="of a served partner")
 
 
 # ---------------------------------------------------------------------------------------------- playing
