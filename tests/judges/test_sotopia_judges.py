@@ -34,7 +34,7 @@ def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
     """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does nothing."""
     said = tuple(Turn(k % 2, "speak", text) if text else Turn(k % 2, "none") for k, text in enumerate(words))
     state = State(combo, trained, said)
-    return ENVIRONMENT.concluded(Task("t"), state, ENVIRONMENT.read(state, ""), state, 1, 4)
+    return ENVIRONMENT.concluded(Task("t"), State(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4)
 
 
 def test_the_scores_of_one_side_are_read() -> None:

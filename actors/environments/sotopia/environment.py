@@ -154,7 +154,7 @@ class Sotopia(Environment):
         self, task: Task, before: State, action: Action, after: State | None, step: int, budget: int
     ) -> JudgedTurn:
         """Return the whole conversation, both sides, as the outcome judge sees it (``JudgedTurn.state`` is a ``Conversation``)."""
-        state = after or before
+        state = after or msgspec.structs.replace(before, turns=(*before.turns, _turn(action, before.trained)))
         scenario, agents = self._cast(state)
         names = (agents[0].name, agents[1].name)
         whole = Conversation(

@@ -258,6 +258,8 @@ def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     whole = msgspec.convert(judged.state, Conversation)
     assert whole.turns == turns and whole.trained == 0 and whole.rules is not None
     assert whole.names == ("Mara Ellwood", "Tobin Hask") and "40 euros or more" in whole.goals[0]
+    cut = environment.concluded(Task("t"), before, action, None, 1, 4)  # the budget ended it before the partner's reply
+    assert msgspec.convert(cut.state, Conversation).turns == turns[:1]
 
 
 def test_measures_leave_out_what_was_not_judged() -> None:
