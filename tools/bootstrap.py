@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
+"""Limits on the kernels that oneDNN and torch cache per shape. Without limits a bfloat16 process on a CPU, whose shapes hardly repeat, grows
+by a gigabyte in some hundred updates and is no faster (docs/performance.md). Variables of the user's shell take precedence."""
 
 
 def ensure(*extras: str) -> None:
@@ -24,6 +27,8 @@ def ensure(*extras: str) -> None:
         sys.exit(f"Coppice needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     if not os.environ.get("COPPICE_STARTED", "").startswith(f"{os.getpid()} "):  # a command started again keeps its id
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
+    for limit, kernels in _KERNEL_CACHES.items():
+        os.environ.setdefault(limit, kernels)  # every process that the command starts inherits it
     venv = Path(os.environ.get("COPPICE_VENV", ROOT / ".venv"))
     hardware = os.environ.get("COPPICE_EXTRA") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     wanted = sorted({hardware, *extras})

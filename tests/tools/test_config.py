@@ -99,6 +99,11 @@ def test_set_changes_a_key() -> None:
     ("override", "message"),
     [
         ("learner.lrr=1", "learner.lrr = 1; did you mean learner.lr"),
+        ("scheduler.k=3", "scheduler.k = 3; it is an option of a plug-in: write scheduler.strategy_options.k"),
+        ("scheduler.selection=best-of-k", r"write scheduler\.strategy_options\.selection"),
+        ("scheduler.continuations=3", r"write scheduler\.strategy_options\.continuations"),
+        ("learner.ddof=0", r"write learner\.scheme_options\.ddof"),
+        ("learner.clip_low=0.1", r"write learner\.correction_options\.clip_low"),
         ("learner.lora.rnk=1", "learner.lora.rnk"),
         ("zzz=1", "expected one of"),
         ("learner.lr=fast", "learner.lr"),
@@ -337,11 +342,14 @@ class Outcome(Judge):
 def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plug-ins in the folder where the user stands."""
     (tmp_path / "graded_here.py").write_text(_GRADED)
+    (tmp_path / "engine_here.py").write_text(
+        "class Own:\n    def __init__(self, model: str, pause_s: float = 1.0): ...\n"
+    )
     (tmp_path / "torn_here.py").write_text("import nothing_like_it")
     (tmp_path / "raises_here.py").write_text("{}['key']")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for module in ("graded_here", "torn_here", "raises_here"):
+    for module in ("graded_here", "engine_here", "torn_here", "raises_here"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
@@ -364,6 +372,12 @@ def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(m
         (
             ["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"],
             "of which judge 'outcome' lacks ['answer', 'query', 'think']",
+        ),
+        (["actors.engine=torn_here:Own"], "No module named 'nothing_like_it'; expected module:Class"),
+        (["actors.engine=engine_here:Onw"], "has no attribute 'Onw'; expected module:Class"),
+        (
+            ["actors.engine=engine_here:Own", "actors.engine_options={ puase_s = 1 }"],
+            "actors.engine_options: ['puase_s'] unknown to engine_here:Own, which takes ['pause_s']",
         ),
         (["data.environment=raises_here:Game"], "data.environment = 'raises_here:Game': KeyError: 'key'"),
     ],

@@ -40,10 +40,12 @@ Reply = Callable[[web.Request], Awaitable[web.Response]]
 @contextmanager
 def served(reply: Reply) -> Iterator[str]:
     """The URL of a chat endpoint that answers with ``reply``, on a thread of its own."""
-    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    ready, done = threading.Event(), asyncio.Event()
     port: list[int] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
         app = web.Application()
         app.router.add_post("/v1/chat/completions", reply)
         runner = web.AppRunner(app)
@@ -54,15 +56,15 @@ def served(reply: Reply) -> Iterator[str]:
         await done.wait()
         await runner.cleanup()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(10)
     try:
         yield f"http://127.0.0.1:{port[0]}/v1"
     finally:
-        loop.call_soon_threadsafe(done.set)
+        loops[0].call_soon_threadsafe(done.set)
         thread.join()
-        loop.close()
+        assert not asyncio.all_tasks(loops[0]), "a reply that nobody waits for is cancelled with its server"
 
 
 def chat(text: str | None, **choice: Any) -> web.Response:

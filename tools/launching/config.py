@@ -17,6 +17,7 @@ import msgspec
 
 from tools.bootstrap import ROOT
 from tools.launching import rules
+from tools.launching.method import option_table
 from tools.launching.settings import Config
 from wire.atomic import as_json
 from wire.options import known
@@ -152,7 +153,9 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
     for key, value in tree.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, 1)
+            table = option_table(path, key)
             guess = f"; did you mean {path}{near[0]!s}?" if near else f"; expected one of {sorted(hints)}"
+            guess = f"; it is an option of a plug-in: write {path}{table}.{key}" if table else guess
             raise ConfigError(f"config: unknown key {path}{key} = {value!r}{guess}")
         if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
             known(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))
