@@ -61,7 +61,3 @@ def run() -> dict[str, Any]:
         synchronous, asynchronous = (_seconds(folder, model, staleness) for staleness in (0, 4))
     row = {"name": "wall time, synchronous / asynchronous, heavy-tailed judge", "ratio": synchronous / asynchronous}
     return row | {"goal": 1.5, "better": "higher", "synchronous_s": synchronous, "asynchronous_s": asynchronous}
-
-
-if __name__ == "__main__":
-    print(run())

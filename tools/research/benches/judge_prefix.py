@@ -4,13 +4,11 @@ The prompts hold the same words in three orders: "apart" (a component's rules ar
 head, then the context, then the rules with the graded text) and "head" (the rules of all components first, the built-in order). Counts
 are those of a server that computes every distinct prefix once. ``served`` reads them from a real server with a tiny random model.
 
-``python -m tools.research.benches.judge_prefix`` prints the table of docs/judges.md, ``tools/bench judge_prefix`` only the ratio.
+``tools/bench judge_prefix --json --set real=true`` prints the counts of docs/judges.md, also those of the server.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import random
 import shutil
 import tempfile
@@ -166,34 +164,22 @@ def tiny(folder: Path, source: Path) -> Path:
     return folder
 
 
-def run() -> dict[str, Any]:
-    """Return the ratio of the built-in order to "apart", and all counts."""
+def run(real: bool = False) -> dict[str, Any]:
+    """Return the ratio of the built-in order to "apart", and all counts. real: also ask a real server, with one question of two steps."""
     folder = ensure_model(DEFAULT, cache_folder())
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     counts = {order: counted(order, Shape(), tokenizer) for order in ORDERS}
-    return {
+    row = {
         "name": "judge prompt tokens computed, rules and context first",
         "ratio": counts["head"]["prefilled"] / counts["apart"]["prefilled"],
         "goal": GOAL,
         "better": "lower",
         "counts": counts,
     }
-
-
-def main() -> None:
-    """Print the table of docs/judges.md."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.research.benches.judge_prefix", description="Prompt orders, counted."
-    )
-    parser.parse_args()
-    print(json.dumps(run()["counts"], indent=1))
+    if not real:
+        return row
     with tempfile.TemporaryDirectory() as scratch:
-        folder = tiny(Path(scratch) / "tiny", ensure_model(DEFAULT, cache_folder()))
+        small = tiny(Path(scratch) / "tiny", folder)
         config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=1.0)
         steps = turns(Shape(questions=1, steps=2))
-        for order in ORDERS:
-            print(order, asyncio.run(served(order, steps, folder, config)))
-
-
-if __name__ == "__main__":
-    main()
+        return row | {"served": {order: asyncio.run(served(order, steps, small, config)) for order in ORDERS}}

@@ -1,6 +1,5 @@
 """SLATE-shaped work that the engine benchmarks share: questions under one instruction, and steps of k candidates."""
 
-import argparse
 import asyncio
 from pathlib import Path
 
@@ -20,13 +19,6 @@ INSTRUCTION, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 32
 def model_folder(name: str = DEFAULT) -> Path:
     """Return the folder of a model by a name that ``tools.defaults.models`` knows."""
     return ensure_model(name, cache_folder())
-
-
-def model_argument() -> str:
-    """Return ``--model`` from the command line of a benchmark that runs alone."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default=DEFAULT, help="name, folder or hub id (default %(default)s)")
-    return parser.parse_args().model
 
 
 async def engine(folder: Path) -> LocalEngine:

@@ -4,7 +4,6 @@ The cost is the CPU seconds of forward and backward per trained token, of the la
 of the default model's shape and a small vocabulary, so that the layers and not the head are measured.
 """
 
-import json
 import tempfile
 import time
 from pathlib import Path as FilePath
@@ -71,7 +70,3 @@ def run() -> dict[str, Any]:
     ratio = rows[-1]["cpu_ms_per_trained_token"] / rows[0]["cpu_ms_per_trained_token"]
     name = "cost of a trained token: 60k-token tree / 1.5k-token tree"
     return {"name": name, "ratio": ratio, "goal": 1.25, "better": "lower", "trees": rows}
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(), indent=1))
