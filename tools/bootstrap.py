@@ -1,5 +1,8 @@
 """Set-up of a fresh machine with the standard library only: a virtual environment with the project in it, then run there.
 
+The executables of tools/ import this file as ``bootstrap``, because Python puts their own folder on its path; all other files as
+``tools.bootstrap``.
+
 The environment is made anew only when pyproject.toml asks for something else than it holds; otherwise this costs milliseconds.
 COPPICE_VENV places it elsewhere, COPPICE_EXTRA chooses cpu or gpu.
 """
@@ -8,12 +11,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
@@ -41,6 +46,13 @@ def ensure(*extras: str) -> None:
         os.execv(python, [str(python), *sys.argv])
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
+
+
+def start(place: str, *extras: str) -> NoReturn:
+    """Call the function at ``place`` ("module:name") inside the project's environment, and exit with the status that it returns."""
+    ensure(*extras)
+    module, _, name = place.partition(":")
+    sys.exit(getattr(importlib.import_module(module), name)())
 
 
 def _mark() -> str:
