@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -38,6 +39,17 @@ def imported(setting: str, place: str) -> Any:
         raise ValueError(
             f"{setting}: {type(error).__name__}: {error}; expected module:Class, importable from {Path.cwd()}"
         ) from None
+
+
+def option(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE. The value is TOML, and a bare word is a string. Raises ValueError when there is no "="."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ValueError(f"option {text!r}: expected KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
 def modules(package: str) -> list[str]:

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import ActorProcess, ActorsConfig
-from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText, whole
+from actors.engines.endpoint import EndpointEngine, EndpointText, whole
 from actors.environments.base import SPLIT
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.journal import Journal
@@ -32,6 +32,7 @@ from tools.evaluating.games import main
 from tools.inspecting.dump import main as dump
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
+from wire.http import Reached
 from wire.messages import GenerateRequest, Sampling
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
@@ -240,7 +241,7 @@ async def test_a_refusal_says_what_to_change(status: int, message: str) -> None:
         return web.Response(status=status, headers={"Location": "/v2"})
 
     with served(refuse) as url, pytest.raises(InfrastructureFault, match=message):
-        await ask(Endpoint(url, "m", attempts=1))
+        await ask(Reached(url, "m", attempts=1))
 
 
 async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
@@ -248,7 +249,7 @@ async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
         return web.Response(status=400, text="context length exceeded")
 
     with served(refuse) as url, pytest.raises(DataFault, match="context length exceeded"):
-        await ask(Endpoint(url, "m"))
+        await ask(Reached(url, "m"))
 
 
 async def test_a_wait_is_as_long_as_the_endpoint_asks() -> None:
@@ -256,11 +257,11 @@ async def test_a_wait_is_as_long_as_the_endpoint_asks() -> None:
     legal = Legal(lambda number: limit if number == 1 else None)
     with served(legal) as url:
         start = asyncio.get_running_loop().time()
-        await ask(Endpoint(url, "m", backoff_s=1e-3))
+        await ask(Reached(url, "m", backoff_s=1e-3))
         assert asyncio.get_running_loop().time() - start >= 0.3
 
 
-async def ask(endpoint: Endpoint) -> None:
+async def ask(endpoint: Reached) -> None:
     engine = EndpointEngine(endpoint)
     await engine.start()
     try:

@@ -20,7 +20,7 @@ from tools.launching import rules
 from tools.launching.method import option_table
 from tools.launching.settings import Config
 from wire.atomic import as_json
-from wire.options import known
+from wire.options import known, option
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
 
@@ -132,13 +132,10 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _set(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {override!r}: expected key=value, such as learner.lr=1e-6")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        key, value = option(override)
+    except ValueError:
+        raise ConfigError(f"--set {override!r}: expected key=value, such as learner.lr=1e-6") from None
     *path, last = key.strip().split(".")
     for part in path:
         tree = tree.setdefault(part, {})

@@ -10,8 +10,7 @@ import pkgutil
 import sys
 from typing import Any
 
-from judges.serve import option
-from wire.options import checked
+from wire.options import checked, option
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,6 @@ are those of a server that computes every distinct prefix once. ``served`` reads
 import asyncio
 import contextlib
 import random
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -28,11 +27,17 @@ from judges.slate import Slate
 from judges.templates import PROMPTS
 from tools.defaults.models import DEFAULT, ensure_model
 from tools.defaults.settings import cache_folder
+from tools.research.benches.slate_shape import random_copy
 from wire.messages import JudgedTurn
 
 ORDERS = ("apart", "tail", "head")
 GOAL = 0.35
 _PLACE = "What is known so far:\n{context}\n"
+_TINY = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 1 << 14,
+}  # fmt: skip
+"""The shape of the real server's model."""
 _WORDS = ("river", "capital", "which", "founded", "of", "the", "in", "city", "author", "born", "year", "film", "find")
 
 
@@ -147,23 +152,6 @@ async def served(order: str, steps: Sequence[list[JudgedTurn]], folder: Path, co
         return {name: int(engine.stats()[name]) for name in names}
 
 
-def tiny(folder: Path, source: Path) -> Path:
-    """Save a random Llama of two small layers with the tokenizer and the chat template of ``source``."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    words = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size()
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1 << 14}
-    settings = LlamaConfig(vocab_size=words, **shape, bos_token_id=0, eos_token_id=2, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(folder)
-    for path in source.iterdir():
-        if "token" in path.name or "chat_template" in path.name:
-            shutil.copy(path, folder)
-    return folder
-
-
 def run(real: bool = False) -> dict[str, Any]:
     """Return the ratio of the built-in order to "apart", and all counts. real: also ask a real server, with one question of two steps."""
     folder = ensure_model(DEFAULT, cache_folder())
@@ -179,7 +167,7 @@ def run(real: bool = False) -> dict[str, Any]:
     if not real:
         return row
     with tempfile.TemporaryDirectory() as scratch:
-        small = tiny(Path(scratch) / "tiny", folder)
+        small = random_copy(Path(scratch) / "tiny", **_TINY)
         config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=1.0)
         steps = turns(Shape(questions=1, steps=2))
         return row | {"served": {order: asyncio.run(served(order, steps, small, config)) for order in ORDERS}}

@@ -2,8 +2,11 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
@@ -28,6 +31,20 @@ async def engine(folder: Path) -> LocalEngine:
     )
     await started.start()
     return started
+
+
+def random_copy(folder: Path, **changes: Any) -> Path:
+    """Save float32 random weights of the default model's shape with its tokenizer. changes: values of its config, such as fewer layers."""
+    source = model_folder()
+    config: Any = AutoConfig.from_pretrained(source)
+    if "num_hidden_layers" in changes:
+        config.layer_types = None
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
 
 
 def words(rng: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:

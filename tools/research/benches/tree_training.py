@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.config import LearnerConfig, LoraConfig
 from learner.head import token_logprobs
 from learner.model import TreeModel
 from learner.ranks import Ranks
 from learner.trees import Path, pack
-from tools.defaults.models import DEFAULT
-from tools.research.benches.slate_shape import model_folder
+from tools.research.benches.slate_shape import random_copy
 from tools.research.benches.tree_shapes import SHAPES, Name
 
 LAYERS, PADDED_ROWS, REPEATS = 10, 4, 1
@@ -31,11 +29,7 @@ GOALS = {"slate": 0.7, "mc_pr": 0.6}
 
 def make(folder: FilePath, lora: int = 0) -> TreeModel:
     """Return a model of the default model's shape with fewer layers."""
-    config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
-    config.num_hidden_layers = LAYERS
-    config.layer_types = None
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    random_copy(folder, num_hidden_layers=LAYERS)
     return TreeModel(str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=lora), 1.0, Ranks(60))
 
 
