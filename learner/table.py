@@ -5,7 +5,7 @@ import zlib
 import msgspec
 import numpy as np
 
-from wire.messages import TrainGroup, TreeNode
+from wire.messages import TrainGroup, TreeNode, Turn
 
 
 class Trajectories(msgspec.Struct, frozen=True):
@@ -34,8 +34,8 @@ class TurnTable(msgspec.Struct, frozen=True):
     """The columns of a batch, each [turns] unless said otherwise.
 
     tree, group, trajectory, turn: int64 identities (a trajectory number is unique only within its group; turns count from 1). tokens: int64,
-    the action tokens of each turn. scores: name -> float64, NaN where a turn lacks the score. anchor: int64, equal for turns in which the
-    policy answered the same observation. sampled: bool [tokens], False for forced tokens. token_scores: name -> float64 [tokens], values
+    the action tokens of each turn. scores: name -> float64, NaN where a turn lacks the score. anchor: int64, equal for turns of a tree in which
+    the policy answered the same observation, or in which the environment says that it did. sampled: bool [tokens], False for forced tokens. token_scores: name -> float64 [tokens], values
     that the learner's models give each token: "value" (critic), "prm" (beta x log-ratio of the implicit reward model), "kl" (log behaviour
     - log reference), "log_ratio" (log proximal - log behaviour).
     """
@@ -124,14 +124,14 @@ def build(groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode]) -> t
         turn=np.array([turn.turn for _, turn, _ in rows], np.int64),
         tokens=np.array([len(node.tokens) for _, _, node in rows], np.int64),
         scores={n: np.array([turn.scores.get(n, np.nan) for _, turn, _ in rows], np.float64) for n in names},
-        anchor=np.array([_anchor(nodes[group.tree, node.parent]) for group, _, node in rows], np.int64),
+        anchor=np.array([_anchor(turn, nodes[group.tree, node.parent]) for group, turn, node in rows], np.int64),
         sampled=np.concatenate([turn.sampled for turn in turns]) if turns else np.zeros(0, bool),
     )
     return table, turns
 
 
-def _anchor(observation: TreeNode) -> int:
-    return zlib.crc32(observation.tokens.tobytes())
+def _anchor(turn: Turn, observation: TreeNode) -> int:
+    return zlib.crc32(observation.tokens.tobytes()) if turn.anchor is None else turn.anchor
 
 
 def _tokens(tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode]) -> TurnTokens:

@@ -8,6 +8,7 @@ trajectory continues; at worst one call of the environment or the judge is repea
 import asyncio
 import math
 import random
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import SPLIT, Action, Environment, Task
+from actors.environments.base import SPLIT, Action, Environment, Task, Transition
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
@@ -152,24 +153,17 @@ class Context:
             return None
         transition = await self.environment.step(self.state(node), self.action(node), self)
         self.shop.counts["environment_steps"] += 1
+        if transition.reward is not None:
+            node.scores["step_reward"] = transition.reward
+        if transition.done and transition.outcome is not None:
+            node.scores |= {"outcome": transition.outcome, **transition.measures}
+        self.changed([node])
+        fresh = self.environment.fresh
+        if transition.observation and fresh:  # for readers of the tree: the policy reads the next prompt instead
+            self._observe(node, transition)
         if transition.done:
-            if transition.outcome is not None:
-                node.scores |= {"outcome": transition.outcome, **transition.measures}
-                self.changed([node])
             return None
-        if self.environment.fresh:
-            return self._show(transition.state, node.trajectory, node.step)
-        text = transition.observation
-        observation = self.tree.add(
-            node,
-            "observation",
-            self.shop.text.encode(text),
-            text,
-            state=msgspec.to_builtins(transition.state),
-            chosen=True,
-        )
-        self.changed([observation])
-        return observation
+        return self._show(transition.state, node.trajectory, node.step) if fresh else self._observe(node, transition)
 
     async def onward(self, node: Node) -> Node | None:
         """The node at which the policy acts after ``node``, or None when the trajectory is over.
@@ -214,7 +208,7 @@ class Context:
     def emit(self, trajectories: Sequence[Sequence[Node]]) -> None:
         """Send one finished group to the learner now. trajectories: each is a list of scored actions."""
         turns = [
-            Turn(node.id, index, node.step, _finite(node.scores))
+            Turn(node.id, index, node.step, _finite(node.scores), self._anchor(node))
             for index, nodes in enumerate(trajectories)
             for node in nodes
         ]
@@ -288,6 +282,14 @@ class Context:
 
     # ------------------------------------------------------------------------------------------ inner workings
 
+    def _observe(self, node: Node, transition: Transition) -> Node:
+        """Add the environment's answer below an action. It continues the trajectory only where turns are appended."""
+        text, state = transition.observation, msgspec.to_builtins(transition.state)
+        tokens, appended = self.shop.text.encode(text), not self.environment.fresh
+        observation = self.tree.add(node, "observation", tokens, text, state=state, chosen=appended)
+        self.changed([observation])
+        return observation
+
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
         """Add a fresh prompt that shows ``state`` as a child of the root, which holds what all turns share."""
         _, tail = self.rendered(state)
@@ -307,6 +309,10 @@ class Context:
     def _sampling(self, stop: list[str]) -> Sampling:
         s = self.settings
         return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed=self.rng.getrandbits(62))
+
+    def _anchor(self, node: Node) -> int | None:
+        text = self.environment.anchor(self.state(node))
+        return None if text is None else zlib.crc32(text.encode())
 
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
         place = self.shop.fleet.call(self.tree.id, request, beside)

@@ -280,12 +280,16 @@ class TreeNode(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One trained turn: the action node, its place, and its scores (a missing score is left out; NaN is never sent)."""
+    """One trained turn: the action node, its place, and its scores (a missing score is left out; NaN is never sent).
+
+    anchor: a number that is equal for turns taken in the same situation of their tree, None where the tokens of the observation decide it.
+    """
 
     node: int
     trajectory: int
     turn: int
     scores: dict[str, float]
+    anchor: int | None = None
 
 
 class TrainGroup(msgspec.Struct, frozen=True):

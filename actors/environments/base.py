@@ -54,10 +54,12 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """The result of a step. observation: the text that is appended for the policy to read ("" when done, and in games).
+    """The result of a step.
 
-    outcome: the episode's return, if the episode ends here and its rules alone decide the return. measures: named results of a finished
-    episode, such as success and completion.
+    observation: the text that answers the action. If turns are appended, the policy reads it next ("" when done). If each turn is a fresh
+    prompt, it is kept in the tree for readers only ("" keeps nothing). outcome: the episode's return, if the episode ends here and its rules
+    alone decide the return. measures: named results of a finished episode, such as success and completion. reward: the environment's own
+    reward of this step, which becomes the action's column "step_reward".
     """
 
     state: Any
@@ -65,6 +67,7 @@ class Transition(msgspec.Struct, frozen=True):
     done: bool
     outcome: float | None = None
     measures: dict[str, float] = {}
+    reward: float | None = None
 
 
 class Tools(Protocol):
@@ -95,6 +98,8 @@ class Environment(Protocol):
     """The judge that gives the outcome of a finished episode. With "", the last transition gives it."""
     measured: Sequence[str] = ()
     """Score columns that the last turn of an episode has beside "outcome": the keys of ``Transition.measures``."""
+    gives_step_rewards: bool = False
+    """Whether every transition has a ``reward``."""
     headline: str = "return"
     """The most important measure."""
     fresh: bool = True
@@ -113,6 +118,13 @@ class Environment(Protocol):
     def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
         """Return the chat messages to which the policy replies. ``SPLIT`` ends the part that all turns share."""
         ...
+
+    def anchor(self, state: Any) -> str | None:
+        """Return what is equal for equal situations of one task, for GiGPO. With None, turns with equal prompts are in the same situation.
+
+        An environment whose prompt shows the step count or earlier turns returns the situation without them.
+        """
+        return None
 
     def read(self, state: Any, text: str) -> Action:
         """Return the action that generated text means in ``state``."""

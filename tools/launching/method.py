@@ -132,7 +132,7 @@ def columns_of(config: Config, gives: StrategyGives, served: Served, environment
     judged = {*judge.columns} if isinstance(judge, Judge) and gives.judged else set[str]()
     ended = set[str]()
     if gives.outcome:
-        ended = {"outcome", *environment.measured}
+        ended = {"outcome", *environment.measured, *(["step_reward"] if environment.gives_step_rewards else [])}
         ended |= {*outcome.columns, *_EXTENT} if isinstance(outcome, Judge) else set()
     reward = ""
     if s.judge == UNJUDGED:
