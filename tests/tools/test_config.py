@@ -128,7 +128,7 @@ def test_set_changes_a_key() -> None:
         ("data.environment=tictactoe", "['topk']"),
         ("data.options.topk=two", "data.options.topk = 'two': expected a whole number"),
         ("data.options.prompt=shrt", "expected one of"),
-        ("data.options.topk=0", "topk = 0: expected 1 or more"),
+        ("data.options.topk=0", "topk = 0: expected a whole number, at least 1"),
         ("learner.betas=[0.9, 1.0]", r"learner\.betas\[1\] = 1\.0: expected `float` < 1\.0"),
         ("scheduler.top_p=1.5", "scheduler.top_p = 1.5: expected `float` <= 1.0"),
         ("warm_start.two_hop=1.5", "warm_start.two_hop = 1.5: expected `float` <= 1.0"),
