@@ -1,6 +1,7 @@
 """Every strategy runs in every environment, and every scheme trains on what they emit together: real rules and oracles, random actions."""
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ from actors.environments.base import Environment, Task
 from judges.base import Judge
 from judges.exact_match import ExactMatch
 from judges.oracles.minesweeper import MinesweeperOracle
+from judges.oracles.sokoban import SokobanOracle
 from judges.oracles.sudoku import SudokuOracle
 from judges.oracles.tictactoe import TicTacToeOracle
+from judges.oracles.webshop import WebShopOracle
 from judges.pprm_rules import PprmRules
 from judges.slate_rules import SlateRules
 from learner import schemes, table
@@ -64,6 +67,10 @@ def worlds() -> dict[str, World]:
         act = rng.choice(["<search> capital </search>", "<answer> Sofia </answer>", "<answer> Rome </answer>", "?"])
         return f"<think> t </think> {act}"
 
+    def shopping(rng: random.Random, prompt: str) -> str:
+        actions = re.findall(r"'(click\[.*?\]|search\[.*?\])',", prompt)
+        return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
+
     question = Task("q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"])
     judges: dict[str, Judge] = {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}
     return {
@@ -77,6 +84,13 @@ def worlds() -> dict[str, World]:
         "sudoku": game(
             "sudoku", SudokuOracle(), lambda rng, _: f"<action>{_cells(rng, 4, 4, 4)}</action>", size=4, blanks=4
         ),
+        "sokoban": game(
+            "sokoban",
+            SokobanOracle(),
+            lambda rng, _: f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>",
+            horizon=4,
+        ),
+        "webshop": game("webshop", WebShopOracle(), shopping, think="optional", horizon=4),
         "minesweeper": game(
             "minesweeper", MinesweeperOracle(), lambda rng, _: f"<action>reveal {_cells(rng, 5, 5)}</action>"
         ),

@@ -671,7 +671,7 @@ def test_a_plan_beyond_the_free_memory_names_the_largest_that_fits(
     assert "--actors 1 --learner 1 fits (3." in processes.memory_warning(config, model)
     monkeypatch.setattr(processes, "free_gib", lambda: 1.0)
     assert "even --actors 1 --learner 1 needs 3." in (said := processes.memory_warning(config, model))
-    assert "learner.micro_tokens (now 640)" in said
+    assert "learner.micro_tokens (now 576)" in said
 
 
 def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: Path) -> None:
