@@ -94,8 +94,8 @@ def test_a_capacity_that_becomes_known_late_holds_from_then_on() -> None:
     residency.sampled("a", packed([5, 6]), 0)
     assert residency.capacity("a") == math.inf
     residency.limit("a", 3)
-    assert residency.expect("a", packed([1, 2, 9])) == 2
-    assert residency.expect("a", packed([5, 9])) == 0
+    assert residency.expect("a", packed([5, 6, 9])) == 2
+    assert residency.expect("a", packed([1, 2, 9])) == 0
     residency.forget("a")
     assert residency.capacity("a") == math.inf
     assert residency.expect("a", packed([1, 2, 3, 4])) == 0
