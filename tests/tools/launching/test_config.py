@@ -23,7 +23,7 @@ from tools.launching.config import Config, ConfigError, convert, load, saved
 from tools.launching.processes import gpus_of
 from wire import hardware
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
 """The default task with a language model and adapters: most settings have an effect there."""
 
