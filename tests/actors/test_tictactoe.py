@@ -42,6 +42,9 @@ class Table:
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         raise AssertionError(query)
 
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        raise AssertionError(speaker)
+
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         self.asked.append((player, state))
         return self.reply
@@ -392,9 +395,9 @@ def test_the_oracle_sees_the_state_in_plain_values() -> None:
         ({"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
         ({"opponents": {"a": float("nan")}}, "weights >= 0"),
         ({"opponents": {"": 1.0}}, "player names"),
-        ({"second": 1.5}, "second = 1.5: expected a share"),
-        ({"opening": 4}, "opening = 4: expected 0 to 3"),
-        ({"opening": -1}, "opening = -1: expected 0 to 3"),
+        ({"second": 1.5}, "second = 1.5: expected a number, at least 0 and at most 1"),
+        ({"opening": 4}, "opening = 4: expected a whole number, at least 0 and at most 3"),
+        ({"opening": -1}, "opening = -1: expected a whole number, at least 0"),
         ({"history": 1, "prompt": "tictactoe_compact"}, "no {past} placeholder"),
         ({"second": "half"}, "second = 'half': expected a number"),
         ({"depth": 1}, "depth"),

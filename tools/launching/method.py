@@ -1,15 +1,16 @@
 """The one check of a method: compare what the scheme reads with what strategy, judge and environment declare that they give."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import msgspec
 
 from actors.environments.base import Environment
 from judges.base import Judge
-from judges.players import Player
-from learner import schemes
+from judges.serve import Worker
+from learner import corrections, schemes
 from learner.schemes import Scheme
 from scheduler import strategies
 from scheduler.config import UNJUDGED
@@ -18,11 +19,11 @@ from scheduler.strategies import Strategy
 from tools.launching.settings import Config
 from wire.declared import SchemeNeeds, StrategyGives
 
-Served = dict[str, Judge | Player]
-"""The judges and opponents of [judges.use], by the service that each of them offers."""
+Served = dict[str, Worker]
+"""The judges, opponents and speakers of [judges.use], by the service that each of them offers."""
 
 _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
-"""Columns that a trajectory's last turn has if a judge gives the outcome (``Context.finish``)."""
+"""Columns that the last turn of a trajectory of appended turns has if a judge gives the outcome (``Context.finish``)."""
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -40,6 +41,20 @@ class Columns(msgspec.Struct, frozen=True):
         return self.strategy | self.judge | self.environment | ({"reward"} if not self.reward else set())
 
 
+def option_table(section: str, key: str) -> str:
+    """The table of a section ("scheduler.") that holds ``key``, if ``key`` is an option of a built-in plug-in of this section; "" otherwise."""
+    functions: dict[str, list[Callable[..., Any]]] = {}
+    if section == "scheduler.":
+        functions["strategy_options"] = [strategies.load(name).function for name in strategies.names()]
+    if section == "learner.":
+        functions["scheme_options"] = [schemes.load(name, {}).function for name in schemes.names()]
+        functions["correction_options"] = list(corrections.CORRECTIONS.values())
+    return next(
+        (table for table, takers in functions.items() if any(key in signature(taker).parameters for taker in takers)),
+        "",
+    )
+
+
 def check_method(config: Config, served: Served, environment: Environment) -> None:
     """Raises ValueError if the scheme reads a column that nobody gives, or if choices do not fit; the error names fitting choices."""
     s, w = config.scheduler, config.learner
@@ -52,7 +67,7 @@ def check_method(config: Config, served: Served, environment: Environment) -> No
     _check_models(config, scheme)
 
 
-def _check_judge(name: str, judge: Judge | Player | None, environment: Environment) -> None:
+def _check_judge(name: str, judge: Worker | None, environment: Environment) -> None:
     if isinstance(judge, Judge) and judge.environments and environment.name not in judge.environments:
         raise ValueError(
             f"scheduler.judge = {name!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
@@ -118,7 +133,8 @@ def columns_of(config: Config, gives: StrategyGives, served: Served, environment
     ended = set[str]()
     if gives.outcome:
         ended = {"outcome", *environment.measured, *(["step_reward"] if environment.gives_step_rewards else [])}
-        ended |= {*outcome.columns, *_EXTENT} if isinstance(outcome, Judge) else set()
+        if isinstance(outcome, Judge):
+            ended |= {*outcome.columns, *(() if environment.fresh else _EXTENT)}
     reward = ""
     if s.judge == UNJUDGED:
         reward = "scheduler.judge is 'none'"

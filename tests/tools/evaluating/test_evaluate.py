@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import ActorProcess, ActorsConfig
-from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText, whole
+from actors.engines.endpoint import EndpointEngine, EndpointText, whole
 from actors.environments.base import SPLIT
+from actors.environments.sotopia.conversation import DIMENSIONS
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.journal import Journal
 from scheduler.tasks import HELD_OUT_SEEDS
@@ -32,6 +33,7 @@ from tools.evaluating.games import main
 from tools.inspecting.dump import main as dump
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
+from wire.http import Reached
 from wire.messages import GenerateRequest, Sampling
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
@@ -40,10 +42,12 @@ Reply = Callable[[web.Request], Awaitable[web.Response]]
 @contextmanager
 def served(reply: Reply) -> Iterator[str]:
     """The URL of a chat endpoint that answers with ``reply``, on a thread of its own."""
-    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    ready, done = threading.Event(), asyncio.Event()
     port: list[int] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
         app = web.Application()
         app.router.add_post("/v1/chat/completions", reply)
         runner = web.AppRunner(app)
@@ -54,15 +58,15 @@ def served(reply: Reply) -> Iterator[str]:
         await done.wait()
         await runner.cleanup()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(10)
     try:
         yield f"http://127.0.0.1:{port[0]}/v1"
     finally:
-        loop.call_soon_threadsafe(done.set)
+        loops[0].call_soon_threadsafe(done.set)
         thread.join()
-        loop.close()
+        assert not asyncio.all_tasks(loops[0]), "a reply that nobody waits for is cancelled with its server"
 
 
 def chat(text: str | None, **choice: Any) -> web.Response:
@@ -194,6 +198,36 @@ def test_an_environment_without_opponents_is_measured(tmp_path: Path) -> None:
     assert {"success", "completion", "oracle"} <= set(measures)
 
 
+@pytest.mark.parametrize("partner", ["policy", "chat"])
+def test_conversations_are_measured_with_either_partner_and_either_judge(tmp_path: Path, partner: str) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        if asked[-1]["messages"][0]["content"].startswith("You judge"):
+            score = {"reasoning": "r", "score": 0}
+            return chat(json.dumps(dict.fromkeys(("agent_1", "agent_2"), dict.fromkeys(DIMENSIONS, score))))
+        return chat(json.dumps({"action_type": "speak", "argument": "9 percent, and Friday."}))
+
+    out = tmp_path / "out"
+    with served(reply) as url:
+        command = ["sotopia", "--endpoint", url, "--endpoint-model", "m", "--games", "4", "--out", str(out)]
+        command += ["--option", "turns=4", "--option", f"partner={partner}"]
+        if partner == "chat":
+            endpoint = f'endpoint={{url="{url}", model="partner"}}'
+            command += ["--speaker-option", endpoint, "--option", "judge=sotopia", "--oracle-option", endpoint]
+        assert main(command) == 0
+    measures = result(out)["overall"]["measures"]
+    assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
+    if partner == "chat":
+        assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0
+        assert sum(one["model"] == "partner" for one in asked) == 4 * 2 + 4  # and four judgements
+    else:
+        assert (
+            measures["goal"]["mean"] == 5
+        )  # the two episodes about a rise reach their goal, the two about notes do not
+
+
 # ---------------------------------------------------------------------------------------------- endpoints
 
 
@@ -238,7 +272,7 @@ async def test_a_refusal_says_what_to_change(status: int, message: str) -> None:
         return web.Response(status=status, headers={"Location": "/v2"})
 
     with served(refuse) as url, pytest.raises(InfrastructureFault, match=message):
-        await ask(Endpoint(url, "m", attempts=1))
+        await ask(Reached(url, "m", attempts=1))
 
 
 async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
@@ -246,7 +280,7 @@ async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
         return web.Response(status=400, text="context length exceeded")
 
     with served(refuse) as url, pytest.raises(DataFault, match="context length exceeded"):
-        await ask(Endpoint(url, "m"))
+        await ask(Reached(url, "m"))
 
 
 async def test_a_wait_is_as_long_as_the_endpoint_asks() -> None:
@@ -254,11 +288,11 @@ async def test_a_wait_is_as_long_as_the_endpoint_asks() -> None:
     legal = Legal(lambda number: limit if number == 1 else None)
     with served(legal) as url:
         start = asyncio.get_running_loop().time()
-        await ask(Endpoint(url, "m", backoff_s=1e-3))
+        await ask(Reached(url, "m", backoff_s=1e-3))
         assert asyncio.get_running_loop().time() - start >= 0.3
 
 
-async def ask(endpoint: Endpoint) -> None:
+async def ask(endpoint: Reached) -> None:
     engine = EndpointEngine(endpoint)
     await engine.start()
     try:
