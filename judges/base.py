@@ -32,6 +32,20 @@ class Judge:
         """Release what ``start`` acquired."""
 
 
+class RuleJudge(Judge):
+    """A judge that scores each turn by itself without waiting for anything: subclass this and write ``judge``."""
+
+    concurrency = 256
+    batch = 256
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return [self.judge(turn) for turn in turns]
+
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        """Return the judgement of one turn."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement judge")
+
+
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
     """Return what ``judge.score`` returned for ``turns``, with unusable scores moved to ``invalid``, and the number of unusable scores.
 

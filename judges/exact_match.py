@@ -4,7 +4,7 @@ import re
 import string
 from collections import Counter
 
-from judges.base import Judge
+from judges.base import RuleJudge
 from wire.messages import JudgedTurn, Judgement
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -47,18 +47,13 @@ def extract_answer(text: str, least_blocks: int = 1) -> str | None:
     return blocks[-1].strip() if len(blocks) >= least_blocks else None
 
 
-class ExactMatch(Judge):
+class ExactMatch(RuleJudge):
     """Scores the answer of a turn. Columns: outcome (exact match) and f1. A turn without an answer scores 0 (methods.md 1.7)."""
 
     name = "exact_match"
     columns = ("outcome", "f1")
-    concurrency = 256
-    batch = 256
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [self._one(turn) for turn in turns]
-
-    def _one(self, turn: JudgedTurn) -> Judgement:
+    def judge(self, turn: JudgedTurn) -> Judgement:
         # None means no answer block and "" an empty block. Only "" can equal a gold that consists of articles and punctuation.
         if turn.answer is None:
             return Judgement(dict.fromkeys(self.columns, 0.0))

@@ -5,12 +5,9 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-import msgspec
-
 from wire.faults import DataFault, InfrastructureFault
-from wire.http import JsonClient, NoAnswer
+from wire.http import CHAT, NoAnswer, Reached
 
-_PATH = "/chat/completions"
 _MODELS = "/models"
 _LOOK_S = 0.5
 """Seconds between two checks whether the server answers, and the limit of one check."""
@@ -18,28 +15,23 @@ PATIENCE_S = 110.0
 """The default limit of one reply. It is shorter than the scheduler's default deadline of a judgement."""
 
 
-class ChatEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An endpoint and its settings. url: the URL up to /v1. api_key_env: the environment variable that holds the key ("" for none).
+class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
+    """An endpoint and its settings, see ``wire.http.Reached``.
 
-    timeout_s: limit of one attempt. patience_s: limit of all attempts for one reply, including the wait for a free place. It must be less than
-    scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and not a failed call. backoff_s: the pause after the
-    first failure, doubled each time, or as long as the server asks. constrain: the request field that makes the server keep a reply to the
-    judge's form: "sglang" (also for tools/serve-model), "vllm", or "" for a server that cannot. fields: additional fields of the request.
+    patience_s: limit of all attempts for one reply, including the wait for a free place. It must be less than
+    scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and not a failed call. constrain: the request field that
+    makes the server keep a reply to the judge's form: "sglang" (also for tools/serve-model), "vllm", or "" for a server that cannot.
     wait_s: seconds to wait at the start until a server has loaded its model (it then answers /models); 0 does not check.
     """
 
-    url: str
-    model: str
-    api_key_env: str = ""
     timeout_s: float = 120.0
-    patience_s: float = PATIENCE_S
     attempts: int = 3
     backoff_s: float = 0.5
     concurrency: int = 32
+    patience_s: float = PATIENCE_S
     max_tokens: int = 512
     temperature: float = 0.0
     constrain: Literal["", "sglang", "vllm"] = ""
-    fields: dict[str, Any] = {}
     wait_s: float = 0.0
 
 
@@ -48,15 +40,7 @@ class ChatClient:
 
     def __init__(self, endpoint: ChatEndpoint):
         self.endpoint = endpoint
-        self.http = JsonClient(
-            endpoint.url,
-            api_key_env=endpoint.api_key_env,
-            timeout_s=endpoint.timeout_s,
-            attempts=endpoint.attempts,
-            backoff_s=endpoint.backoff_s,
-            concurrency=endpoint.concurrency,
-            remedies={404: f"does the URL end where {_PATH} begins, and is {endpoint.model!r} served there?"},
-        )
+        self.http = endpoint.client()
 
     @property
     def counts(self) -> Counter[str]:
@@ -106,7 +90,7 @@ class ChatClient:
             **fields,
             **self.endpoint.fields,
         }
-        reply = await self.http.post(_PATH, request)
+        reply = await self.http.post(CHAT, request)
         try:
             content = reply["choices"][0]["message"]["content"]
             if not isinstance(content, str):
@@ -114,7 +98,7 @@ class ChatClient:
         except (KeyError, IndexError, TypeError) as error:
             self.counts["failures"] += 1
             raise InfrastructureFault(
-                f"{self.http.url}{_PATH} answered what is not the chat protocol ({type(error).__name__}: {error})"
+                f"{self.http.url}{CHAT} answered what is not the chat protocol ({type(error).__name__}: {error})"
             ) from None
         return content
 
@@ -126,7 +110,7 @@ class ChatClient:
                 return await self.ask(prompt, form, system=system), ""
         except TimeoutError:
             self.counts["failures"] += 1
-            return "", f"{self.http.url}{_PATH} gave no reply within {patience:g} s (patience_s)"
+            return "", f"{self.http.url}{CHAT} gave no reply within {patience:g} s (patience_s)"
         except (InfrastructureFault, DataFault) as fault:
             return "", str(fault)
 

@@ -21,12 +21,11 @@ import re
 import textwrap
 from typing import Literal
 
-from judges.base import Judge
+from judges.base import RuleJudge
 from judges.evidence import content_words, finds, holds, parts, passages, said, shown
 from judges.exact_match import normalize
 from wire.messages import JudgedTurn, Judgement
 
-VIEWS = ("evidence", "retrieval")
 Graded = tuple[int, str]
 """The points of one principle (0 to 2) and the reason in words."""
 
@@ -37,21 +36,14 @@ _SHOWN = 100
 """A judgement quotes at most this many characters of the turn."""
 
 
-class PprmRules(Judge):
+class PprmRules(RuleJudge):
     """Column process, S/M. The explanation is the judgement in the form in which a PPRM writes it."""
 
     name = "pprm_rules"
     columns = ("process",)
-    concurrency = 256
-    batch = 256
 
     def __init__(self, view: Literal["evidence", "retrieval"] = "evidence"):
-        if view not in VIEWS:
-            raise ValueError(f"pprm_rules: view={view!r}: expected {'|'.join(VIEWS)}")
         self.view = view
-
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [self.judge(turn) for turn in turns]
 
     def judge(self, turn: JudgedTurn) -> Judgement:
         """Return the judgement of one turn."""

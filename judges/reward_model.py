@@ -7,7 +7,9 @@ code in the model's folder is run, and weights are read only from safetensors.
 import asyncio
 import math
 from collections import Counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from judges.base import Judge
 from judges.pprm import query_and_response
@@ -25,9 +27,9 @@ class RewardModel(Judge):
     concurrency = 1
     batch = 8
 
-    def __init__(self, model: str, max_length: int = 4096, device: Literal["auto", "cpu", "cuda"] = "auto"):
-        if max_length < 2:
-            raise ValueError(f"judge reward_model: max_length {max_length}: expected 2 or more tokens")
+    def __init__(
+        self, model: str, max_length: Annotated[int, Meta(ge=2)] = 4096, device: Literal["auto", "cpu", "cuda"] = "auto"
+    ):
         self.folder, self.max_length, self.device = model, max_length, device
         self.counts: Counter[str] = Counter()
         self._model: Any = None

@@ -9,7 +9,6 @@ import inspect
 import logging
 import sys
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -239,7 +238,7 @@ def plug_in(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
         endpoint, keys = connection(asked.run)
-        worker = make_worker(asked.judge, dict(option(text) for text in asked.option))
+        worker = make_worker(asked.judge, dict(options.option(text) for text in asked.option))
     except (OSError, ValueError) as error:
         print(f"tools/serve: {error}", file=sys.stderr)
         return 2
@@ -262,17 +261,6 @@ def _endpoint_now(run: Path) -> str:
         return connection(run)[0]
     except FileNotFoundError:
         return ""
-
-
-def option(text: str) -> tuple[str, Any]:
-    """Read KEY=VALUE. The value is TOML, and a bare word is a string. Raises ValueError when there is no "="."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"option {text!r}: expected KEY=VALUE")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
 
 
 def main() -> None:

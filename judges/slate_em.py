@@ -4,23 +4,18 @@ An answer scores 1 for an exact match and 0 otherwise; a search scores 0. It mus
 Ablation (b), rule rewards on the judge's scale, is ``slate_rules`` with ``query = "format"``.
 """
 
-from judges.base import Judge
+from judges.base import RuleJudge
 from judges.exact_match import exact_match
 from wire.messages import JudgedTurn, Judgement
 
 
-class SlateEm(Judge):
+class SlateEm(RuleJudge):
     """Columns think (always 0), query (always 0) and answer (exact match)."""
 
     name = "slate_em"
     columns = ("think", "query", "answer")
-    concurrency = 256
-    batch = 256
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [self._judge(turn) for turn in turns]
-
-    def _judge(self, turn: JudgedTurn) -> Judgement:
+    def judge(self, turn: JudgedTurn) -> Judgement:
         if turn.answer is None:
             return Judgement({"think": 0.0, "query": 0.0})
         return Judgement({"think": 0.0, "answer": exact_match(turn.answer, turn.golds)})

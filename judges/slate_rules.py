@@ -11,7 +11,7 @@ think: 0, or -1 if it is empty.
 
 from typing import Literal
 
-from judges.base import Judge
+from judges.base import RuleJudge
 from judges.evidence import finds, shown
 from judges.exact_match import exact_match, f1, normalize
 from wire.messages import JudgedTurn, Judgement
@@ -19,27 +19,18 @@ from wire.messages import JudgedTurn, Judgement
 _HALF = 0.5
 
 
-class SlateRules(Judge):
+class SlateRules(RuleJudge):
     """Columns think and query for a search, think and answer for an answer."""
 
     name = "slate_rules"
     columns = ("think", "query", "answer")
-    concurrency = 256
-    batch = 256
 
     def __init__(
         self, query: Literal["format", "evidence"] = "evidence", answer: Literal["strict", "partial"] = "strict"
     ):
-        if query not in ("format", "evidence") or answer not in ("strict", "partial"):
-            raise ValueError(
-                f"slate_rules: query={query!r}, answer={answer!r}: expected format|evidence, strict|partial"
-            )
         self.query, self.answer = query, answer
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [self._judge(turn) for turn in turns]
-
-    def _judge(self, turn: JudgedTurn) -> Judgement:
+    def judge(self, turn: JudgedTurn) -> Judgement:
         scores = {"think": 0.0 if normalize(turn.think or "") else -1.0}
         if turn.answer is not None:
             scores["answer"] = self._answer(turn.answer, turn.golds)

@@ -167,10 +167,6 @@ class Residency:
         """The capacity of the worker's cache in tokens; infinite while it is unknown."""
         return self._cache(worker).capacity
 
-    def resident(self, worker: str) -> int:
-        """The number of tokens in the worker's cache."""
-        return self._cache(worker).tokens
-
     def expect(self, worker: str, tokens: bytes) -> int:
         """How many of the prompt ``tokens`` the worker should find cached. The last token never counts: its logits must be computed."""
         cache = self._caches.get(worker)

@@ -26,7 +26,6 @@ class Stream:
     def __init__(self, dispatcher: Dispatcher, journal: Journal, on_trained: Callable[[Trained], Awaitable[None]]):
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
         self.version = 0
-        self.sent_groups = 0
         self._next_group = journal.next_group()
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +85,6 @@ class Stream:
                 log.warning("group %d is sent again: %s", group, fault)
                 whole = True
                 await asyncio.sleep(_RESEND_WAIT_S)
-        self.sent_groups += 1
         async with self._order:
             self.journal.mark_trained(group, trained.version)
             if trained.version > self.version:

@@ -1,5 +1,8 @@
 """Set-up of a fresh machine with the standard library only: a virtual environment with the project in it, then run there.
 
+The executables of tools/ import this file as ``bootstrap``, because Python puts their own folder on its path; all other files as
+``tools.bootstrap``.
+
 The environment is made anew only when pyproject.toml asks for something else than it holds; otherwise this costs milliseconds.
 COPPICE_VENV places it elsewhere, COPPICE_EXTRA chooses cpu or gpu.
 """
@@ -8,14 +11,19 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
+"""Limits on the kernels that oneDNN and torch cache per shape. Without limits a bfloat16 process on a CPU, whose shapes hardly repeat, grows
+by a gigabyte in some hundred updates and is no faster (docs/performance.md). Variables of the user's shell take precedence."""
 
 
 def ensure(*extras: str) -> None:
@@ -24,6 +32,8 @@ def ensure(*extras: str) -> None:
         sys.exit(f"Coppice needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     if not os.environ.get("COPPICE_STARTED", "").startswith(f"{os.getpid()} "):  # a command started again keeps its id
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
+    for limit, kernels in _KERNEL_CACHES.items():
+        os.environ.setdefault(limit, kernels)  # every process that the command starts inherits it
     venv = Path(os.environ.get("COPPICE_VENV", ROOT / ".venv"))
     hardware = os.environ.get("COPPICE_EXTRA") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     wanted = sorted({hardware, *extras})
@@ -36,6 +46,13 @@ def ensure(*extras: str) -> None:
         os.execv(python, [str(python), *sys.argv])
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
+
+
+def start(place: str, *extras: str) -> NoReturn:
+    """Call the function at ``place`` ("module:name") inside the project's environment, and exit with the status that it returns."""
+    ensure(*extras)
+    module, _, name = place.partition(":")
+    sys.exit(getattr(importlib.import_module(module), name)())
 
 
 def _mark() -> str:

@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ import msgspec
 
 from wire.faults import DataFault, InfrastructureFault
 
+CHAT = "/chat/completions"
+"""The path of the chat protocol, below the URL that ends in /v1."""
 LONGEST_WAIT_S = 120.0
 """The longest pause before the next attempt, even when Retry-After asks for more."""
 _AGAIN = frozenset({408, 409, 425, 429})
@@ -27,6 +30,29 @@ _IDLE_S = 2.0
 """A connection is closed after this idle time, because servers close it too (uvicorn after 5 s) and a request sent just then is lost."""
 _SHOWN = 300
 """A message quotes this many characters of a server's error text."""
+
+
+class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a model behind the chat protocol is reached. url: the URL up to /v1. api_key_env: the environment variable that holds the key ("" for
+    none). timeout_s: limit of one attempt. backoff_s: pause after the first failure, doubled each time, or as long as the server asks.
+    fields: additional fields of the request. The subclasses have their own defaults."""
+
+    url: str
+    model: str
+    api_key_env: str = ""
+    timeout_s: float = 300.0
+    attempts: int = 6
+    backoff_s: float = 1.0
+    concurrency: int = 16
+    fields: dict[str, Any] = {}
+
+    def client(self, remedies: Mapping[int, str] = {}) -> "JsonClient":
+        """Return a client, which is not started. remedies: what to do about an HTTP status; 404 is known."""
+        absent = f"does the URL end where {CHAT} begins, and is {self.model!r} served there?"
+        return JsonClient(
+            self.url, api_key_env=self.api_key_env, timeout_s=self.timeout_s, attempts=self.attempts,
+            backoff_s=self.backoff_s, concurrency=self.concurrency, remedies={404: absent, **remedies},
+        )  # fmt: skip
 
 
 class _Busy(Exception):
@@ -60,7 +86,7 @@ class JsonClient:
         attempts: int = 3,
         backoff_s: float = 1.0,
         concurrency: int = 16,
-        remedies: dict[int, str] | None = None,
+        remedies: Mapping[int, str] = {},
     ):
         if attempts < 1 or concurrency < 1:
             raise ValueError(f"attempts {attempts} and concurrency {concurrency}: expected at least 1 of each")
@@ -71,7 +97,7 @@ class JsonClient:
         self.counts: Counter[str] = Counter()
         self.busy_s = 0.0
         self._api_key_env, self._key = api_key_env, key
-        self._remedies = remedies or {}
+        self._remedies = remedies
         self._room = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None
 

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -40,6 +41,17 @@ def imported(setting: str, place: str) -> Any:
         ) from None
 
 
+def option(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE. The value is TOML, and a bare word is a string. Raises ValueError when there is no "="."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ValueError(f"option {text!r}: expected KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
 def modules(package: str) -> list[str]:
     """Return the names of a package's modules."""
     return sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__))
@@ -61,13 +73,22 @@ def plugin(setting: str, name: str, package: str, function: str) -> tuple[Any, C
 def declared(setting: str, module: Any, name: str, kind: type[T], function: Callable[..., Any], options: dict[str, Any]) -> T:  # fmt: skip
     """Return the declaration of a plug-in. It is the result of the module's function ``name``, called with every option of ``function``.
 
-    Raises ValueError, which begins with ``setting``, when the module declares nothing or its declaration is not a ``kind``.
+    Raises ValueError, which begins with ``setting``, when the module declares nothing, when its function does not take exactly the options
+    of ``function``, or when its declaration is not a ``kind``.
     """
     expected = f"expected a function {name}(**options) that returns a wire.declared.{kind.__name__} (docs/extend.md)"
     if not hasattr(module, name):
         raise ValueError(f"{setting}: {module.__name__} does not declare itself: {expected}")
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
-    declaration = getattr(module, name)(**defaults | options)
+    declare, values = getattr(module, name), defaults | options
+    try:
+        inspect.signature(declare).bind(**values)
+    except TypeError as error:
+        raise ValueError(
+            f"{setting}: {module.__name__}.{name} {error}. It is called with every option of {function.__name__}, {sorted(values)}: name"
+            " each of them as a parameter, or take the rest with **_"
+        ) from None
+    declaration = declare(**values)
     if not isinstance(declaration, kind):
         raise ValueError(f"{setting}: {module.__name__}.{name} returned {declaration!r}: {expected}")
     return declaration

@@ -17,29 +17,12 @@ import numpy as np
 from actors.engines.base import OnTokens
 from actors.environments.base import SPLIT
 from wire.faults import DataFault, InfrastructureFault
-from wire.http import JsonClient
+from wire.http import CHAT, Reached
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
 
-_PATH = "/chat/completions"
 _SEEDS = 2**31
 """Seeds are below this number, because some servers store a seed in 32 bits."""
 _ESCAPED_SPLIT = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(SPLIT):04x}")
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    """An endpoint and its settings. url: the URL up to /v1. api_key_env: the environment variable that holds the key ("" for none).
-
-    timeout_s: limit of one attempt. backoff_s: pause after the first failure, doubled each time. fields: additional fields of the request.
-    """
-
-    url: str
-    model: str
-    api_key_env: str = ""
-    timeout_s: float = 300.0
-    attempts: int = 6
-    backoff_s: float = 1.0
-    concurrency: int = 16
-    fields: dict[str, Any] = {}
 
 
 class EndpointText:
@@ -61,22 +44,12 @@ class EndpointText:
 class EndpointEngine:
     """Implements ``actors.engines.base.Engine`` except ``load``, which a chat endpoint does not offer."""
 
-    def __init__(self, endpoint: Endpoint):
+    def __init__(self, endpoint: Reached):
         self.endpoint, self.text = endpoint, EndpointText()
         self.counts: Counter[str] = Counter()
-        remedies = {404: f"does the URL end where {_PATH} begins, and is {endpoint.model!r} served there?"}
-        if not endpoint.api_key_env:
-            remedies[401] = "it wants an API key: name its variable with --api-key-env"
-        self.client = JsonClient(
-            endpoint.url,
-            api_key_env=endpoint.api_key_env,
-            timeout_s=endpoint.timeout_s,
-            attempts=endpoint.attempts,
-            backoff_s=endpoint.backoff_s,
-            concurrency=endpoint.concurrency,
-            remedies=remedies,
-        )
-        self.url = f"{self.client.url}{_PATH}"
+        wants_key = {401: "it wants an API key: name its variable with --api-key-env"}
+        self.client = endpoint.client({} if endpoint.api_key_env else wants_key)
+        self.url = f"{self.client.url}{CHAT}"
 
     async def start(self) -> None:
         """Open the connection pool. Raises ValueError, which names the variable, when the API key is not set."""
@@ -114,7 +87,7 @@ class EndpointEngine:
         body |= {"n": request.n} if request.n > 1 else {}
         body |= {"stop": sampling.stop} if sampling.stop else {}
         body |= {"seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
-        reply = await self.client.post(_PATH, body | self.endpoint.fields)
+        reply = await self.client.post(CHAT, body | self.endpoint.fields)
         try:
             samples = [self._sample(choice, sampling.stop) for choice in reply["choices"]]
             prompt, cached = self._count(reply.get("usage") or {})

@@ -1,9 +1,6 @@
-"""The engines by name. A user's own engine is named "module:Class" (docs/extend.md). An engine's module is imported only where it runs."""
+"""The engines by name. A user's own engine is named "module:Class" (docs/extend.md). A built-in engine is imported only where it runs."""
 
-import importlib.util
 import inspect
-import sys
-from pathlib import Path
 from typing import Any
 
 from actors.config import ActorProcess
@@ -11,28 +8,30 @@ from actors.engines.base import Engine
 from wire.options import checked, imported, known
 
 KNOWN = {"local": "actors.engines.local:LocalEngine", "sglang": "actors.engines.sglang:SGLangEngine"}
+_OWN = ("model", "config", "seed", "place")
+"""Parameters of an engine's constructor that no option sets."""
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for a name that no engine has. The engine is not imported."""
-    entry = f"actors.engine = {name!r}"
-    if ":" not in name:
-        known(entry, name, KNOWN, ", or module:Class")
-        if options:
-            raise ValueError(f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them")
+    """Raises ValueError for a name that no engine has, and for options that it does not take. A user's own engine is imported."""
+    if ":" in name:
+        _imported(name, options)
         return
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    module = name.partition(":")[0]
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise ValueError(f"{entry}: there is no module {module!r} importable from {Path.cwd()}; expected module:Class")
+    entry = f"actors.engine = {name!r}"
+    known(entry, name, KNOWN, ", or module:Class")
+    if options:
+        raise ValueError(f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them")
 
 
 def load(process: ActorProcess) -> Engine:
     """Return the engine of an actor process, which is not started yet. Raises ValueError for options that the engine does not take."""
-    name = process.actors.engine
-    kind = imported(f"actors.engine = {name!r}", KNOWN.get(name, name))
-    own = {"model": process.model, "config": process.actors, "seed": process.seed, "place": process.place}
-    options = checked("actors.engine_options", name, kind.__init__, process.actors.engine_options, ("self", *own))
+    kind, options = _imported(process.actors.engine, process.actors.engine_options)
+    own = dict(zip(_OWN, (process.model, process.actors, process.seed, process.place), strict=True))
     takes = inspect.signature(kind).parameters
     return kind(**{key: value for key, value in own.items() if key in takes}, **options)
+
+
+def _imported(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the class of an engine, which is imported, and the options as the types that its constructor declares."""
+    kind = imported(f"actors.engine = {name!r}", KNOWN.get(name, name))
+    return kind, checked("actors.engine_options", name, kind.__init__, options, ("self", *_OWN))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -12,6 +13,21 @@ SPLIT = "\x1e"
 """A separator in a prompt's content. The text before it is the same in every turn of the episode; the text after it shows this turn's state."""
 POLICY = "policy"
 """The speaker that is the policy itself. Every other speaker is a service."""
+
+
+PROMPTS = Path(__file__).parent / "prompts"
+
+
+def prompt_file(prompt: str, family: str = "") -> Path:
+    """Return the file of a prompt: a name in prompts/ without its ending, or a path with a slash.
+
+    Raises FileNotFoundError, which lists the names that begin with ``family``.
+    """
+    path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in PROMPTS.glob(f"{family}*.txt")))
+        raise FileNotFoundError(f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash")
+    return path
 
 
 class Task(msgspec.Struct, frozen=True):

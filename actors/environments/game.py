@@ -7,12 +7,10 @@ may think first.
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-
-PROMPTS = Path(__file__).parent / "prompts"
+from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition, prompt_file
+from wire.numbers import Natural
 
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _BLOCK_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)
@@ -33,15 +31,8 @@ class Game(Environment):
     loss = -1.0
     """The outcome of an episode that an invalid or illegal action ended."""
 
-    def __init__(self, prompt: str, history: int = 0, boxed: bool = False, stop_at_action: bool = True):
-        path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
-        if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in PROMPTS.glob(f"{self.name}*.txt")))
-            raise FileNotFoundError(
-                f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash"
-            )
-        if history < 0:
-            raise ValueError(f"history = {history}: expected 0 (the state alone) or more earlier moves")
+    def __init__(self, prompt: str, history: Natural = 0, boxed: bool = False, stop_at_action: bool = True):
+        path = prompt_file(prompt, self.name)
         self.template = path.read_text().strip()
         first = _PLACEHOLDER.search(self.template)
         if first is None or not {"board", "row"} & set(_PLACEHOLDER.findall(self.template)):

@@ -17,6 +17,7 @@ from actors.environments.base import Action, Task, Tools, Transition
 from actors.environments.game import Game
 from wire.faults import DataFault
 from wire.messages import JudgedTurn
+from wire.numbers import Count, Natural
 
 HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
 """The marks on a board beside the digits 1..8: unknown, flagged by the player, no mine around, and the mine that ended the game."""
@@ -63,19 +64,17 @@ class Minesweeper(Game):
     def __init__(
         self,
         prompt: str = "minesweeper",
-        history: int = 0,
+        history: Natural = 0,
         boxed: bool = False,
         stop_at_action: bool = True,
-        rows: int = 5,
-        columns: int = 5,
+        rows: Count = 5,
+        columns: Count = 5,
         mines: int = 5,
         centre_start: bool = True,
         success_rule: Literal["reveal", "flags"] = "reveal",
-        max_turns: int = 25,
+        max_turns: Count = 25,
     ):
         super().__init__(prompt, history, boxed, stop_at_action)
-        if rows < 1 or columns < 1:
-            raise ValueError(f"rows = {rows}, columns = {columns}: expected 1 or more of each")
         most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
         if not 1 <= mines <= most:
             kept = "the 3x3 around the first reveal" + (", and one safe cell, are" if centre_start else " is")
@@ -84,10 +83,6 @@ class Minesweeper(Game):
                 if most > 0
                 else f"rows = {rows}, columns = {columns}: expected a board larger than the 3x3 kept free of mines"
             )
-        if success_rule not in ("reveal", "flags"):
-            raise ValueError(f"success_rule = {success_rule!r}: expected one of 'reveal', 'flags'")
-        if max_turns < 1:
-            raise ValueError(f"max_turns = {max_turns}: expected 1 or more")
         self.rows, self.columns, self.mines = rows, columns, mines
         self.centre_start, self.flag_all, self.max_turns = centre_start, success_rule == "flags", max_turns
 

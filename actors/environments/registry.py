@@ -13,6 +13,7 @@ KNOWN = {
     "minesweeper": "actors.environments.minesweeper:Minesweeper",
     "sokoban": "actors.environments.sokoban:Sokoban",
     "webshop": "actors.environments.webshop.environment:WebShop",
+    "webshop_server": "actors.environments.webshop.server:WebShopServer",
 }
 
 

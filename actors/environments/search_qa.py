@@ -6,15 +6,13 @@ An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </
 import re
 from collections.abc import Mapping, Sequence
 from math import fsum
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.base import Action, Environment, Task, Tools, Transition
+from actors.environments.base import Action, Environment, Task, Tools, Transition, prompt_file
 from wire.messages import JudgedTurn, Passage
-
-PROMPTS = Path(__file__).parent / "prompts"
+from wire.numbers import Count, Natural
 
 INVALID_NOTICE = (
     "\nThat action could not be used. Write <search> query </search> to look something up, or <answer> answer </answer>"
@@ -64,25 +62,15 @@ class SearchQA(Environment):
     def __init__(
         self,
         prompt: str = "search_r1",
-        topk: int = 3,
-        max_observation_characters: int = 2000,
+        topk: Count = 3,
+        max_observation_characters: Count = 2000,
         think: Literal["required", "optional"] = "required",
-        newlines: int = 1,
+        newlines: Natural = 1,
     ):
-        path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
-        if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in PROMPTS.glob("*.txt")))
-            raise FileNotFoundError(
-                f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash"
-            )
+        path = prompt_file(prompt)
         self.template = path.read_text().strip()
         if "{question}" not in self.template:
             raise ValueError(f"prompt file {path} has no {{question}} placeholder")
-        for key, value in (("topk", topk), ("max_observation_characters", max_observation_characters)):
-            if value < 1:
-                raise ValueError(f"{key} = {value}: expected 1 or more")
-        if newlines < 0:
-            raise ValueError(f"newlines = {newlines}: expected 0 or more")
         self.topk, self.max_observation_characters = topk, max_observation_characters
         self.think, self.newlines = think, newlines
 

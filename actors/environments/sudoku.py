@@ -17,6 +17,7 @@ from actors.environments.base import Action, Task, Tools, Transition
 from actors.environments.game import Game
 from wire.faults import DataFault
 from wire.messages import JudgedTurn
+from wire.numbers import Count, Natural
 
 BLANK = "."
 MOST_BLANKS = {4: 12, 9: 64}
@@ -54,21 +55,19 @@ class Sudoku(Game):
     def __init__(
         self,
         prompt: str = "sudoku",
-        history: int = 0,
+        history: Natural = 0,
         boxed: bool = False,
         stop_at_action: bool = True,
         size: int = 9,
         blanks: int = 40,
         terminate_on_wrong: bool = False,
-        max_turns: int = 100,
+        max_turns: Count = 100,
     ):
         super().__init__(prompt, history, boxed, stop_at_action)
         if size not in MOST_BLANKS:
             raise ValueError(f"size = {size}: expected 9 or 4")
         if not 1 <= blanks <= MOST_BLANKS[size]:
             raise ValueError(f"blanks = {blanks}: expected 1 to {MOST_BLANKS[size]} for size {size}")
-        if max_turns < 1:
-            raise ValueError(f"max_turns = {max_turns}: expected 1 or more")
         self.size, self.blanks = size, blanks
         self.terminate_on_wrong, self.max_turns = terminate_on_wrong, max_turns
 

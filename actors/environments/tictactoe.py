@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import isfinite
+from typing import Annotated
 
 import msgspec
 
 from actors.environments.base import Task, Tools, Transition
 from actors.environments.game import Game
 from wire.faults import InfrastructureFault
+from wire.numbers import Natural, Share
 
 EMPTY = "." * 9
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
@@ -94,22 +96,18 @@ class TicTacToe(Game):
         self,
         *,
         prompt: str = "tictactoe",
-        history: int = 0,
+        history: Natural = 0,
         boxed: bool = False,
         stop_at_action: bool = True,
         opponents: dict[str, float] | None = None,
-        second: float = 0.5,
-        opening: int = 0,
+        second: Share = 0.5,
+        opening: Annotated[int, msgspec.Meta(ge=0, le=MOST_OPENING)] = 0,
     ):
         super().__init__(prompt, history, boxed, stop_at_action)
         weights = {"tictactoe_mcts": 0.5, RANDOM: 0.5} if opponents is None else opponents
         total = sum(weights.values())
         if "" in weights or not all(w >= 0 for w in weights.values()) or not (isfinite(total) and total > 0):
             raise ValueError(f"opponents = {weights}: expected player names with weights >= 0, one of them above 0")
-        if not 0 <= second <= 1:
-            raise ValueError(f"second = {second}: expected a share of the episodes, 0 to 1")
-        if not 0 <= opening <= MOST_OPENING:
-            raise ValueError(f"opening = {opening}: expected 0 to {MOST_OPENING} plies")
         self.opponents = {name: weights[name] for name in sorted(weights)}
         self.second, self.opening = second, opening
 

@@ -10,8 +10,8 @@ from judges.base import Judge
 from judges.oracles.posterior import BUDGET, Posterior, posterior
 from wire.faults import DataFault
 from wire.messages import JudgedTurn, Judgement
+from wire.numbers import Count
 
-REWARDS = ("binary", "graded")
 TOLERANCE = 1e-9
 """Risks that differ by less than this are equal."""
 _MARKS = {HIDDEN, FLAG, ZERO, *"12345678"}
@@ -67,11 +67,7 @@ class MinesweeperOracle(Judge):
     concurrency = 64
     batch = 32
 
-    def __init__(self, reward: Literal["binary", "graded"] = "binary", budget: int = BUDGET):
-        if reward not in REWARDS:
-            raise ValueError(f"reward = {reward!r}: expected one of {', '.join(map(repr, REWARDS))}")
-        if budget < 1:
-            raise ValueError(f"budget = {budget}: expected 1 or more nodes per position")
+    def __init__(self, reward: Literal["binary", "graded"] = "binary", budget: Count = BUDGET):
         self.reward, self.budget = reward, budget
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:

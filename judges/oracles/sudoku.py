@@ -1,16 +1,16 @@
 """The Sudoku oracle: it judges whether a digit is the digit of the unique solution (methods.md 3.3)."""
 
+from typing import Literal
+
 import msgspec
 
 from actors.environments.sudoku import BLANK, State, candidates, cell_of
-from judges.base import Judge
+from judges.base import RuleJudge
 from wire.faults import DataFault
 from wire.messages import JudgedTurn, Judgement
 
-REWARDS = ("binary", "graded")
 
-
-class SudokuOracle(Judge):
+class SudokuOracle(RuleJudge):
     """Scores a move against the solution. reward: what the column "reward" is, "binary" (the paper) or "graded" (v2).
 
     binary: 1 for the solution's digit in a blank cell, else 0. graded: see ``graded``. valid_share: the chance that a uniformly
@@ -20,18 +20,11 @@ class SudokuOracle(Judge):
     name = "sudoku"
     environments = ("sudoku",)
     columns = ("reward", "graded", "valid_share")
-    concurrency = 256
-    batch = 256
 
-    def __init__(self, reward: str = "binary"):
-        if reward not in REWARDS:
-            raise ValueError(f"reward = {reward!r}: expected one of {', '.join(map(repr, REWARDS))}")
+    def __init__(self, reward: Literal["binary", "graded"] = "binary"):
         self.reward = reward
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [self._judge(turn) for turn in turns]
-
-    def _judge(self, turn: JudgedTurn) -> Judgement:
+    def judge(self, turn: JudgedTurn) -> Judgement:
         try:
             state = msgspec.convert(turn.state, State)
         except msgspec.ValidationError as error:

@@ -7,8 +7,7 @@ global lock, so several searches at once are no faster in one process; serve mor
 import asyncio
 import random
 from itertools import count
-from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pyspiel
@@ -18,12 +17,17 @@ from judges.base import Judge
 from judges.players import Player
 from wire.faults import DataFault
 from wire.messages import JudgedTurn, Judgement
+from wire.numbers import Count, NotNegative
 
 _GAME = pyspiel.load_game("tic_tac_toe")
 _MEMORY_MB = 64
 """More memory than a search needs: each simulation adds at most 9 nodes of about 100 bytes."""
 _SLACK = 1e-9
 """Means that differ only by rounding count as equal."""
+
+
+Simulations = Annotated[int, msgspec.Meta(ge=2)]
+"""Simulations of a search, of which the first only opens the root."""
 
 
 class Search(msgspec.Struct, frozen=True):
@@ -33,14 +37,6 @@ class Search(msgspec.Struct, frozen=True):
     rollouts: int = 10
     uct_c: float = 2.0
     solve: bool = False
-
-    def __post_init__(self) -> None:
-        if self.simulations < 2:
-            raise ValueError(f"simulations = {self.simulations}: expected 2 or more (the first only opens the root)")
-        if self.rollouts < 1:
-            raise ValueError(f"rollouts = {self.rollouts}: expected 1 or more random games per leaf")
-        if not (isfinite(self.uct_c) and self.uct_c >= 0):
-            raise ValueError(f"uct_c = {self.uct_c}: expected 0 or a positive number")
 
     def root(self, board: str, seed: int) -> Any:
         """Search from ``board``, a game in progress, and return the root. ``seed`` decides all randomness."""
@@ -100,18 +96,14 @@ class TicTacToeOracle(Judge):
         self,
         *,
         kind: Literal["mcts", "minimax"] = "mcts",
-        simulations: int = 1000,
-        rollouts: int = 10,
-        tolerance: float = 0.1,
-        uct_c: float = 2.0,
+        simulations: Simulations = 1000,
+        rollouts: Count = 10,
+        tolerance: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.1,
+        uct_c: NotNegative = 2.0,
         solve: bool = False,
         seed: int = 0,
     ):
-        if kind not in ("mcts", "minimax"):
-            raise ValueError(f"kind = {kind!r}: expected one of 'mcts', 'minimax'")
         self.search = Search(simulations, rollouts, uct_c, solve)
-        if not 0 <= tolerance <= 2:
-            raise ValueError(f"tolerance = {tolerance}: expected 0 to 2, the width of the range of returns")
         if kind == "minimax" and (self.search, tolerance, seed) != (Search(), 0.1, 0):
             raise ValueError("kind = 'minimax' does not search: leave out simulations, rollouts, tolerance, uct_c, solve and seed")  # fmt: skip
         self.kind, self.tolerance, self._seeds = kind, tolerance, count(seed)
@@ -154,9 +146,9 @@ class MctsPlayer(Player):
     def __init__(
         self,
         *,
-        simulations: int = 1000,
-        rollouts: int = 10,
-        uct_c: float = 2.0,
+        simulations: Simulations = 1000,
+        rollouts: Count = 10,
+        uct_c: NotNegative = 2.0,
         solve: bool = True,
         name: str | None = None,
     ):

@@ -13,12 +13,12 @@ from actors.environments.webshop.environment import State, WebShop
 from actors.environments.webshop.goals import Goal
 from actors.environments.webshop.reward import reward
 from actors.environments.webshop.shop import BUY, PER_PAGE, SUB_PAGES, Place, Shop
-from judges.base import Judge
+from judges.base import RuleJudge
 from wire.faults import DataFault
 from wire.messages import JudgedTurn, Judgement
 
 
-class WebShopOracle(Judge):
+class WebShopOracle(RuleJudge):
     """Scores an action by the distance to a perfect purchase. options: those of the environment, if it does not sell the invented products.
 
     Column "reward": 1 for an action that lessens the distance and for a perfect purchase, -1 for an action that does nothing because it
@@ -29,16 +29,11 @@ class WebShopOracle(Judge):
     name = "webshop"
     environments = ("webshop",)
     columns = ("reward", "distance")
-    concurrency = 256
-    batch = 256
 
     def __init__(self, options: dict[str, Any] | None = None):
         self.environment: WebShop = registry.load("webshop", options or {})  # pyright: ignore[reportAttributeAccessIssue]
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [self._judge(turn) for turn in turns]
-
-    def _judge(self, turn: JudgedTurn) -> Judgement:
+    def judge(self, turn: JudgedTurn) -> Judgement:
         try:
             state = msgspec.convert(turn.state, State)
         except msgspec.ValidationError as error:
@@ -59,7 +54,7 @@ class WebShopOracle(Judge):
         elif turn.move and 0 <= turn.move[0] < len(clickables):
             name = clickables[turn.move[0]]
             if name == BUY:
-                perfect = reward(shop.products[place.asin], place.chosen, goal).value == 1
+                perfect = reward(shop.products[place.asin], place.chosen, goal) == 1
                 return float(perfect), "a perfect purchase" if perfect else "not the product and options of the goal"
             after = shop.clicked(place, name)
         else:

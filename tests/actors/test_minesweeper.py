@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.environments import minesweeper, registry
-from actors.environments.base import SPLIT, Transition
-from actors.environments.game import PROMPTS
+from actors.environments.base import PROMPTS, SPLIT, Transition
 from actors.environments.minesweeper import MARK, REVEAL, Minesweeper, State, labelled, neighbours, revealed
 from wire.faults import DataFault
 
@@ -412,14 +411,14 @@ def test_neighbours_are_the_cells_at_most_one_step_away(size: tuple[int, int]) -
         ({"mines": 16}, "mines = 16: expected 1 to 15 on 5x5, where the 3x3 .* and one safe cell, are kept free"),
         ({"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16 on 5x5"),
         ({"rows": 3, "columns": 3, "mines": 1}, "rows = 3, columns = 3: expected a board larger"),
-        ({"rows": 0}, "rows = 0, columns = 5: expected 1 or more"),
-        ({"max_turns": 0}, "max_turns = 0: expected 1 or more"),
+        ({"rows": 0}, "rows = 0: expected a whole number, at least 1"),
+        ({"max_turns": 0}, "max_turns = 0: expected a whole number, at least 1"),
         ({"success_rule": "both"}, "success_rule = 'both': expected one of 'reveal', 'flags'"),
     ],
 )
 def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Minesweeper(**options)
+        registry.load("minesweeper", options)
 
 
 def test_as_many_mines_as_allowed_can_be_laid() -> None:

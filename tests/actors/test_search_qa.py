@@ -117,12 +117,12 @@ async def test_an_information_block_stands_between_as_many_newlines_as_asked() -
     moved = await environment.step(environment.initial(TASK), action, Shelf())
     assert moved.observation == "\n\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n\n"
     with pytest.raises(ValueError, match="newlines = -1"):
-        SearchQA(newlines=-1)
+        registry.load("search_qa", {"newlines": -1})
 
 
 @pytest.mark.parametrize("key", ["topk", "max_observation_characters"])
 def test_a_search_that_would_show_nothing_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=f"{key} = 0: expected 1 or more"):
+    with pytest.raises(ValueError, match=f"{key} = 0: expected a whole number, at least 1"):
         registry.load("search_qa", {key: 0})
 
 

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from actors.environments import registry
-from actors.environments.base import SPLIT, Action, Transition
-from actors.environments.game import PROMPTS
+from actors.environments.base import PROMPTS, SPLIT, Action, Transition
 from actors.environments.sokoban import HELD_OUT, Sokoban, State, is_held_out, shown
 from actors.environments.sokoban_rooms import layout_digest, parse
 from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks

@@ -18,6 +18,7 @@ from actors.environments.minesweeper import MARK, REVEAL, Minesweeper, State, al
 from judges.base import checked
 from judges.oracles.minesweeper import MinesweeperOracle, labels
 from judges.oracles.posterior import Contradiction, Posterior, posterior
+from judges.serve import make_worker
 from wire.faults import DataFault
 from wire.messages import JudgedTurn
 
@@ -402,7 +403,7 @@ def test_a_turn_that_shows_no_game_is_a_data_fault(state: Any) -> None:
 )
 def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        MinesweeperOracle(**options)
+        make_worker("minesweeper", options)
 
 
 # ---------------------------------------------------------------------------------------------- players

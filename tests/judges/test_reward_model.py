@@ -124,8 +124,8 @@ async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path
             ValueError, match=rf"model '{missing}' cannot be loaded: expected a folder with a sequence classifier"
         ):
             await started(missing)
-    with pytest.raises(ValueError, match="max_length 1"):
-        RewardModel("m", max_length=1)
+    with pytest.raises(ValueError, match="max_length = 1"):
+        make_worker("reward_model", {"model": "m", "max_length": 1})
 
 
 async def test_weights_that_are_not_safetensors_are_not_read(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ async def test_an_opponent_is_served_beside_judges(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", ["tictactoe", "tictactoe_mcts"])
 def test_options_of_oracles_and_opponents_are_refused_by_their_key(spec: str) -> None:
-    with pytest.raises(ValueError, match=rf"judges\.use\.{spec}: simulations = 1"):
+    with pytest.raises(ValueError, match=rf"judges\.use\.{spec}\.simulations = 1"):
         make_worker(spec, {"simulations": 1})
     with pytest.raises(ValueError, match="'simulation'"):
         make_worker(spec, {"simulation": 100})

@@ -11,6 +11,7 @@ from actors.environments.base import Action
 from actors.environments.sokoban import Sokoban, State
 from judges.base import checked
 from judges.oracles.sokoban import SokobanOracle
+from judges.serve import make_worker
 from wire.faults import DataFault
 from wire.messages import JudgedTurn
 
@@ -100,4 +101,4 @@ def test_a_turn_of_another_environment_or_of_a_solved_room_is_a_data_fault(state
 
 def test_an_unknown_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="reward = 'dense': expected one of 'binary', 'graded'"):
-        SokobanOracle("dense")  # pyright: ignore
+        make_worker("sokoban", {"reward": "dense"})

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from actors.environments.sudoku import State, Sudoku
 from judges.base import checked
 from judges.oracles.sudoku import SudokuOracle
+from judges.serve import make_worker
 from wire.faults import DataFault
 from wire.messages import JudgedTurn
 
@@ -28,7 +29,7 @@ def judged(board: str, move: list[int] | None, turn: int = 0, budget: int = 100)
     return JudgedTurn("sudoku-1", [], "", "", turn + 1, budget, state=state, move=move)
 
 
-def scores(turns: list[JudgedTurn], reward: str = "binary") -> list[dict[str, float]]:
+def scores(turns: list[JudgedTurn], reward: Literal["binary", "graded"] = "binary") -> list[dict[str, float]]:
     judge = SudokuOracle(reward)
     made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
     assert bad == 0
@@ -128,4 +129,4 @@ def test_a_turn_of_another_environment_is_a_data_fault(state: Any) -> None:
 
 def test_an_unknown_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="reward = 'dense': expected one of 'binary', 'graded'"):
-        SudokuOracle("dense")
+        make_worker("sudoku", {"reward": "dense"})

@@ -79,12 +79,13 @@ def test_a_sample_of_older_weights_is_not_resident_and_new_weights_empty_a_cache
     residency.sampled("a", packed([1, 2, 3]), 0)
     assert residency.expect("a", packed([1, 2, 3, 4])) == 3
     residency.emptied("a", 1)
-    assert residency.resident("a") == 0
+    assert residency.expect("a", packed([1, 2, 3, 4])) == 0
     residency.sampled("a", packed([1, 2, 3]), 0)
-    assert residency.resident("a") == 0
+    assert residency.expect("a", packed([1, 2, 3, 4])) == 0
     residency.sampled("a", packed([1, 2]), 2)  # weights that nobody told of
     residency.sampled("a", packed([5]), 1)
-    assert residency.resident("a") == 2
+    assert residency.expect("a", packed([1, 2, 9])) == 2
+    assert residency.expect("a", packed([5, 9])) == 0
 
 
 def test_a_capacity_that_becomes_known_late_holds_from_then_on() -> None:
@@ -93,10 +94,11 @@ def test_a_capacity_that_becomes_known_late_holds_from_then_on() -> None:
     residency.sampled("a", packed([5, 6]), 0)
     assert residency.capacity("a") == math.inf
     residency.limit("a", 3)
-    assert residency.resident("a") == 2
+    assert residency.expect("a", packed([5, 6, 9])) == 2
+    assert residency.expect("a", packed([1, 2, 9])) == 0
     residency.forget("a")
     assert residency.capacity("a") == math.inf
-    assert residency.resident("a") == 0
+    assert residency.expect("a", packed([1, 2, 3, 4])) == 0
 
 
 def test_the_forecast_is_shares_of_the_prompt_tokens_since_it_was_taken() -> None:

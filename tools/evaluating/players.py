@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +11,12 @@ import msgspec
 
 from actors.config import ActorProcess, ActorsConfig
 from actors.engines.base import Engine
-from actors.engines.endpoint import Endpoint
 from scheduler.config import SchedulerProcess
 from tools.evaluating import versions
 from wire import published
+from wire.http import Reached
 from wire.messages import LoadRequest
+from wire.options import option
 
 MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""
@@ -106,16 +106,10 @@ def _name(one: str) -> str:
 
 def table(name: str, texts: list[str]) -> dict[str, Any]:
     """The KEY=VALUE texts of the flag ``name``. A value is read as TOML; a bare word is a string. Raises ValueError."""
-    values = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ValueError(f"{name} {text!r}: expected KEY=VALUE")
-        try:
-            values[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key] = value
-    return values
+    try:
+        return dict(option(text) for text in texts)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------- players
@@ -202,12 +196,12 @@ def check_url(url: str) -> None:
         raise ValueError("--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)")
 
 
-def endpoint_of(flags: argparse.Namespace) -> Endpoint:
+def endpoint_of(flags: argparse.Namespace) -> Reached:
     """The endpoint that a command line describes."""
     more = {"timeout_s": flags.timeout, "attempts": flags.attempts, "api_key_env": flags.api_key_env}
     more = {key: value for key, value in more.items() if value is not None}
     fields = table("--endpoint-field", flags.endpoint_field)
-    return Endpoint(flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency, fields=fields, **more)
+    return Reached(flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency, fields=fields, **more)
 
 
 def local_engine(folder: str, config: ActorsConfig, flags: argparse.Namespace) -> Engine:

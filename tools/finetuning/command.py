@@ -16,6 +16,7 @@ from tools.finetuning import training
 from tools.finetuning.judge import files, label
 from wire.atomic import write_whole
 from wire.faults import Fault
+from wire.options import option
 
 MODEL_MAKERS = ("train", "warm-start")
 """The commands whose --out is a new folder. The --out of the other commands is a file."""
@@ -263,8 +264,6 @@ def _threshold(text: str) -> float | None:
 
 
 def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
-    from judges.serve import option
-
     return judging.Asked(name, spec, dict(option(text) for text in options))
 
 

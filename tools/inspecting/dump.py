@@ -53,23 +53,18 @@ def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
     }
 
 
+_AS_IT_IS = ("kind", "step", "trajectory", "text", "scores", "invalid", "notes", "chosen", "forced", "finish")
+"""Fields of a node that are plain values."""
+
+
 def _plain(node: Node) -> dict[str, Any]:
     return {
         "id": node.id,
         "parent": node.parent,
-        "kind": node.kind,
-        "step": node.step,
-        "trajectory": node.trajectory,
-        "text": node.text,
+        **{name: getattr(node, name) for name in _AS_IT_IS},
         "tokens": node.tokens.tolist(),
         "logprobs": None if node.logprobs is None else [round(float(x), 6) for x in node.logprobs],
         "versions": None if node.versions is None else node.versions.tolist(),
-        "scores": node.scores,
-        "invalid": node.invalid,
-        "notes": node.notes,
-        "chosen": node.chosen,
-        "forced": node.forced,
-        "finish": node.finish,
         "cached_tokens": node.cached,
     }
 

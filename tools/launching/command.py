@@ -101,14 +101,19 @@ def _launch(config: Config, assets: Assets, run: Path) -> int:
         except BlockingIOError:
             raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
         write_whole(run / "config.json", config)
-        for doubt in rules.doubts(config):
-            print(f"warning: {doubt}", flush=True)
-        if warning := processes.memory_warning(config, Path(assets.model)):
-            print(warning, flush=True)
         if sys.stdout.isatty():  # the scheduler writes to a pipe and cannot ask for the terminal's width itself
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
-        print(f"{processes.number_type(config)}\nrun folder {run}", flush=True)
+        _announce(config, Path(assets.model), run)
         return supervise(run, lambda: processes.make(config, assets, run))
+
+
+def _announce(config: Config, model: Path, run: Path) -> None:
+    """Print the warnings about a config, its number type and the run folder. model: the policy's folder."""
+    for doubt in rules.doubts(config):
+        print(f"warning: {doubt}")
+    if warning := processes.memory_warning(config, model):
+        print(warning)
+    print(f"{processes.number_type(config)}\nrun folder {run}", flush=True)
 
 
 def dry_run(config: Config, run: Path) -> int:
@@ -121,7 +126,6 @@ def dry_run(config: Config, run: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
-    print(
-        f"{processes.number_type(config)}\nrun folder {run}\nprocesses:\n{processes.describe(plan, config, model)}{known}"
-    )
+    _announce(config, model, run)
+    print(f"processes:\n{processes.describe(plan, config, model)}{known}")
     return 0

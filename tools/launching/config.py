@@ -17,9 +17,10 @@ import msgspec
 
 from tools.bootstrap import ROOT
 from tools.launching import rules
+from tools.launching.method import option_table
 from tools.launching.settings import Config
 from wire.atomic import as_json
-from wire.options import known
+from wire.options import known, option
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
 
@@ -131,13 +132,10 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _set(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {override!r}: expected key=value, such as learner.lr=1e-6")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        key, value = option(override)
+    except ValueError:
+        raise ConfigError(f"--set {override!r}: expected key=value, such as learner.lr=1e-6") from None
     *path, last = key.strip().split(".")
     for part in path:
         tree = tree.setdefault(part, {})
@@ -152,7 +150,9 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
     for key, value in tree.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, 1)
+            table = option_table(path, key)
             guess = f"; did you mean {path}{near[0]!s}?" if near else f"; expected one of {sorted(hints)}"
+            guess = f"; it is an option of a plug-in: write {path}{table}.{key}" if table else guess
             raise ConfigError(f"config: unknown key {path}{key} = {value!r}{guess}")
         if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
             known(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))

@@ -1,7 +1,8 @@
 """The one check of a method: compare what the scheme reads with what strategy, judge and environment declare that they give."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from actors.environments.base import Environment
 from judges.base import Judge
 from judges.serve import Worker
-from learner import schemes
+from learner import corrections, schemes
 from learner.schemes import Scheme
 from scheduler import strategies
 from scheduler.config import UNJUDGED
@@ -38,6 +39,20 @@ class Columns(msgspec.Struct, frozen=True):
     def all(self) -> set[str]:
         """The columns of all sources."""
         return self.strategy | self.judge | self.environment | ({"reward"} if not self.reward else set())
+
+
+def option_table(section: str, key: str) -> str:
+    """The table of a section ("scheduler.") that holds ``key``, if ``key`` is an option of a built-in plug-in of this section; "" otherwise."""
+    functions: dict[str, list[Callable[..., Any]]] = {}
+    if section == "scheduler.":
+        functions["strategy_options"] = [strategies.load(name).function for name in strategies.names()]
+    if section == "learner.":
+        functions["scheme_options"] = [schemes.load(name, {}).function for name in schemes.names()]
+        functions["correction_options"] = list(corrections.CORRECTIONS.values())
+    return next(
+        (table for table, takers in functions.items() if any(key in signature(taker).parameters for taker in takers)),
+        "",
+    )
 
 
 def check_method(config: Config, served: Served, environment: Environment) -> None:

@@ -33,9 +33,6 @@ _FULL_BYTES = 2**24
 _TAIL_BYTES = 2**18
 """Bytes at the end of a log that are searched for the last traceback."""
 _PR_SET_PDEATHSIG = 1
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-"""Limits on the kernels that oneDNN and torch cache per shape. Without limits a bfloat16 process on a CPU, whose shapes hardly repeat, grows
-by a gigabyte in some hundred updates and is no faster (docs/performance.md). Variables of the user's shell take precedence."""
 
 
 def existing(path: Path) -> Path:
@@ -73,7 +70,7 @@ class Child:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process, for the first time or again."""
-        environment = _KERNEL_CACHES | os.environ | self.spec.environment
+        environment = os.environ | self.spec.environment
         threads = str(self.spec.threads)
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]

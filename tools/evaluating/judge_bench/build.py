@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tools.evaluating.judge_bench.record import CATEGORIES, Graded, Item, Labelled, Trajectory, category, label
+from tools.evaluating.judge_bench.record import CATEGORIES, Graded, Item, Labelled, Trajectory, category, copied, label
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -89,18 +89,9 @@ def _filtered(
 
 
 def _item(record: Trajectory[Labelled], limit: float) -> Item:
-    steps = [
-        Graded(
-            context=s.context, response=s.response, turn=s.turn,
-            score_a=s.score_a, score_b=s.score_b, score=s.score, label=label(s.score, limit),
-        )
-        for s in record.steps
-    ]  # fmt: skip
-    return Item(
-        id=record.id, data_source=record.data_source, question=record.question, golden_answers=record.golden_answers,
-        outcome=record.outcome, steps=steps, evidence=record.evidence,
-        category=category(record.outcome, [s.score for s in steps], limit),
-    )  # fmt: skip
+    steps = [copied(step, Graded, label=label(step.score, limit)) for step in record.steps]
+    kind = category(record.outcome, [step.score for step in steps], limit)
+    return copied(record, Item, steps=steps, category=kind)
 
 
 def even(size: int, available: Sequence[int]) -> list[int]:

@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from judges.serve import option
 from scheduler.evaluation import estimate
 from tools.evaluating.folder import Measured, claim, conduct
 from tools.evaluating.judge_bench import judging, record
 from tools.evaluating.judge_bench.judging import Answers, Asked
 from tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
 from wire.atomic import write_whole
+from wire.options import option
 
 COMMAND = "tools/evaluate nvprocess"
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"

@@ -87,6 +87,7 @@ class Item(Trajectory[Graded], frozen=True, kw_only=True):
 
 
 R = TypeVar("R", bound=Trajectory[Any])
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def lines(path: Path, kind: Any, flag: str = "") -> Iterator[tuple[int, Any]]:
@@ -140,13 +141,16 @@ def step_id(record: Trajectory[Any], number: int) -> str:
     return f"{record.id}#{number}"
 
 
+def copied(one: msgspec.Struct, kind: type[T], **more: Any) -> T:
+    """Return a struct of type ``kind`` with those fields of ``one`` that the type has too, and with the fields ``more``."""
+    shared = set(one.__struct_fields__) & {field.name for field in msgspec.structs.fields(kind)}
+    return kind(**{name: getattr(one, name) for name in shared} | more)
+
+
 def recorded(turn: JudgedTurn) -> Step:
     """A judged turn as a step. The question, the golds and the evidence belong to its trajectory."""
     observation = turn.observation or ""
-    details = Details(
-        step=turn.step, budget=turn.budget, summary=turn.context, think=turn.think, query=turn.query, answer=turn.answer,
-        observation=turn.observation, past_queries=turn.past_queries, past_observations=turn.past_observations,
-    )  # fmt: skip
+    details = copied(turn, Details, summary=turn.context)
     context = f"{turn.question}\n\n{turn.transcript}" if turn.transcript else turn.question
     return Step(context=context, response=turn.response + observation, turn=details)
 
@@ -156,16 +160,16 @@ def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
     head = f"{record.question}\n\n"
     ours = step.context == record.question or step.context.startswith(head)
     known = step.turn or Details(step=1, budget=1)
-    return JudgedTurn(
+    return copied(
+        known,
+        JudgedTurn,
         question=record.question if ours else step.context,
         golds=record.golden_answers,
         context=known.summary,
         response=step.response.removesuffix(known.observation or ""),
-        step=known.step, budget=known.budget, think=known.think, query=known.query, answer=known.answer,
-        observation=known.observation, past_queries=known.past_queries, past_observations=known.past_observations,
         evidence=record.evidence,
         transcript=step.context.removeprefix(head) if ours and step.context != record.question else "",
-    )  # fmt: skip
+    )
 
 
 def label(score: float, threshold: float) -> Literal[0, 1]:

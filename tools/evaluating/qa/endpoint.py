@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from actors.engines.base import OnTokens
-from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText
+from actors.engines.endpoint import EndpointEngine, EndpointText
 from wire.faults import DataFault
+from wire.http import Reached
 from wire.messages import GenerateRequest, GenerateResult, Sample
 
 _ITS_OWN = 256
@@ -31,7 +32,7 @@ class ChatText(EndpointText):
 class ChatEngine(EndpointEngine):
     """``EndpointEngine`` for observations that are appended to one growing text."""
 
-    def __init__(self, endpoint: Endpoint):
+    def __init__(self, endpoint: Reached):
         super().__init__(endpoint)
         self.text = ChatText()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tools.evaluating.judge_bench.judging import Answers, Asked
-from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory, step_id
+from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory, copied, step_id
 from tools.finetuning.judge.judgement import two_lines
 
 MOST_DIFFERENCE = 0.4
@@ -59,26 +59,13 @@ def labelled(
                 counts["labelled"] += 1
                 target = two_lines(one.text) or two_lines(two.text)
                 counts["labelled, without a judgement to learn"] += not target
-                steps.append(_labelled(step, one.score, two.score, target))
+                mean = (one.score + two.score) / 2
+                steps.append(copied(step, Labelled, score_a=one.score, score_b=two.score, score=mean, target=target))
         if steps:
-            kept.append(_with(record, steps))
+            kept.append(copied(record, Trajectory[Labelled], steps=steps))
         else:
             counts["trajectories without a step left"] += 1
     return kept, +counts
-
-
-def _labelled(step: Step, a: float, b: float, target: str) -> Labelled:
-    return Labelled(
-        context=step.context, response=step.response, turn=step.turn,
-        score_a=a, score_b=b, score=(a + b) / 2, target=target,
-    )  # fmt: skip
-
-
-def _with(record: Trajectory[Step], steps: list[Labelled]) -> Trajectory[Labelled]:
-    return Trajectory(
-        id=record.id, data_source=record.data_source, question=record.question, golden_answers=record.golden_answers,
-        outcome=record.outcome, steps=steps, evidence=record.evidence,
-    )  # fmt: skip
 
 
 def to_review(records: Sequence[Trajectory[Labelled]]) -> list[Review]:

@@ -1,6 +1,6 @@
 """The command tools/bench: it prints a table of benchmarks, each of which is a ratio measured in one run.
 
-A benchmark is a module here with ``run() -> dict``, whose result holds "name", "ratio", "goal" and "better" ("higher" or "lower").
+A benchmark is a module here with ``run(**settings) -> dict``, whose result holds "name", "ratio", "goal" and "better" ("higher" or "lower").
 """
 
 import argparse
@@ -10,19 +10,28 @@ import pkgutil
 import sys
 from typing import Any
 
+from wire.options import checked, option
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an unknown name."""
+    """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an unknown name or setting."""
     known = sorted(m.name for m in pkgutil.iter_modules(__path__) if hasattr(_module(m.name), "run"))
     parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks as ratios.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(known)}; default all")
     parser.add_argument("--json", action="store_true", help="also print every measured value")
+    setting = "change a setting of the benchmarks, such as rounds=1 or model=NAME; an unknown one is refused with those that exist"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     options = parser.parse_args(arguments)
-    unknown = set(options.names) - set(known)
-    if unknown:
-        print(f"tools/bench: unknown {sorted(unknown)}; expected {known}", file=sys.stderr)
+    names = options.names or known
+    try:
+        if unknown := set(names) - set(known):
+            raise ValueError(f"unknown {sorted(unknown)}; expected {known}")
+        settings = dict(option(text) for text in options.set)
+        each = [checked("--set", f"benchmark {name}", _module(name).run, settings, ()) for name in names]
+    except ValueError as error:
+        print(f"tools/bench: {error}", file=sys.stderr)
         return 2
-    rows: list[dict[str, Any]] = [_module(name).run() for name in options.names or known]
+    rows: list[dict[str, Any]] = [_module(name).run(**one) for name, one in zip(names, each, strict=True)]
     print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
     missed = 0
     for row in rows:

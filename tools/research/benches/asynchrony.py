@@ -11,21 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
 from tools.bootstrap import ROOT
-from tools.research.benches.slate_shape import model_folder
+from tools.research.benches.slate_shape import random_copy
 
 UPDATES = 12
-
-
-def _small_model(folder: Path) -> Path:
-    source = model_folder()
-    config = AutoConfig.from_pretrained(source)
-    config.num_hidden_layers, config.layer_types = 2, None
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
 
 
 def _seconds(folder: Path, model: Path, staleness: int) -> float:
@@ -57,11 +46,7 @@ def run() -> dict[str, Any]:
     """Return the seconds of both runs and their ratio."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = _small_model(folder / "model")
+        model = random_copy(folder / "model", num_hidden_layers=2)
         synchronous, asynchronous = (_seconds(folder, model, staleness) for staleness in (0, 4))
     row = {"name": "wall time, synchronous / asynchronous, heavy-tailed judge", "ratio": synchronous / asynchronous}
     return row | {"goal": 1.5, "better": "higher", "synchronous_s": synchronous, "asynchronous_s": asynchronous}
-
-
-if __name__ == "__main__":
-    print(run())

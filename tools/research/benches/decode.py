@@ -149,7 +149,3 @@ def run(model: str = DEFAULT) -> dict[str, Any]:
     row = {"name": "decode tokens/s at batch 32, engine / generate", "ratio": ratio, "goal": 2.0, "better": "higher"}
     share = statistics.median(ours) / limit["limit_tokens_s"]
     return row | {"ours_tokens_s": ours, "generate_tokens_s": plain, "share_of_limit": share} | limit
-
-
-if __name__ == "__main__":
-    print(run(shape.model_argument()))

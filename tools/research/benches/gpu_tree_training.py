@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.config import LearnerConfig, LoraConfig
 from learner.model import TreeModel
 from learner.ranks import Ranks
 from learner.trees import Path, pack
-from tools.defaults.models import DEFAULT
-from tools.research.benches.slate_shape import model_folder
+from tools.research.benches.slate_shape import random_copy
 from tools.research.benches.tree_shapes import slate
 from tools.research.benches.tree_training import forest, varlen
 
@@ -41,9 +39,8 @@ def _seconds(work: Callable[..., None], model: TreeModel, paths: list[Path]) -> 
 
 def measure() -> dict[str, Any]:
     """Return the seconds of both, the speed-up against the token ratio, and the forest's share of the peak (matrix products only)."""
-    config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
     with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        random_copy(FilePath(folder))
         settings = LearnerConfig(dtype="bfloat16", kl_coef=0.0)
         model = TreeModel(str(FilePath(folder)), settings, LoraConfig(rank=0), 1.0, Ranks(60))
         rng = np.random.default_rng(0)

@@ -6,7 +6,6 @@ includes the gradients and the buffers of the products' library. The peak is res
 The goals are at most the same time and half of the memory. The row's ratio is the worst of all four over its goal.
 """
 
-import argparse
 import ctypes
 import statistics
 import time
@@ -86,11 +85,3 @@ def run(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> d
     row = {"name": "blockwise head / full logits (time; memory / 0.5)", "ratio": ratio, "goal": 1.0, "better": "lower"}
     row |= {"time_ratio": time_ratio, "memory_ratio": memory_ratio}
     return row | medians | {"rows": rows, "width": width, "vocabulary": vocabulary}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="The blockwise head against full logits.")
-    parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    print(run(**vars(parser.parse_args())))

@@ -4,15 +4,12 @@ The prompts hold the same words in three orders: "apart" (a component's rules ar
 head, then the context, then the rules with the graded text) and "head" (the rules of all components first, the built-in order). Counts
 are those of a server that computes every distinct prefix once. ``served`` reads them from a real server with a tiny random model.
 
-``python -m tools.research.benches.judge_prefix`` prints the table of docs/judges.md, ``tools/bench judge_prefix`` only the ratio.
+``tools/bench judge_prefix --json --set real=true`` prints the counts of docs/judges.md, also those of the server.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import random
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -30,11 +27,17 @@ from judges.slate import Slate
 from judges.templates import PROMPTS
 from tools.defaults.models import DEFAULT, ensure_model
 from tools.defaults.settings import cache_folder
+from tools.research.benches.slate_shape import random_copy
 from wire.messages import JudgedTurn
 
 ORDERS = ("apart", "tail", "head")
 GOAL = 0.35
 _PLACE = "What is known so far:\n{context}\n"
+_TINY = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 1 << 14,
+}  # fmt: skip
+"""The shape of the real server's model."""
 _WORDS = ("river", "capital", "which", "founded", "of", "the", "in", "city", "author", "born", "year", "film", "find")
 
 
@@ -149,51 +152,22 @@ async def served(order: str, steps: Sequence[list[JudgedTurn]], folder: Path, co
         return {name: int(engine.stats()[name]) for name in names}
 
 
-def tiny(folder: Path, source: Path) -> Path:
-    """Save a random Llama of two small layers with the tokenizer and the chat template of ``source``."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    words = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size()
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1 << 14}
-    settings = LlamaConfig(vocab_size=words, **shape, bos_token_id=0, eos_token_id=2, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(folder)
-    for path in source.iterdir():
-        if "token" in path.name or "chat_template" in path.name:
-            shutil.copy(path, folder)
-    return folder
-
-
-def run() -> dict[str, Any]:
-    """Return the ratio of the built-in order to "apart", and all counts."""
+def run(real: bool = False) -> dict[str, Any]:
+    """Return the ratio of the built-in order to "apart", and all counts. real: also ask a real server, with one question of two steps."""
     folder = ensure_model(DEFAULT, cache_folder())
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     counts = {order: counted(order, Shape(), tokenizer) for order in ORDERS}
-    return {
+    row = {
         "name": "judge prompt tokens computed, rules and context first",
         "ratio": counts["head"]["prefilled"] / counts["apart"]["prefilled"],
         "goal": GOAL,
         "better": "lower",
         "counts": counts,
     }
-
-
-def main() -> None:
-    """Print the table of docs/judges.md."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.research.benches.judge_prefix", description="Prompt orders, counted."
-    )
-    parser.parse_args()
-    print(json.dumps(run()["counts"], indent=1))
+    if not real:
+        return row
     with tempfile.TemporaryDirectory() as scratch:
-        folder = tiny(Path(scratch) / "tiny", ensure_model(DEFAULT, cache_folder()))
+        small = random_copy(Path(scratch) / "tiny", **_TINY)
         config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=1.0)
         steps = turns(Shape(questions=1, steps=2))
-        for order in ORDERS:
-            print(order, asyncio.run(served(order, steps, folder, config)))
-
-
-if __name__ == "__main__":
-    main()
+        return row | {"served": {order: asyncio.run(served(order, steps, small, config)) for order in ORDERS}}

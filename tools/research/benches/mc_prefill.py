@@ -8,9 +8,7 @@ The compact prompt is also measured without sharing: one request per sample, and
 a request once; unshared_over_prefilled counts it once per sample.
 """
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -113,11 +111,3 @@ def run(whole_games: int = WHOLE_GAMES, games: int = GAMES, continuations: int =
 
 def _pace(counted: dict[str, Any]) -> float:
     return counted["wall_s"] / counted["decoded_tokens"]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--whole-games", type=int, default=WHOLE_GAMES)
-    parser.add_argument("--games", type=int, default=GAMES)
-    parser.add_argument("--continuations", type=int, default=CONTINUATIONS)
-    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

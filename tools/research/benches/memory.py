@@ -1,11 +1,9 @@
 """Peak memory of a whole run: the proportional set size (PSS) of every process of ``tools/launch``, sampled from outside.
 
 PSS divides a page among the processes that map it, so the sum over all processes is the memory that the run takes from the machine.
-``python -m tools.research.benches.memory --actors 1 --learner 1 --set learner.dtype=float32 ..`` measures other sizes and number types.
+``tools/bench memory --set actors=1 --set learner=1 --set 'changes=["learner.dtype=float32"]'`` measures other sizes and number types.
 """
 
-import argparse
-import json
 import re
 import subprocess
 import sys
@@ -20,6 +18,7 @@ import msgspec
 import psutil
 
 from tools.bootstrap import ROOT
+from wire.numbers import Count
 
 LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
 """The largest model that a laptop is meant to train: SmolLM2-135M."""
@@ -124,23 +123,10 @@ def measure(arguments: Sequence[str]) -> Peaks:
     return peaks
 
 
-def run(actors: int = 4, learner: int = 4, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the peak in GiB of a run of one update on SmolLM2-135M."""
+def run(actors: Count = 4, learner: Count = 4, changes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the peak in GiB of a run of one update on SmolLM2-135M. changes: keys of the config that have other values."""
+    more = [word for change in changes for word in ("--set", change)]
     peaks = measure(["--actors", str(actors), "--learner", str(learner), *LARGE, *SHORT, *more])
     name = f"memory: GiB of all processes, --actors {actors} --learner {learner}"
     goal = GOAL_GIB.get(actors + learner, GOAL_GIB[8])
     return {"name": name, "ratio": peaks.total, "goal": goal, "better": "lower"} | msgspec.to_builtins(peaks)
-
-
-def main() -> None:
-    """Run this benchmark alone, with other sizes and settings."""
-    parser = argparse.ArgumentParser(prog="python -m tools.research.benches.memory")
-    parser.add_argument("--actors", type=int, default=4)
-    parser.add_argument("--learner", type=int, default=4)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as tools/launch takes it")
-    options = parser.parse_args()
-    print(json.dumps(run(options.actors, options.learner, [word for s in options.set for word in ("--set", s)])))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,9 +5,7 @@ because the machine is shared. Rounds alternate, and the ratio is their median. 
 the Sudoku judge (9x9) and of the Minesweeper judge (5x5, 5 mines).
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -101,11 +99,3 @@ def run(positions: int = POSITIONS, rounds: int = ROUNDS, labels: int = LABELS) 
     row = {"name": "oracle calls/s, tic-tac-toe judge / bare OpenSpiel MCTS", "ratio": ratio, "goal": GOAL}
     row |= {"better": "higher", "simulations": SIMULATIONS, "rollouts": ROLLOUTS}
     return row | {f"{name}_calls_per_cpu_s": statistics.median(values) for name, values in rates.items()}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--positions", type=int, default=POSITIONS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--labels", type=int, default=LABELS)
-    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

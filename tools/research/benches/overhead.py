@@ -5,9 +5,9 @@ does the least possible work: it neither decodes, nor routes, nor keeps deadline
 machine meets both sides. The ratio is the median over rounds.
 """
 
-import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -19,8 +19,10 @@ import zmq
 import zmq.asyncio
 
 from scheduler.dispatch import Dispatcher
+from tools.bootstrap import ROOT
 from wire import loop
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
+from wire.numbers import Count
 from wire.service import Call, Service
 
 SERVICE = "judge.noop"
@@ -49,11 +51,13 @@ async def _no_op(request: JudgeRequest, call: Call) -> JudgeResult:
     return ANSWER
 
 
-async def _serve(endpoint: str, concurrency: int) -> None:
+async def serve(endpoint: str, concurrency: int) -> None:
+    """Answer no-op judge calls. Runs in a process of its own."""
     await Service("noop", {SERVICE: _no_op}, concurrency).run(endpoint, None)
 
 
-async def _echo(endpoint: str) -> None:
+async def echo(endpoint: str, _: int) -> None:
+    """Send every message back. Runs in a process of its own."""
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.connect(endpoint)
     await socket.send_multipart([b"hello"])
@@ -63,8 +67,12 @@ async def _echo(endpoint: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _child(role: str, endpoint: str, concurrency: int) -> AsyncIterator[None]:
-    command = [sys.executable, "-m", "tools.research.benches.overhead", "--role", role, "--endpoint", endpoint]
-    process = await asyncio.create_subprocess_exec(*command, "--concurrency", str(concurrency))
+    code = (
+        f"from tools.research.benches import overhead; overhead.loop.run(overhead.{role}({endpoint!r}, {concurrency}))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     try:
         yield
     finally:
@@ -133,31 +141,8 @@ async def measure(calls: int, concurrency: int, rounds: int) -> dict[str, float]
     }
 
 
-def run(calls: int = 10_000, concurrency: int = 64, rounds: int = 5) -> dict[str, Any]:
+def run(calls: Count = 10_000, concurrency: Count = 64, rounds: Count = 5) -> dict[str, Any]:
     """Return the rates of both sides and their ratio, whose goal is at least 0.5."""
     rates = loop.run(measure(calls, concurrency, rounds))
     row = {"name": "no-op judge calls/s, dispatch / bare ZeroMQ echo", "ratio": rates["overhead_ratio"]}
     return row | {"goal": 0.5, "better": "higher"} | rates
-
-
-def main() -> None:
-    """Measure, or run as the other process of a measurement."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.research.benches.overhead", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--calls", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--role", choices=["measure", "serve", "echo"], default="measure", help=argparse.SUPPRESS)
-    parser.add_argument("--endpoint", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.role == "serve":
-        loop.run(_serve(options.endpoint, options.concurrency))
-    elif options.role == "echo":
-        loop.run(_echo(options.endpoint))
-    else:
-        print(run(options.calls, options.concurrency, options.rounds))
-
-
-if __name__ == "__main__":
-    main()

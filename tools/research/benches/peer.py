@@ -10,7 +10,6 @@ Rounds take turns. The first update is not counted, nor is the last of ours, bes
 largest sum of the proportional set sizes of a side's processes.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -32,6 +31,7 @@ from tools.defaults.models import DEFAULT
 from tools.research import venvs as environments
 from tools.research.benches.peer_load import DIGITS, LOADS, Load, endless, prompts
 from tools.research.benches.slate_shape import model_folder
+from wire.numbers import Count
 
 ROUNDS, COUNTED = 3, 1
 """Of each side, and updates of a round of the peer that count; ours are shorter, so twice as many do."""
@@ -244,18 +244,24 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def run(
     model: str = DEFAULT,
-    loads: dict[str, Load] = LOADS,
-    dtype: str = "float32",
-    rounds: int = ROUNDS,
-    counted: int = COUNTED,
+    loads: tuple[Literal["groups", "slate"], ...] = ("groups", "slate"),
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    rounds: Count = ROUNDS,
+    counted: Count = COUNTED,
+    questions: Count | None = None,
 ) -> dict[str, Any]:
-    """All loads. The ratio is the worst of (tokens a second over its goal, memory of the peer over ours): 1 meets every goal."""
+    """Compare all loads. The ratio is the worst of (tokens a second over its goal, memory of the peer over ours): 1 meets every goal.
+
+    rounds: of each side. counted: updates of a round that count. questions: of an update instead of the load's, for a slow machine.
+    """
+    less = {} if questions is None else {"questions": questions}
+    shapes = {name: msgspec.structs.replace(LOADS[name], **less) for name in loads}
     environments.python("trl", "peer", over_ours=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         copy = endless(model_folder(model), folder / "model")
         found = {}
-        for name, load in loads.items():
+        for name, load in shapes.items():
             (folder / name).mkdir()
             found[name] = compare(load, copy, folder / name, dtype, rounds, counted)
     worst = min(min(row["tokens_ratio"] / GOALS[name], 1 / row["memory_ratio"]) for name, row in found.items())
@@ -263,7 +269,7 @@ def run(
     packages = ("torch", "transformers", "peft")
     versions = {name: metadata.version(name) for name in packages} | {"trl": _version("trl")}
     row = {"name": "side by side with TRL: ratio / its goal (worst)", "ratio": worst, "goal": 1.0, "better": "higher"}
-    return row | {"dtype": dtype, "versions": versions, "loads": msgspec.to_builtins(loads), **found}
+    return row | {"dtype": dtype, "versions": versions, "loads": msgspec.to_builtins(shapes), **found}
 
 
 def _version(package: str) -> str:
@@ -271,19 +277,3 @@ def _version(package: str) -> str:
     python = str(environments.python("trl", "peer", over_ours=True))
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Side by side with TRL's GRPOTrainer.")
-    parser.add_argument("loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}; default all")
-    parser.add_argument("--model", default=DEFAULT, help="name, folder or hub id (default %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each side (default %(default)s)")
-    parser.add_argument(
-        "--counted", type=int, default=COUNTED, help="updates of a round that count (default %(default)s)"
-    )
-    parser.add_argument("--questions", type=int, help="of an update (default: the load's), for a slow machine")
-    given = parser.parse_args()
-    less = {"questions": given.questions} if given.questions else {}
-    chosen = {name: msgspec.structs.replace(LOADS[name], **less) for name in given.loads}
-    print(json.dumps(run(given.model, chosen, given.dtype, given.rounds, given.counted)))

@@ -4,8 +4,6 @@ The positions come from the posterior's own play, which reveals one hidden cell 
 seconds are measured. The ratio is that of 6x6 with 5 mines: smaller boards have few layouts, larger boards far too many.
 """
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Mapping
@@ -98,9 +96,3 @@ def run(share: float = 1.0) -> dict[str, Any]:
 
 def _name(size: tuple[int, int, int]) -> str:
     return f"{size[0]}x{size[1]}/{size[2]}"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--share", type=float, default=1.0)
-    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

@@ -22,7 +22,3 @@ async def _measure(model: str) -> dict[str, Any]:
 def run(model: str = DEFAULT) -> dict[str, Any]:
     """Return counts of tokens and their ratio. Nothing depends on time."""
     return asyncio.run(_measure(model))
-
-
-if __name__ == "__main__":
-    print(run(slate_shape.model_argument()))

@@ -3,12 +3,10 @@
 The ideal computes each distinct prompt token once on one engine. Two actors compute the common head twice.
 """
 
-import argparse
-import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +18,8 @@ from tools.research.benches.routers import Arrival, Home, RoundRobin, Router
 QUESTIONS, ACTORS = 32, 2
 """QUESTIONS is the number of questions in SLATE's batch."""
 SCALES = (1.0, 0.5, 0.25)
-WAYS: dict[str, Callable[[], Fleet]] = {
+Way = Literal["ours", "arrival", "round_robin", "home", "router", "router_at_0.7"]
+WAYS: dict[Way, Callable[[], Fleet]] = {
     "ours": lambda: Fleet(fleet_shape.STEPS),
     "arrival": Arrival,
     "round_robin": RoundRobin,
@@ -59,11 +58,11 @@ def row(outcome: Outcome) -> dict[str, Any]:
 
 def run(
     questions: int = QUESTIONS,
-    ways: Sequence[str] = tuple(WAYS),
-    scales: Sequence[float] = SCALES,
+    ways: tuple[Way, ...] = tuple(WAYS),
+    scales: tuple[float, ...] = SCALES,
     judge_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Return the counts. The seconds can be compared only within one run."""
+    """Return the counts. scales: must include 1. judge_s: the judge's median latency. The seconds can be compared only within one run."""
     with tempfile.TemporaryDirectory() as scratch:
         model = fleet_shape.policy(Path(scratch))
         setting = whole(model, questions)
@@ -80,12 +79,3 @@ def run(
         "needed_tokens": setting.tokens,
         **table,
     }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--questions", type=int, default=QUESTIONS)
-    parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS))
-    parser.add_argument("--scales", nargs="+", type=float, default=list(SCALES), help="must include 1")
-    parser.add_argument("--judge-s", type=float, default=0.0, help="median latency of the judge (default %(default)s)")
-    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

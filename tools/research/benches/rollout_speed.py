@@ -71,7 +71,3 @@ def run(model: str = DEFAULT) -> dict[str, Any]:
     ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
     row = {"name": "rollout tokens/s, embedded engine / generate", "ratio": ratio, "goal": 1.3, "better": "higher"}
     return row | {"ours_tokens_s": ours, "generate_tokens_s": plain}
-
-
-if __name__ == "__main__":
-    print(run(shape.model_argument()))

@@ -1,10 +1,12 @@
 """SLATE-shaped work that the engine benchmarks share: questions under one instruction, and steps of k candidates."""
 
-import argparse
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
@@ -22,13 +24,6 @@ def model_folder(name: str = DEFAULT) -> Path:
     return ensure_model(name, cache_folder())
 
 
-def model_argument() -> str:
-    """Return ``--model`` from the command line of a benchmark that runs alone."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default=DEFAULT, help="name, folder or hub id (default %(default)s)")
-    return parser.parse_args().model
-
-
 async def engine(folder: Path) -> LocalEngine:
     """Return a started float32 engine with room for every candidate of two waves."""
     started = LocalEngine(
@@ -36,6 +31,20 @@ async def engine(folder: Path) -> LocalEngine:
     )
     await started.start()
     return started
+
+
+def random_copy(folder: Path, **changes: Any) -> Path:
+    """Save float32 random weights of the default model's shape with its tokenizer. changes: values of its config, such as fewer layers."""
+    source = model_folder()
+    config: Any = AutoConfig.from_pretrained(source)
+    if "num_hidden_layers" in changes:
+        config.layer_types = None
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
 
 
 def words(rng: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:

@@ -7,9 +7,7 @@ play_s: seconds until the engine's last answer. wall_s: seconds until the last j
 the share of play_s in which the engine computed. The ratio compares these shares, because other load on the machine changes them least.
 """
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import tempfile
@@ -111,11 +109,3 @@ def run(games: int = GAMES, rounds: int = ROUNDS, median_s: float = MEDIAN_S) ->
 
 def _ratio(by_round: list[dict[str, dict[str, float]]], name: str, key: str) -> float:
     return statistics.median(measured[name][key] / measured["at_once"][key] for measured in by_round)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--games", type=int, default=GAMES)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--median-s", type=float, default=MEDIAN_S)
-    print(json.dumps(run(**vars(parser.parse_args())), indent=1))

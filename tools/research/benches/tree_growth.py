@@ -4,7 +4,6 @@ The cost is the CPU seconds of forward and backward per trained token, of the la
 of the default model's shape and a small vocabulary, so that the layers and not the head are measured.
 """
 
-import json
 import tempfile
 import time
 from pathlib import Path as FilePath
@@ -12,15 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.config import LearnerConfig, LoraConfig
 from learner.model import TreeModel
 from learner.passes import plan
 from learner.ranks import Ranks
 from learner.trees import Path, Trie, pack
-from tools.defaults.models import DEFAULT
-from tools.research.benches.slate_shape import model_folder
+from tools.research.benches.slate_shape import random_copy
 from tools.research.benches.tree_shapes import branching
 
 LAYERS, VOCABULARY, BUDGET = 2, 4096, 4096
@@ -29,10 +26,7 @@ CONTINUED = (1, 2, 3, 5)
 
 def make(folder: FilePath, ranks: Ranks) -> TreeModel:
     """Return the model with random weights."""
-    config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
-    config.num_hidden_layers, config.vocab_size, config.layer_types = LAYERS, VOCABULARY, None
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    random_copy(folder, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
     return TreeModel(str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=0), 1.0, ranks)
 
 
@@ -71,7 +65,3 @@ def run() -> dict[str, Any]:
     ratio = rows[-1]["cpu_ms_per_trained_token"] / rows[0]["cpu_ms_per_trained_token"]
     name = "cost of a trained token: 60k-token tree / 1.5k-token tree"
     return {"name": name, "ratio": ratio, "goal": 1.25, "better": "lower", "trees": rows}
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(), indent=1))

@@ -2,6 +2,9 @@
 lengths and shared prefixes matter. The lengths of ``slate`` come from a real batch; the others have half of their real lengths, so that
 the padded reference ends soon."""
 
+from collections.abc import Callable
+from typing import Literal
+
 import numpy as np
 
 from learner.trees import Path
@@ -59,4 +62,5 @@ def branching(rng: np.random.Generator, continued: int, steps: int = 4, k: int =
     return paths
 
 
-SHAPES = {"slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes}
+Name = Literal["slate", "grpo", "mc_pr", "episodes"]
+SHAPES: dict[Name, Callable[..., list[Path]]] = {"slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes}

@@ -4,8 +4,6 @@ The speed-up is compared with the token ratio (path tokens over packed tokens), 
 are the same in all three cases. The model has ten layers of the default model's shape with random weights, all trained, on one thread.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -15,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.config import LearnerConfig, LoraConfig
 from learner.head import token_logprobs
 from learner.model import TreeModel
 from learner.ranks import Ranks
 from learner.trees import Path, pack
-from tools.defaults.models import DEFAULT
-from tools.research.benches.slate_shape import model_folder
-from tools.research.benches.tree_shapes import SHAPES
+from tools.research.benches.slate_shape import random_copy
+from tools.research.benches.tree_shapes import SHAPES, Name
 
 LAYERS, PADDED_ROWS, REPEATS = 10, 4, 1
 GOALS = {"slate": 0.7, "mc_pr": 0.6}
@@ -33,11 +29,7 @@ GOALS = {"slate": 0.7, "mc_pr": 0.6}
 
 def make(folder: FilePath, lora: int = 0) -> TreeModel:
     """Return a model of the default model's shape with fewer layers."""
-    config: Any = AutoConfig.from_pretrained(model_folder(DEFAULT))
-    config.num_hidden_layers = LAYERS
-    config.layer_types = None
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    random_copy(folder, num_hidden_layers=LAYERS)
     return TreeModel(str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=lora), 1.0, Ranks(60))
 
 
@@ -73,7 +65,7 @@ def seconds(work: Callable[[TreeModel, Sequence[Path]], None], model: TreeModel,
     return time.process_time() - start
 
 
-def measure(model: TreeModel, name: str, repeats: int = REPEATS) -> dict[str, Any]:
+def measure(model: TreeModel, name: Name, repeats: int = REPEATS) -> dict[str, Any]:
     """Measure one shape in interleaved repeats and return the medians."""
     paths = SHAPES[name](np.random.default_rng(0))
     packed = pack(paths)
@@ -92,7 +84,7 @@ def measure(model: TreeModel, name: str, repeats: int = REPEATS) -> dict[str, An
     }
 
 
-def run(shapes: Sequence[str] = tuple(SHAPES), repeats: int = REPEATS) -> dict[str, Any]:
+def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dict[str, Any]:
     """Measure all shapes. The ratio is the worst speed-up over its goal, so a ratio of 1 or more means that every goal is met."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -108,11 +100,3 @@ def run(shapes: Sequence[str] = tuple(SHAPES), repeats: int = REPEATS) -> dict[s
     worst = min(r["over_padded"] / (GOALS[r["shape"]] * r["token_ratio"] if r["shape"] in GOALS else 1.0) for r in rows)
     name = "tree training: speed-up / its goal (worst shape)"
     return {"name": name, "ratio": worst, "goal": 1.0, "better": "higher", "shapes": rows}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("shapes", nargs="*", default=list(SHAPES))
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    options = parser.parse_args()
-    print(json.dumps(run(options.shapes, options.repeats), indent=1))

@@ -96,7 +96,3 @@ async def _measure(model: str) -> dict[str, Any]:
 def run(model: str = DEFAULT) -> dict[str, Any]:
     """Return the seconds of both loads and their pauses."""
     return asyncio.run(_measure(model))
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(shape.model_argument()), indent=1))

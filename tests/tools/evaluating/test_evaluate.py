@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import ActorProcess, ActorsConfig
-from actors.engines.endpoint import Endpoint, EndpointEngine, EndpointText, whole
+from actors.engines.endpoint import EndpointEngine, EndpointText, whole
 from actors.environments.base import SPLIT
 from actors.environments.sotopia.conversation import DIMENSIONS
 from scheduler.config import SchedulerConfig, SchedulerProcess
@@ -33,6 +33,7 @@ from tools.evaluating.games import main
 from tools.inspecting.dump import main as dump
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
+from wire.http import Reached
 from wire.messages import GenerateRequest, Sampling
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
@@ -41,10 +42,12 @@ Reply = Callable[[web.Request], Awaitable[web.Response]]
 @contextmanager
 def served(reply: Reply) -> Iterator[str]:
     """The URL of a chat endpoint that answers with ``reply``, on a thread of its own."""
-    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    ready, done = threading.Event(), asyncio.Event()
     port: list[int] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
         app = web.Application()
         app.router.add_post("/v1/chat/completions", reply)
         runner = web.AppRunner(app)
@@ -55,15 +58,15 @@ def served(reply: Reply) -> Iterator[str]:
         await done.wait()
         await runner.cleanup()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(10)
     try:
         yield f"http://127.0.0.1:{port[0]}/v1"
     finally:
-        loop.call_soon_threadsafe(done.set)
+        loops[0].call_soon_threadsafe(done.set)
         thread.join()
-        loop.close()
+        assert not asyncio.all_tasks(loops[0]), "a reply that nobody waits for is cancelled with its server"
 
 
 def chat(text: str | None, **choice: Any) -> web.Response:
@@ -269,7 +272,7 @@ async def test_a_refusal_says_what_to_change(status: int, message: str) -> None:
         return web.Response(status=status, headers={"Location": "/v2"})
 
     with served(refuse) as url, pytest.raises(InfrastructureFault, match=message):
-        await ask(Endpoint(url, "m", attempts=1))
+        await ask(Reached(url, "m", attempts=1))
 
 
 async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
@@ -277,7 +280,7 @@ async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
         return web.Response(status=400, text="context length exceeded")
 
     with served(refuse) as url, pytest.raises(DataFault, match="context length exceeded"):
-        await ask(Endpoint(url, "m"))
+        await ask(Reached(url, "m"))
 
 
 async def test_a_wait_is_as_long_as_the_endpoint_asks() -> None:
@@ -285,11 +288,11 @@ async def test_a_wait_is_as_long_as_the_endpoint_asks() -> None:
     legal = Legal(lambda number: limit if number == 1 else None)
     with served(legal) as url:
         start = asyncio.get_running_loop().time()
-        await ask(Endpoint(url, "m", backoff_s=1e-3))
+        await ask(Reached(url, "m", backoff_s=1e-3))
         assert asyncio.get_running_loop().time() - start >= 0.3
 
 
-async def ask(endpoint: Endpoint) -> None:
+async def ask(endpoint: Reached) -> None:
     engine = EndpointEngine(endpoint)
     await engine.start()
     try:

@@ -8,7 +8,7 @@ import pytest
 from scheduler.strategies import mc_value
 from tools.launching import config
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 

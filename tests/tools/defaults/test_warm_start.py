@@ -33,7 +33,7 @@ def made(model: Path, cache: Path, kernels: dict[str, str]) -> dict[str, torch.T
     script = cache / "program.py"
     cache.mkdir()
     script.write_text(PROGRAM)
-    environment = os.environ | kernels | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | kernels | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, str(script), str(model), str(cache)]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     return load_file(Path(said.splitlines()[-1]) / "model.safetensors")

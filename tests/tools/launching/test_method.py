@@ -1,5 +1,6 @@
 """The one check of what schemes read against what strategies, judges and environments give."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ EACH_0 = "so every advantage would be 0"
         (SLATE, ["learner.correction=tiss"], "did you mean 'tis'?"),
         (SLATE, ["data.environment=sudokuu"], "did you mean 'sudoku'?"),
         (SLATE, ["actors.engine=locl"], "did you mean 'local'?"),
-        (SLATE, ["actors.engine=no_such_module:Engine"], "there is no module 'no_such_module'"),
+        (SLATE, ["actors.engine=no_such_module:Engine"], "ModuleNotFoundError: No module named 'no_such_module'"),
         (SLATE, ["actors.engine_options={a=1}"], "actors.engine_options ['a'] have no effect"),
         (SLATE, ["learner.correction_options.dual_clip=0.5"], "dual_clip = 0.5: expected a number, more than 1"),
         (SLATE, ["learner.correction_options.clip_low=-1"], "clip_low = -1: expected a number, at least 0"),
@@ -97,9 +98,29 @@ def test_a_scheme_of_ones_own_must_declare_itself() -> None:
         load(SLATE, ["learner.scheme=own_scheme:advantages"])
 
 
+@pytest.mark.usefixtures("plug_ins")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["learner.scheme=narrow_scheme:advantages"],
+            "'narrow_scheme:advantages': narrow_scheme.needs got an unexpected keyword argument 'gamma'. It is called with every option of"
+            " advantages, ['gamma']: name each of them as a parameter, or take the rest with **_",
+        ),
+        (
+            ["scheduler.strategy=greedy_strategy:grow"],
+            "greedy_strategy.gives missing a required argument: 'size'. It is called with every option of grow, ['k']",
+        ),
+    ],
+)
+def test_a_declaration_that_does_not_take_the_options_is_refused_with_its_name(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(SLATE, [*overrides, "scheduler.strategy_options={}", "learner.scheme_options={}"])
+
+
 @pytest.fixture
 def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two schemes in the folder where the user stands."""
+    """Schemes and a strategy in the folder where the user stands."""
     body = "def advantages(table): return table.per_token(table.column('made_up'))\n"
     declared = (
         "from wire.declared import SchemeNeeds\n"
@@ -107,6 +128,8 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (tmp_path / "mute_scheme.py").write_text(body)
     (tmp_path / "own_scheme.py").write_text(declared + body)
+    (tmp_path / "narrow_scheme.py").write_text("def needs(): ...\ndef advantages(table, gamma=1.0): ...\n")
+    (tmp_path / "greedy_strategy.py").write_text("def gives(k, size): ...\nasync def grow(tree, ctx, k=3): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 

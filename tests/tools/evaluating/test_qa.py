@@ -27,7 +27,7 @@ from scheduler.evaluation import Estimate
 from scheduler.journal import Journal
 from scheduler.tasks import held_out
 from scheduler.tree import Tree
-from tests.tools.test_evaluate import chat, served
+from tests.tools.evaluating.test_evaluate import chat, served
 from tools.evaluating.folder import Measured
 from tools.evaluating.qa.evaluation import Result, macro, settings_of
 from tools.evaluating.qa.main import main

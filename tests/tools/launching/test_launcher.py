@@ -49,6 +49,20 @@ def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
     assert said.count("\n") == 1
 
 
+@pytest.mark.usefixtures("assets")
+@pytest.mark.parametrize(("dry", "status"), [([], 1), (["--dry-run"], 0)])
+def test_a_dry_run_prints_the_doubts_that_a_start_prints(
+    dry: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launching.command.processes.free_gib", lambda: 0.0)
+    monkeypatch.setattr("tools.launching.processes.hardware.visible_gpus", lambda: [])
+    correction = ["--set", "learner.correction=gspo", "--set", "learner.correction_options={}"]
+    assert main(["--run-folder", str(tmp_path / "run"), *correction, *dry]) == status
+    told = capsys.readouterr().out
+    assert "warning: learner.correction = 'gspo'" in told
+    assert "warning: this plan needs about" in told
+
+
 @pytest.mark.parametrize(("content", "said"), [(b'{"name": "x"', "is torn"), (b"[]", "config.json")])
 def test_a_torn_config_of_a_run_is_named(
     content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

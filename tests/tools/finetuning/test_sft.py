@@ -720,7 +720,7 @@ def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(row: str, l
 
 @pytest.mark.parametrize("name", ["sft", "process-bench"])
 def test_the_commands_of_the_docs_are_commands(name: str) -> None:
-    text = (Path(__file__).parent.parent.parent / "docs" / f"{name}.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     said = [shlex.split(line, comments=True) for line in commands if line.startswith(("tools/sft", "tools/evaluate"))]

@@ -23,7 +23,7 @@ from tools.launching.config import Config, ConfigError, convert, load, saved
 from tools.launching.processes import gpus_of
 from wire import hardware
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
 """The default task with a language model and adapters: most settings have an effect there."""
 
@@ -99,6 +99,11 @@ def test_set_changes_a_key() -> None:
     ("override", "message"),
     [
         ("learner.lrr=1", "learner.lrr = 1; did you mean learner.lr"),
+        ("scheduler.k=3", "scheduler.k = 3; it is an option of a plug-in: write scheduler.strategy_options.k"),
+        ("scheduler.selection=best-of-k", r"write scheduler\.strategy_options\.selection"),
+        ("scheduler.continuations=3", r"write scheduler\.strategy_options\.continuations"),
+        ("learner.ddof=0", r"write learner\.scheme_options\.ddof"),
+        ("learner.clip_low=0.1", r"write learner\.correction_options\.clip_low"),
         ("learner.lora.rnk=1", "learner.lora.rnk"),
         ("zzz=1", "expected one of"),
         ("learner.lr=fast", "learner.lr"),
@@ -123,7 +128,7 @@ def test_set_changes_a_key() -> None:
         ("data.environment=tictactoe", "['topk']"),
         ("data.options.topk=two", "data.options.topk = 'two': expected a whole number"),
         ("data.options.prompt=shrt", "expected one of"),
-        ("data.options.topk=0", "topk = 0: expected 1 or more"),
+        ("data.options.topk=0", "topk = 0: expected a whole number, at least 1"),
         ("learner.betas=[0.9, 1.0]", r"learner\.betas\[1\] = 1\.0: expected `float` < 1\.0"),
         ("scheduler.top_p=1.5", "scheduler.top_p = 1.5: expected `float` <= 1.0"),
         ("warm_start.two_hop=1.5", "warm_start.two_hop = 1.5: expected `float` <= 1.0"),
@@ -342,11 +347,14 @@ class Outcome(Judge):
 def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plug-ins in the folder where the user stands."""
     (tmp_path / "graded_here.py").write_text(_GRADED)
+    (tmp_path / "engine_here.py").write_text(
+        "class Own:\n    def __init__(self, model: str, pause_s: float = 1.0): ...\n"
+    )
     (tmp_path / "torn_here.py").write_text("import nothing_like_it")
     (tmp_path / "raises_here.py").write_text("{}['key']")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for module in ("graded_here", "torn_here", "raises_here"):
+    for module in ("graded_here", "engine_here", "torn_here", "raises_here"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
@@ -369,6 +377,12 @@ def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(m
         (
             ["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"],
             "of which judge 'outcome' lacks ['answer', 'query', 'think']",
+        ),
+        (["actors.engine=torn_here:Own"], "No module named 'nothing_like_it'; expected module:Class"),
+        (["actors.engine=engine_here:Onw"], "has no attribute 'Onw'; expected module:Class"),
+        (
+            ["actors.engine=engine_here:Own", "actors.engine_options={ puase_s = 1 }"],
+            "actors.engine_options: ['puase_s'] unknown to engine_here:Own, which takes ['pause_s']",
         ),
         (["data.environment=raises_here:Game"], "data.environment = 'raises_here:Game': KeyError: 'key'"),
     ],

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tools.research import benches
 from tools.research.benches import decode, limits, prefill, rollout_speed
 from tools.research.benches.slate_shape import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
 
@@ -46,3 +47,19 @@ def _parameters(folder: Path) -> int:
 def test_a_machine_moves_more_bytes_than_none_and_its_peak_is_that_of_a_processor() -> None:
     assert 1e8 < limits.bandwidth() < 1e13
     assert 1e9 < limits.matrix_peak() < 1e15
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["prefil"], "unknown ['prefil']"),
+        (["prefill", "--set", "modle=x"], "['modle'] unknown to benchmark prefill, which takes ['model']"),
+        (["peer", "--set", "dtype=float16"], "dtype = 'float16': expected one of 'float32', 'bfloat16'"),
+        (["memory", "--set", "actors=0"], "actors = 0: expected a whole number, at least 1"),
+    ],
+)
+def test_a_benchmark_or_a_setting_that_does_not_exist_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benches.main(words) == 2
+    assert said in capsys.readouterr().err
