@@ -317,7 +317,10 @@ def test_no_shipped_config_repeats_what_it_extends() -> None:
             'data={environment="sotopia",options={partner="frozen",judge="exact_match"}}',
             "speaks with 'frozen', which nobody serves: add --set 'judges.use.frozen={}'",
         ),
-        ('data={environment="sotopia",options={partner="frozn",judge="exact_match"}}', "'frozn': did you mean 'frozen'"),
+        (
+            'data={environment="sotopia",options={partner="frozn",judge="exact_match"}}',
+            "'frozn': did you mean 'frozen'",
+        ),
         (
             "judges.use={slate_rules={}}",
             "judge 'exact_match', which nobody serves: add --set 'judges.use.exact_match={}'",
