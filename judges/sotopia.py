@@ -33,18 +33,15 @@ def parse(reply: str, side: int) -> dict[str, float]:
         scores = msgspec.json.decode(fenced[1] if fenced else reply, type=dict[str, dict[str, Any]])
     except (msgspec.DecodeError, RecursionError):
         return {}
-    if list(scores) != list(_AGENTS):
-        return {}
-    valid = {name: _score(scores[_AGENTS[side]].get(name), *limits) for name, limits in DIMENSIONS.items()}
-    return {name: score for name, score in valid.items() if score is not None}
+    entries = scores[_AGENTS[side]] if list(scores) == list(_AGENTS) else {}
+    return {name: float(entries[name]["score"]) for name in DIMENSIONS if _valid(name, entries.get(name))}
 
 
-def _score(entry: Any, least: int, most: int) -> float | None:
+def _valid(name: str, entry: Any) -> bool:
     if not isinstance(entry, dict) or list(entry) != ["reasoning", "score"]:
-        return None
-    score = entry["score"]
-    usable = type(score) is int and least <= score <= most and isinstance(entry["reasoning"], str)
-    return float(score) if usable else None
+        return False
+    (least, most), score = DIMENSIONS[name], entry["score"]
+    return isinstance(entry["reasoning"], str) and type(score) is int and least <= score <= most
 
 
 def reply_form(max_tokens: int) -> str:

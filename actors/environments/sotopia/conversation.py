@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.environments.base import SPLIT
 from actors.environments.sotopia.scenarios import Agent, Rules
 
 KINDS = ("none", "speak", "non-verbal communication", "action", "leave")
@@ -24,7 +23,7 @@ QUIET = 3
 FAREWELLS = ("left", "leave", "bye", "have a good")
 """The words that end a conversation in OPRL's released code, wherever they stand in the last turn (option ``word_endings``)."""
 STRANGER = "the other person"
-_RELATIONSHIPS = (
+RELATIONSHIPS = (
     "You have never met before.",
     "You know each other by name only.",
     "You are acquainted with each other.",
@@ -93,11 +92,10 @@ def history(turns: Sequence[Turn], names: Sequence[str]) -> str:
 
 def over(turns: Sequence[Turn], limit: int, word_endings: bool = False) -> bool:
     """Return whether the conversation has ended: at the limit, when a side left, or after ``QUIET`` turns of nothing."""
-    if not turns:
-        return False
     quiet = len(turns) >= QUIET and all(turn.kind == "none" for turn in turns[-QUIET:])
-    farewell = word_endings and any(word in turns[-1].argument.lower() for word in FAREWELLS)
-    return len(turns) >= limit or turns[-1].kind == "leave" or quiet or farewell
+    last = turns[-1] if turns else Turn(0, "none")
+    farewell = word_endings and any(word in last.argument.lower() for word in FAREWELLS)
+    return len(turns) >= limit or last.kind == "leave" or quiet or farewell
 
 
 def profile(agent: Agent, relationship: int, own: bool = False) -> str:
@@ -115,7 +113,7 @@ def profile(agent: Agent, relationship: int, own: bool = False) -> str:
     return " ".join(part for part in parts if part) or "You know nothing about this person."
 
 
-_INSTRUCTIONS = """You play a person in a conversation between two people. Stay in your role and try to reach your goal. The other person has a goal too.
+INSTRUCTIONS = """You play a person in a conversation between two people. Stay in your role and try to reach your goal. The other person has a goal too.
 
 Situation: {scenario} {relationship}
 You: {own}
@@ -132,31 +130,8 @@ The two of you take turns, {limit} turns in all. In each of your turns you do on
 Answer with one JSON object and with nothing after it:
 {{"action_type": one of the five names above, "argument": your words or what you do, empty for "none" and "leave"}}
 
-"""
+{split}The conversation so far:
+{history}
 
-
-def prompt(
-    scenario: str,
-    agents: Sequence[Agent],
-    goal: str,
-    relationship: int,
-    known: int,
-    side: int,
-    turns: Sequence[Turn],
-    limit: int,
-) -> list[dict[str, str]]:
-    """Return the messages for one side. known: the relationship that decides how much each side knows of the other."""
-    other = agents[1 - side]
-    names = [other.name if known else STRANGER] * 2
-    names[side] = agents[side].name
-    head = _INSTRUCTIONS.format(
-        scenario=scenario,
-        relationship=_RELATIONSHIPS[relationship],
-        own=profile(agents[side], 5, own=True),
-        other=profile(other, known),
-        goal=goal,
-        limit=limit,
-    )
-    told = history(turns, names) or "Nobody has said anything yet."
-    tail = f"The conversation so far:\n{told}\n\nIt is turn #{len(turns) + 1}, and it is your turn, {names[side]}."
-    return [{"role": "user", "content": f"{head}{SPLIT}{tail}"}]
+It is turn #{number}, and it is your turn, {name}."""
+"""What a side is told. The text before {split} is the same in all turns of a conversation."""

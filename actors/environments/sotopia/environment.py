@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments.base import POLICY, Action, Environment, Task, Tools, Transition
+from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Tools, Transition
 from actors.environments.sotopia import conversation
 from actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
 from actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
@@ -141,12 +141,17 @@ class Sotopia(Environment):
 
     def _told(self, state: State, side: int) -> list[dict[str, str]]:
         scenario, agents = self._cast(state)
-        known = scenario.relationship if self.profiles == "relationship" else min(scenario.relationship, 1)
-        viewer = f"agent_{side}"
-        return conversation.prompt(
-            shown(scenario.scenario, viewer), agents, shown(scenario.agent_goals[side], viewer), scenario.relationship, known, side,
-            state.turns, self.turns,
+        level, me, other, viewer = scenario.relationship, agents[side], agents[1 - side], f"agent_{side}"
+        known = level if self.profiles == "relationship" else min(level, 1)
+        names = [other.name if known else conversation.STRANGER] * 2
+        names[side] = me.name
+        text = conversation.INSTRUCTIONS.format(
+            scenario=shown(scenario.scenario, viewer), relationship=conversation.RELATIONSHIPS[level],
+            own=conversation.profile(me, 5, own=True), other=conversation.profile(other, known),
+            goal=shown(scenario.agent_goals[side], viewer), limit=self.turns, split=SPLIT, number=len(state.turns) + 1,
+            history=conversation.history(state.turns, names) or "Nobody has done anything yet.", name=me.name,
         )  # fmt: skip
+        return [{"role": "user", "content": text}]
 
     # ------------------------------------------------------------------------------------------ judging
 

@@ -314,6 +314,14 @@ def test_no_shipped_config_repeats_what_it_extends() -> None:
         ("scheduler.judge=typo", "for one that tools/serve brings, add --set 'judges.outside=[\"typo\"]'"),
         ("scheduler.judge=slate_em", "'slate_em', which nobody serves: add --set 'judges.use.slate_em={}'"),
         (
+            'data={environment="sotopia",options={partner="frozen",judge="exact_match"}}',
+            "speaks with 'frozen', which nobody serves: add --set 'judges.use.frozen={}'",
+        ),
+        (
+            'data={environment="sotopia",options={partner="frozn",judge="exact_match"}}',
+            "'frozn': did you mean 'frozen'",
+        ),
+        (
             "judges.use={slate_rules={}}",
             "judge 'exact_match', which nobody serves: add --set 'judges.use.exact_match={}'",
         ),
