@@ -13,7 +13,7 @@ SERVED = "served"
 class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [judges.model]: a model that the run serves to its own judges, over the OpenAI protocol on the loopback.
 
-    name: a name as in [model]. threads: compute threads. max_context: tokens of prompt and reply. max_batch: replies generated together.
+    name: a name as in [model], or "policy" for a frozen copy of the policy with which the run starts. threads: compute threads. max_context: tokens of prompt and reply. max_batch: replies generated together.
     kv_cache_gib: memory of keys and values, running and cached. wait_s: seconds that judges wait at the start until the model answers.
     """
 
@@ -26,8 +26,8 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [judges]. use: constructor options by built-in name or "module:Class". One process serves the judges, another the built-in
-    opponents. outside: names of judges and opponents that the run needs and ``tools/serve ... --run RUN`` serves. model: the model that an
+    """Section [judges]. use: constructor options by built-in name or "module:Class". One process serves judges and speakers, another the
+    built-in opponents. outside: names of judges, opponents and speakers that the run needs and ``tools/serve ... --run RUN`` serves. model: the model that an
     endpoint with the url "served" asks; it has a process of its own."""
 
     use: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"slate_rules": {}, "exact_match": {}})

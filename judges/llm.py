@@ -77,15 +77,17 @@ class ChatClient:
         form: a regular expression for the whole reply, used if the endpoint can constrain replies.
         Raises InfrastructureFault after the last attempt, and DataFault when the endpoint refuses the request. Both name the cause.
         """
+        messages = [{"role": "system", "content": system}] if system else []
+        return await self.chat([*messages, {"role": "user", "content": prompt}], self._constraint(form))
+
+    async def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
+        """Return the reply to chat messages. fields: of the request; those of the endpoint's own ``fields`` come after them. Raises as ``ask``."""
         request = {
             "model": self.endpoint.model,
-            "messages": [
-                *([{"role": "system", "content": system}] if system else []),
-                {"role": "user", "content": prompt},
-            ],
+            "messages": messages,
             "temperature": self.endpoint.temperature,
             "max_tokens": self.endpoint.max_tokens,
-            **self._constraint(form),
+            **fields,
             **self.endpoint.fields,
         }
         reply = await self.http.post(CHAT, request)

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import msgspec
 
 from judges.base import Judge, checked
 from judges.players import Player
+from judges.speakers import Speaker
 from wire import loop, options
 from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
+from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayResult, SpeakResult
 from wire.service import Call, Handler, Service
 from wire.sockets import RunKeys
 
@@ -32,6 +33,8 @@ BUILT_IN = {
     "pprm": "judges.pprm:Pprm",
     "pprm_rules": "judges.pprm_rules:PprmRules",
     "reward_model": "judges.reward_model:RewardModel",
+    "sotopia": "judges.sotopia:SotopiaJudge",
+    "sotopia_rules": "judges.sotopia_rules:SotopiaRules",
     "tictactoe": "judges.oracles.tictactoe:TicTacToeOracle",
     "sudoku": "judges.oracles.sudoku:SudokuOracle",
     "minesweeper": "judges.oracles.minesweeper:MinesweeperOracle",
@@ -42,17 +45,21 @@ PLAYERS = {
     "tictactoe_mcts": "judges.oracles.tictactoe:MctsPlayer",
     "tictactoe_minimax": "judges.oracles.tictactoe:MinimaxPlayer",
 }
-"""The built-in judges and opponents. They are imported only when a run uses them."""
+SPEAKERS = {"chat": "judges.speakers:Chat", "frozen": "judges.speakers:Frozen"}
+KINDS = {"judge": BUILT_IN, "player": PLAYERS, "speaker": SPEAKERS}
+"""The built-in judges, opponents and speakers. They are imported only when a run uses them."""
+Worker = Judge | Player | Speaker
 
 
 def built_in_service(name: str) -> str:
     """Return the service that a name in [judges.use] offers, "" for a plug-in, whose class names the service."""
-    return f"judge.{name}" if name in BUILT_IN else f"player.{name}" if name in PLAYERS else ""
+    return next((f"{kind}.{name}" for kind, names in KINDS.items() if name in names), "")
 
 
-def service_of(worker: Judge | Player) -> str:
-    """Return the service that a judge or an opponent offers."""
-    return f"judge.{worker.name}" if isinstance(worker, Judge) else f"player.{worker.name}"
+def service_of(worker: Worker) -> str:
+    """Return the service that a judge, an opponent or a speaker offers."""
+    kind = "judge" if isinstance(worker, Judge) else "player" if isinstance(worker, Player) else "speaker"
+    return f"{kind}.{worker.name}"
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,14 +70,15 @@ class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judges: dict[str, dict[str, Any]]
 
 
-_EXPECTED = "expected a subclass of judges.base.Judge with a name and columns, or of judges.players.Player"
+_EXPECTED = "expected a subclass of judges.base.Judge with a name and columns, of judges.players.Player or of judges.speakers.Speaker"
 
 
-def make_worker(spec: str, settings: dict[str, Any]) -> Judge | Player:
-    """Return the judge or opponent with a built-in name, or of ``module:Class``. Raises ValueError, which says what was expected."""
-    place = BUILT_IN.get(spec) or PLAYERS.get(spec) or spec
+def make_worker(spec: str, settings: dict[str, Any]) -> Worker:
+    """Return the judge, opponent or speaker with a built-in name, or of ``module:Class``. Raises ValueError, which says what was expected."""
+    built_in = {**BUILT_IN, **PLAYERS, **SPEAKERS}
+    place = built_in.get(spec, spec)
     if ":" not in place:
-        options.known(f"judge {spec!r}", spec, [*BUILT_IN, *PLAYERS], ", or module:Class")
+        options.known(f"judge {spec!r}", spec, built_in, ", or module:Class")
     kind = options.imported(f"judge {spec!r}", place)
     if not isinstance(kind, type):
         raise ValueError(f"judge {spec!r}: {place.partition(':')[2]} is no class; {_EXPECTED}")
@@ -84,7 +92,9 @@ def make_worker(spec: str, settings: dict[str, Any]) -> Judge | Player:
     except Exception as error:  # noqa: BLE001 a plug-in's constructor may raise anything
         raise ValueError(f"judges.use.{spec}: {type(error).__name__}: {error}") from None
     named = bool(getattr(worker, "name", ""))
-    if not (isinstance(worker, Player) and named) and not (isinstance(worker, Judge) and named and worker.columns):
+    if not (isinstance(worker, Player | Speaker) and named) and not (
+        isinstance(worker, Judge) and named and worker.columns
+    ):
         raise ValueError(f"judge {spec!r}: {_EXPECTED}")
     return worker
 
@@ -174,12 +184,12 @@ class Batcher:
 
 
 async def serve(
-    workers: list[Judge | Player], name: str, endpoint: str, keys: RunKeys | None, signals: bool = True
+    workers: Sequence[Worker], name: str, endpoint: str, keys: RunKeys | None, signals: bool = True
 ) -> None:
-    """Offer ``judge.<name>`` for each judge and ``player.<name>`` for each opponent until drained."""
+    """Offer ``judge.<name>`` for each judge, and ``player.<name>`` or ``speaker.<name>`` for the other workers, until drained."""
     batchers = {service_of(judge): Batcher(judge) for judge in workers if isinstance(judge, Judge)}
     handlers: dict[str, Handler] = {service: batcher.handle for service, batcher in batchers.items()}
-    handlers |= {service_of(player): playing(player) for player in workers if isinstance(player, Player)}
+    handlers |= {service_of(worker): answering(worker) for worker in workers if not isinstance(worker, Judge)}
     capacity = sum(worker.concurrency for worker in workers)
 
     def stats() -> dict[str, float]:
@@ -194,13 +204,15 @@ async def serve(
             await worker.close()
 
 
-def playing(player: Player) -> Handler:
-    """Return the service handler of an opponent, which plays at most ``player.concurrency`` moves at once."""
-    room = asyncio.Semaphore(player.concurrency)
+def answering(worker: Player | Speaker) -> Handler:
+    """Return the service handler of an opponent or a speaker, which answers at most ``worker.concurrency`` requests at once."""
+    room = asyncio.Semaphore(worker.concurrency)
 
-    async def handle(request: PlayRequest, call: Call) -> PlayResult:
+    async def handle(request: Any, call: Call) -> PlayResult | SpeakResult:  # a PlayRequest or a SpeakRequest
         async with room:
-            return PlayResult(list(await player.play(request.state, request.seed)))
+            if isinstance(worker, Player):
+                return PlayResult(list(await worker.play(request.state, request.seed)))
+            return SpeakResult(await worker.speak(request))
 
     return handle
 
@@ -215,7 +227,9 @@ def connection(run: Path) -> tuple[str, RunKeys]:
 
 def plug_in(arguments: list[str] | None = None) -> int:
     """Run the command tools/serve and return its exit status."""
-    parser = argparse.ArgumentParser(prog="tools/serve", description="Plug a judge or an opponent into a live run.")
+    parser = argparse.ArgumentParser(
+        prog="tools/serve", description="Plug a judge, an opponent or a speaker into a live run."
+    )
     parser.add_argument("judge", help="module:Class, or a built-in name")
     parser.add_argument("--run", required=True, type=Path, help="folder of the live run")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="constructor option")

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Transition
+from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Transition
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
@@ -40,6 +40,8 @@ from wire.messages import (
     RetrieveResult,
     Sample,
     Sampling,
+    SpeakRequest,
+    SpeakResult,
     Turn,
 )
 
@@ -149,15 +151,16 @@ class Context:
 
     async def step(self, node: Node) -> Node | None:
         """Take a chosen action in the environment. Returns the node at which the policy acts next, None when the episode is over."""
-        if node.forced or "outcome" in node.scores:
-            return None
+        if node.forced or "outcome" in node.scores or (self.environment.fresh and self._answer(node) is not None):
+            return None  # the last: an observation without a next prompt ended the episode before a crash
         transition = await self.environment.step(self.state(node), self.action(node), self)
         self.shop.counts["environment_steps"] += 1
-        if transition.reward is not None:
-            node.scores["step_reward"] = transition.reward
+        columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done and transition.outcome is not None:
-            node.scores |= {"outcome": transition.outcome, **transition.measures}
-        self.changed([node])
+            columns |= {"outcome": transition.outcome, **transition.measures}
+        if columns:
+            node.scores |= columns
+            self.changed([node])
         fresh = self.environment.fresh
         if transition.observation and fresh:  # for readers of the tree: the policy reads the next prompt instead
             self._observe(node, transition)
@@ -187,21 +190,31 @@ class Context:
         self.save([opening, answer])
         return answer
 
-    async def finish(self, trajectory: int = 0) -> None:
+    async def finish(self, trajectory: int = 0) -> bool:
         """Write the outcome of a finished trajectory to its last own action, if a judge gives the outcome.
 
-        If the policy did not answer within its budget, the outcome is 0; the forced answer is only logged.
+        If the policy did not answer within its budget, the outcome is 0; the forced answer is only logged. Returns False if the judge could
+        not give the outcome. Such a trajectory is not trained, because an unknown outcome is not 0.
         """
-        if self.environment.outcome_judge:
-            columns = await self.log_outcome(self.tree.actions(trajectory)[-1])
-            own = [node for node in self.tree.actions(trajectory) if not node.forced]
-            own[-1].scores = dict.fromkeys(columns, 0.0) | own[-1].scores | self._extent(own)
-            self.changed([own[-1]])
+        actions = self.tree.actions(trajectory)
+        own = [node for node in actions if not node.forced]
+        if not self.environment.outcome_judge or "outcome" in own[-1].scores:
+            return True
+        columns = await self.log_outcome(actions[-1])
+        extent = {} if self.environment.fresh else self._extent(own)
+        own[-1].scores = dict.fromkeys(columns, 0.0) | own[-1].scores | extent
+        self.changed([own[-1]])
+        return "outcome" not in actions[-1].invalid
 
     async def log_outcome(self, node: Node) -> list[str]:
-        """Write the outcome judge's columns (exact match and F1) to the answer in ``node``. Returns their names."""
-        (judgement,) = await self._score(self.environment.outcome_judge, [self._judged(node, self.action(node))])
+        """Write the outcome judge's columns, such as exact match and F1, to the last action. Returns their names."""
+        judge = self.environment.outcome_judge
+        (judgement,) = await self._score(judge, [self._concluded(node)])
         node.scores.update(judgement.scores)
+        node.invalid = sorted({*node.invalid, *judgement.invalid})
+        if judgement.explanation:
+            node.notes[judge] = judgement.explanation
+        self.shop.counts["invalid_outcomes"] += "outcome" in judgement.invalid
         self.changed([node])
         return list(judgement.scores)
 
@@ -258,9 +271,9 @@ class Context:
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
         return samples, results[0].cached_tokens
 
-    async def outcome_of(self, state: Any, action: Action, step: int) -> float:
-        """The outcome that the outcome judge gives to an action which is in no tree."""
-        turn = self.environment.judged(self.task, state, action, step, self.settings.budget)
+    async def outcome_of(self, state: Any, action: Action, step: int, after: Any) -> float:
+        """The outcome that the outcome judge gives to an episode whose last action, taken in ``state``, is in no tree."""
+        turn = self.environment.concluded(self.task, state, action, after, step, self.settings.budget)
         (judgement,) = await self._score(self.environment.outcome_judge, [turn])
         return judgement.scores.get("outcome", 0.0)
 
@@ -279,6 +292,22 @@ class Context:
         result: PlayResult = await self._call(f"player.{player}", request, self.settings.judge_deadline_s)
         self.shop.counts["opponent_moves"] += 1
         return tuple(result.move)
+
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        """A reply in text (``actors.environments.base.Tools``). The policy's reply enters no tree, so it is never trained."""
+        messages = [message | {"content": message["content"].replace(SPLIT, "")} for message in messages]
+        self.shop.counts["spoken_replies"] += 1
+        if speaker != POLICY:
+            request = SpeakRequest(messages, max_tokens, self.settings.temperature, stop, self.rng.getrandbits(62))
+            spoken: SpeakResult = await self._call(f"speaker.{speaker}", request, self.settings.judge_deadline_s)
+            return spoken.text
+        sampling = msgspec.structs.replace(self._sampling(stop), max_tokens=max_tokens)
+        prompt = self.shop.text.encode(self.shop.text.prompt(messages, self.settings.thinking))
+        result = await self._generate(GenerateRequest(prompt, 1, sampling), beside=False)
+        tokens = result.samples[0].tokens
+        self.shop.counts["generated_tokens"] += len(tokens)
+        text = self.shop.text.decode(tokens)
+        return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
     # ------------------------------------------------------------------------------------------ inner workings
 
@@ -339,9 +368,22 @@ class Context:
         turn = self.environment.judged(self.task, self.state(node), action, node.step, self.settings.budget)
         if self.environment.fresh:
             return turn
-        answers = [child.text for child in self.tree.children(node) if child.kind == "observation"]
+        answer = self._answer(node)
         transcript = "".join(above.text for above in self.tree.path(node)[1:-1])
-        return msgspec.structs.replace(turn, transcript=transcript, observation=answers[0] if answers else None)
+        return msgspec.structs.replace(
+            turn, transcript=transcript, observation=answer.text if answer is not None else None
+        )
+
+    def _answer(self, node: Node) -> Node | None:
+        """The environment's observation below an action."""
+        return next((child for child in self.tree.children(node) if child.kind == "observation"), None)
+
+    def _concluded(self, node: Node) -> JudgedTurn:
+        action, answer = self.action(node), self._answer(node)
+        if not self.environment.fresh:
+            return self._judged(node, action)
+        after = None if answer is None else self._typed(answer.state)
+        return self.environment.concluded(self.task, self.state(node), action, after, node.step, self.settings.budget)
 
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         if judge == UNJUDGED:

@@ -79,7 +79,7 @@ def _busy(seen: Sequence[Seen]) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
-_KINDS = {"generate": "actors", "judge": "judges", "player": "players", "retrieve": "retriever"}
+_KINDS = {"generate": "actors", "judge": "judges", "player": "players", "speaker": "speakers", "retrieve": "retriever"}
 """The summary's name for the workers that offer a service."""
 
 

@@ -57,7 +57,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     if transition.done and transition.outcome is not None:
         return transition.outcome
     if transition.done:
-        return await ctx.outcome_of(position.state, action, step)
+        return await ctx.outcome_of(position.state, action, step, transition.state)
     if environment.forced_prefix and step >= ctx.settings.budget:
         return 0.0
     if environment.fresh:

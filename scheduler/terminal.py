@@ -87,7 +87,7 @@ class Attendance:
             self._say(f"{service}: {worker} is here, going on")
 
     def _remedy(self, service: str) -> str:
-        return f": tools/serve ... --run {self.run}" if service.startswith(("judge.", "player.")) else ""
+        return f": tools/serve ... --run {self.run}" if service.startswith(("judge.", "player.", "speaker.")) else ""
 
 
 class Reminders:

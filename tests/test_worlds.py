@@ -22,6 +22,7 @@ from judges.oracles.tictactoe import TicTacToeOracle
 from judges.oracles.webshop import WebShopOracle
 from judges.pprm_rules import PprmRules
 from judges.slate_rules import SlateRules
+from judges.sotopia_rules import SotopiaRules
 from learner import schemes, table
 from scheduler import strategies
 from scheduler.config import SchedulerConfig
@@ -33,6 +34,8 @@ from tools.launching.method import mismatch
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
+    JudgedTurn,
+    Judgement,
     JudgeRequest,
     JudgeResult,
     Passage,
@@ -55,6 +58,16 @@ class World(msgspec.Struct, frozen=True):
     task: Task | None = None
 
 
+class Readable(Judge):
+    """1 for a turn that can be read: no built-in judge scores single turns of a conversation."""
+
+    name = "own"
+    columns = ("reward",)
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return [Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
+
+
 def _cells(rng: random.Random, *ranges: int) -> str:
     return " ".join(str(rng.randint(1, high)) for high in ranges)
 
@@ -70,6 +83,9 @@ def worlds() -> dict[str, World]:
     def shopping(rng: random.Random, prompt: str) -> str:
         actions = re.findall(r"'(click\[.*?\]|search\[.*?\])',", prompt)
         return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
+
+    def talking(rng: random.Random, prompt: str) -> str:
+        return rng.choice(["?", *(f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9))])
 
     question = Task("q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"])
     judges: dict[str, Judge] = {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}
@@ -91,6 +107,11 @@ def worlds() -> dict[str, World]:
             horizon=4,
         ),
         "webshop": game("webshop", WebShopOracle(), shopping, think="optional", horizon=4),
+        "sotopia": World(
+            registry.load("sotopia", {"turns": 6}),
+            {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()},
+            talking,
+        ),
         "minesweeper": game(
             "minesweeper", MinesweeperOracle(), lambda rng, _: f"<action>reveal {_cells(rng, 5, 5)}</action>"
         ),

@@ -260,6 +260,23 @@ class PlayResult(msgspec.Struct, frozen=True):
     move: list[int]
 
 
+class SpeakRequest(msgspec.Struct, frozen=True):
+    """Service ``speaker.<name>``: reply to chat messages. max_tokens: of the reply. stop: strings before which the reply ends. seed: decides all
+    randomness, if the speaker can be seeded."""
+
+    messages: list[dict[str, str]]
+    max_tokens: int
+    temperature: float
+    stop: list[str]
+    seed: int
+
+
+class SpeakResult(msgspec.Struct, frozen=True):
+    """The reply, without the stop string that ended it."""
+
+    text: str
+
+
 # ---------------------------------------------------------------------------------------------- training
 
 
@@ -335,7 +352,8 @@ SERVICES: dict[str, tuple[type, type]] = {
     "retrieve": (RetrieveRequest, RetrieveResult),
     "judge": (JudgeRequest, JudgeResult),
     "player": (PlayRequest, PlayResult),
+    "speaker": (SpeakRequest, SpeakResult),
     "train": (TrainGroup, Trained),
     "close": (TreeClosed, Closed),
 }
-"""The request and result struct of each service. A service ``judge.<name>`` uses the row ``judge``, and ``player.<name>`` the row ``player``."""
+"""The request and result struct of each service. A service ``judge.<name>`` uses the row ``judge``; ``player`` and ``speaker`` work alike."""

@@ -48,7 +48,7 @@ class Rejected(ConnectionError):
 
 @functools.cache
 def service_types(service: str) -> tuple[type, type]:
-    """Return the request and result struct of a service. Every ``judge.<name>`` uses the row ``judge``, ``player.<name>`` the row ``player``."""
+    """Return the request and result struct of a service. Every ``judge.<name>`` uses the row ``judge``, and so on."""
     row = SERVICES.get(service.split(".", 1)[0])
     if row is None:
         raise WireError(f"unknown service {service!r}: expected one of {sorted(SERVICES)}")

@@ -11,6 +11,8 @@ from wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
 """A separator in a prompt's content. The text before it is the same in every turn of the episode; the text after it shows this turn's state."""
+POLICY = "policy"
+"""The speaker that is the policy itself. Every other speaker is a service."""
 
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -97,6 +99,14 @@ class Tools(Protocol):
         """Return the move of the opponent that is served as ``player.<player>``."""
         ...
 
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        """Return a reply to chat messages, without the string of ``stop`` that ended it.
+
+        speaker: ``POLICY``, whose reply is sampled with the newest weights and never trained, or the speaker that is served as
+        ``speaker.<speaker>``. max_tokens: of the reply.
+        """
+        ...
+
 
 class Environment(Protocol):
     """The pure rules of one kind of task, without the state of any episode. States are frozen, hashable structs.
@@ -112,6 +122,8 @@ class Environment(Protocol):
     """Text that forces a final answer once the budget of steps is used up. With "", episodes end only by the rules."""
     outcome_judge: str = ""
     """The judge that gives the outcome of a finished episode. With "", the last transition gives it."""
+    speakers: Sequence[str] = ()
+    """The names with which the environment calls ``Tools.say``. A run serves, and waits for, those other than ``POLICY``."""
     measured: Sequence[str] = ()
     """Score columns that the last turn of an episode has beside "outcome": the keys of ``Transition.measures``."""
     gives_step_rewards: bool = False
@@ -166,6 +178,16 @@ class Environment(Protocol):
             state=msgspec.to_builtins(state),
             move=None if action.move is None else list(action.move),
         )
+
+    def concluded(
+        self, task: Task, before: Any, action: Action, after: Any | None, step: int, budget: int
+    ) -> JudgedTurn:
+        """Return what the outcome judge sees of a finished episode: by default what a judge sees of its last action.
+
+        before, after: the states around the last action. after is None if each turn is no fresh prompt, or if the last transition had
+        no observation, because only an observation keeps the last state.
+        """
+        return self.judged(task, before, action, step, budget)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         """Return named results of a finished episode. turns: the score columns of its turns, in order; "forced" is 1 for a forced answer.

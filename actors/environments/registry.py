@@ -9,9 +9,11 @@ KNOWN = {
     "search_qa": "actors.environments.search_qa:SearchQA",
     "tictactoe": "actors.environments.tictactoe:TicTacToe",
     "sudoku": "actors.environments.sudoku:Sudoku",
+    "sotopia": "actors.environments.sotopia.environment:Sotopia",
     "minesweeper": "actors.environments.minesweeper:Minesweeper",
     "sokoban": "actors.environments.sokoban:Sokoban",
     "webshop": "actors.environments.webshop.environment:WebShop",
+    "webshop_server": "actors.environments.webshop.server:WebShopServer",
 }
 
 

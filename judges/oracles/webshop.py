@@ -54,7 +54,7 @@ class WebShopOracle(RuleJudge):
         elif turn.move and 0 <= turn.move[0] < len(clickables):
             name = clickables[turn.move[0]]
             if name == BUY:
-                perfect = reward(shop.products[place.asin], place.chosen, goal).value == 1
+                perfect = reward(shop.products[place.asin], place.chosen, goal) == 1
                 return float(perfect), "a perfect purchase" if perfect else "not the product and options of the goal"
             after = shop.clicked(place, name)
         else:

@@ -30,7 +30,8 @@ async def episode(
     trajectory: int = 0,
     acting: Callable[[Node], object] = lambda action: None,
 ) -> list[Node]:
-    """Continue one trajectory to its end. Returns its trained actions in order. ``acting`` is called with each action once it is sampled."""
+    """Continue one trajectory to its end. Returns its trained actions in order: none
+    if its outcome could not be judged. ``acting`` is called with each action once it is sampled."""
     async with Beside() as beside:
         for action in tree.actions(trajectory):  # there are some if the tree is half-grown
             if "valid" not in action.scores and not action.forced:
@@ -43,5 +44,5 @@ async def episode(
             ctx.save([node])
             beside.start(judge(ctx, [node], bonus))
             acting(node)
-    await ctx.finish(trajectory)
-    return [action for action in tree.actions(trajectory) if not action.forced]
+    judged = await ctx.finish(trajectory)
+    return [action for action in tree.actions(trajectory) if judged and not action.forced]

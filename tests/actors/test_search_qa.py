@@ -24,6 +24,9 @@ class Shelf:
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         raise AssertionError("nobody plays in search QA")
 
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        raise AssertionError(speaker)
+
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         return [Passage("1", "Bulgaria", "Capital: Sofia", 0.9), Passage("2", "Rome", "x" * 400, 0.5)][:topk]
 

@@ -42,6 +42,9 @@ class Table:
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         raise AssertionError(query)
 
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        raise AssertionError(speaker)
+
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         self.asked.append((player, state))
         return self.reply

@@ -40,6 +40,10 @@ class RandomPlayers:
         """Return a uniformly random legal move of the position."""
         return self.rng.choice(self.environment.moves(state))
 
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        """Raises NotImplementedError, because nobody talks in a game."""
+        raise NotImplementedError(f"a game has no words of {speaker!r} to give")
+
 
 class Turn(msgspec.Struct, frozen=True):
     """A position of random play and the legal move made there."""

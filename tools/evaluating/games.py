@@ -93,7 +93,10 @@ def _add_games(games: Any) -> None:
     games.add_argument("--simulations", type=int, help=f"simulations of the MCTS opponent ({SIMULATIONS})")
     oracle = "label moves by the built-in oracle (default: yes)"
     games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
-    games.add_argument("--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="option of the oracle")
+    games.add_argument(
+        "--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="of the oracle or the outcome's judge"
+    )
+    games.add_argument("--speaker-option", action="append", default=[], metavar="KEY=VALUE", help="of a served partner")
 
 
 # ---------------------------------------------------------------------------------------------- playing
@@ -156,7 +159,8 @@ class Evaluation:
         # The draws are the same as in a run's held-out evaluation of this task, and the same again after an interruption.
         rng = random.Random(f"heldout/{tree.id}")
         context = Context(self.shop, self.config, task, tree, rng)
-        seat = Seat(self.services, said)
+        # The partner's replies would not be the same again, so an interrupted conversation begins anew.
+        seat = Seat(self.services, [] if self.match.environment.speakers else said)
         if self.settings.player == "baseline":  # a baseline makes the same moves again by itself
             game: Any = self.match.environment
             seat = Seat(

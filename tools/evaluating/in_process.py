@@ -11,8 +11,7 @@ import numpy as np
 from actors.engines.base import Engine
 from actors.environments.game import Game
 from judges.base import Judge
-from judges.players import Player
-from judges.serve import Batcher, playing
+from judges.serve import Batcher, Worker, answering, service_of
 from scheduler.baselines import PLAYERS
 from scheduler.config import SchedulerConfig
 from scheduler.context import Context
@@ -30,19 +29,18 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 class InProcess:
-    """Serves ``generate`` by an engine, ``judge.<name>`` and ``player.<name>`` by workers, through the dispatcher's ``call``.
+    """Serves ``generate`` by an engine, and judges, opponents and speakers by workers, through the dispatcher's ``call``.
 
     Call ``begin`` or ``start`` first and ``close`` last. engine: None for a player without a model. more: handlers of other services.
     """
 
-    def __init__(self, engine: Engine | None, workers: Sequence[Judge | Player], more: Mapping[str, Handler] = {}):
+    def __init__(self, engine: Engine | None, workers: Sequence[Worker], more: Mapping[str, Handler] = {}):
         self.engine, self.workers = engine, workers
         self.handlers: dict[str, Handler] = dict(more)
         if engine is not None:
             self.handlers["generate"] = engine.generate
         for worker in workers:
-            kind = "judge" if isinstance(worker, Judge) else "player"
-            self.handlers[f"{kind}.{worker.name}"] = _judging(worker) if isinstance(worker, Judge) else _playing(worker)
+            self.handlers[service_of(worker)] = _handling(worker)
 
     async def start(self) -> None:
         """Start the engine, then the workers. Their errors pass through, such as MemoryError for a model that does not fit."""
@@ -78,14 +76,9 @@ class InProcess:
             raise InfrastructureFault(f"{service} gave no answer within {deadline:.0f} s") from None
 
 
-def _judging(judge: Judge) -> Handler:
-    batcher = Batcher(judge)
-    return lambda request: batcher.handle(request, None)  # pyright: ignore[reportArgumentType] (the handler ignores its call)
-
-
-def _playing(player: Player) -> Handler:
-    handle = playing(player)
-    return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (the same)
+def _handling(worker: Worker) -> Handler:
+    handle = Batcher(worker).handle if isinstance(worker, Judge) else answering(worker)
+    return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (the handlers ignore their call)
 
 
 def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:

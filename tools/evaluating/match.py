@@ -11,11 +11,10 @@ from actors.config import ActorsConfig
 from actors.engines.base import Engine
 from actors.engines.endpoint import EndpointEngine, EndpointText
 from actors.environments import registry
-from actors.environments.base import Environment, Task
+from actors.environments.base import POLICY, Environment, Task
 from actors.environments.game import Game
-from judges.base import Judge
 from judges.players import Player
-from judges.serve import BUILT_IN, PLAYERS, make_worker
+from judges.serve import BUILT_IN, PLAYERS, Worker, make_worker
 from scheduler import baselines
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.text import Text
@@ -81,7 +80,7 @@ class Match(msgspec.Struct, frozen=True):
 
     settings: Settings
     environment: Environment
-    workers: list[Judge | Player]
+    workers: list[Worker]
     engine: Engine | None
     text: Text
     judge: str
@@ -105,19 +104,20 @@ def prepare(flags: argparse.Namespace) -> Match:
     if halves:
         each = [_environment(flags.environment, options | {"second": side}) for side in (0.0, 1.0)]
         environment: Any = HalfEach(each)
-    oracle = environment.name if flags.oracle and environment.name in BUILT_IN else ""
+    outcome = environment.outcome_judge
+    oracle = environment.name if flags.oracle and environment.name in BUILT_IN and not outcome else ""
     oracle_options = table("--oracle-option", flags.oracle_option)
-    if oracle_options and not oracle:
-        raise ValueError(f"--oracle-option has no effect: {flags.environment} has no built-in oracle")
-    judges = ([_worker(oracle, oracle_options, "--oracle-option")] if oracle else []) + (
-        [_worker(environment.outcome_judge, {}, "")] if environment.outcome_judge else []
-    )
+    if oracle_options and not oracle and not outcome:
+        raise ValueError(f"--oracle-option has no effect: {flags.environment} has no built-in oracle or judge")
+    judges = [_worker(name, oracle_options, "--oracle-option") for name in (oracle, outcome) if name]
+    speakers = _speakers(flags, environment)
+    workers += [_worker(name, one, "--speaker-option") for name, one in speakers.items()]
     default = run.scheduler.scheduler if run is not None and same else SchedulerConfig()
     settings = Settings(
         environment=flags.environment, options=options, games=flags.games, seed=flags.seed, seeds=flags.seeds,
         temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
         max_tokens=flags.max_tokens or default.max_action_tokens, thinking=default.thinking and not flags.no_thinking,
-        sides="half each" if halves else "as drawn", opponents=opponents, oracle=oracle, oracle_options=oracle_options,
+        sides="half each" if halves else "as drawn", opponents=opponents | speakers, oracle=oracle, oracle_options=oracle_options,
         **_player(flags, run, environment),
     )  # fmt: skip
     engine, text = _engine(flags, settings, run)
@@ -138,7 +138,7 @@ def _environment(name: str, options: dict[str, Any]) -> Any:
 
 def _opponents(
     flags: argparse.Namespace, environment: Environment, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Judge | Player]]:
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Worker]]:
     """The environment's options with its opponents, the options of the served opponents, and the players that serve them."""
     if not hasattr(environment, "opponents"):
         for flag in ("opponent", "simulations"):
@@ -154,7 +154,7 @@ def _opponents(
         asked = flags.opponent or mcts
         specs = {asked: f"{environment.name}_{asked}" if f"{environment.name}_{asked}" in PLAYERS else asked}
     served: dict[str, dict[str, Any]] = {}
-    workers: list[Judge | Player] = []
+    workers: list[Worker] = []
     for spec in specs.values():
         if spec != "random":
             served[spec] = {"simulations": flags.simulations or SIMULATIONS} if spec == mcts else {}
@@ -167,7 +167,15 @@ def _opponents(
     return options, served, workers
 
 
-def _worker(spec: str, options: dict[str, Any], flag: str) -> Judge | Player:
+def _speakers(flags: argparse.Namespace, environment: Environment) -> dict[str, dict[str, Any]]:
+    """The options of the served speakers of a conversation, which are those of --speaker-option."""
+    options, served = table("--speaker-option", flags.speaker_option), {*environment.speakers} - {POLICY}
+    if options and not served:
+        raise ValueError(f"--speaker-option has no effect: {flags.environment} asks no served speaker")
+    return dict.fromkeys(sorted(served), options)
+
+
+def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
     try:
         worker = make_worker(spec, options)
     except (ValueError, ImportError, AttributeError) as error:

@@ -9,7 +9,7 @@ import msgspec
 
 from actors.environments.base import Environment
 from judges.base import Judge
-from judges.players import Player
+from judges.serve import Worker
 from learner import corrections, schemes
 from learner.schemes import Scheme
 from scheduler import strategies
@@ -19,11 +19,11 @@ from scheduler.strategies import Strategy
 from tools.launching.settings import Config
 from wire.declared import SchemeNeeds, StrategyGives
 
-Served = dict[str, Judge | Player]
-"""The judges and opponents of [judges.use], by the service that each of them offers."""
+Served = dict[str, Worker]
+"""The judges, opponents and speakers of [judges.use], by the service that each of them offers."""
 
 _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
-"""Columns that a trajectory's last turn has if a judge gives the outcome (``Context.finish``)."""
+"""Columns that the last turn of a trajectory of appended turns has if a judge gives the outcome (``Context.finish``)."""
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ def check_method(config: Config, served: Served, environment: Environment) -> No
     _check_models(config, scheme)
 
 
-def _check_judge(name: str, judge: Judge | Player | None, environment: Environment) -> None:
+def _check_judge(name: str, judge: Worker | None, environment: Environment) -> None:
     if isinstance(judge, Judge) and judge.environments and environment.name not in judge.environments:
         raise ValueError(
             f"scheduler.judge = {name!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
@@ -133,7 +133,8 @@ def columns_of(config: Config, gives: StrategyGives, served: Served, environment
     ended = set[str]()
     if gives.outcome:
         ended = {"outcome", *environment.measured, *(["step_reward"] if environment.gives_step_rewards else [])}
-        ended |= {*outcome.columns, *_EXTENT} if isinstance(outcome, Judge) else set()
+        if isinstance(outcome, Judge):
+            ended |= {*outcome.columns, *(() if environment.fresh else _EXTENT)}
     reward = ""
     if s.judge == UNJUDGED:
         reward = "scheduler.judge is 'none'"

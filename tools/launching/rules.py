@@ -8,11 +8,11 @@ import msgspec
 from actors.config import ActorsConfig, SGLangConfig
 from actors.engines import registry as engines
 from actors.environments import registry
-from actors.environments.base import Environment
+from actors.environments.base import POLICY, Environment
 from actors.environments.task_files import check_form, listed
 from judges.config import SERVED, JudgesConfig, RetrieverConfig, uses_served_model, with_served_model
 from judges.llm import PATIENCE_S
-from judges.serve import BUILT_IN, PLAYERS, make_worker, service_of
+from judges.serve import KINDS, make_worker, service_of
 from learner import corrections
 from learner.config import LearnerConfig
 from scheduler.config import UNJUDGED
@@ -153,25 +153,27 @@ def _check_environment(config: Config, served: Served) -> None:
 
 
 def _check_asked(config: Config, served: Served, environment: Environment, examined: Environment) -> None:
-    """Refuse a judge or an opponent that neither the run nor [judges.outside] serves, because the run would wait for it forever."""
+    """Refuse a judge, an opponent or a speaker that neither the run nor [judges.outside] serves, because the run would wait for it forever."""
     s, outside = config.scheduler, config.judges.outside
     opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
     asked = {f"judge.{s.judge}": f"scheduler.judge = {s.judge!r}"} if s.judge != UNJUDGED else {}
     if judge := environment.outcome_judge:
         asked[f"judge.{judge}"] = f"data.environment = {config.data.environment!r} has its outcomes of judge {judge!r}"
     asked |= {f"player.{name}": f"the environment's opponents name {name!r}" for name in opponents if name != "random"}
+    speakers = {*environment.speakers, *examined.speakers} - {POLICY}
+    asked |= {f"speaker.{name}": f"the environment speaks with {name!r}" for name in speakers}
     for service, setting in asked.items():
         kind, _, name = service.partition(".")
         if service in served or name in outside:
             continue
-        own = BUILT_IN if kind == "judge" else PLAYERS
+        own, unserved = KINDS[kind], {"judge": UNJUDGED, "player": "random", "speaker": POLICY}[kind]
         if name not in own:
             names = {service.partition(".")[2] for service in served if service.startswith(kind)}
             bring = f"; for one that tools/serve brings, add --set 'judges.outside=[\"{name}\"]'"
-            known(setting, name, {*own, *names, *([UNJUDGED] if kind == "judge" else ["random"])}, bring)
+            known(setting, name, {*own, *names, unserved}, bring)
         raise ValueError(f"{setting}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)")
     for name in outside:
-        if f"judge.{name}" not in asked and f"player.{name}" not in asked:
+        if not any(f"{kind}.{name}" in asked for kind in KINDS):
             known(
                 f"judges.outside names {name!r}, which the run does not ask",
                 name,
@@ -190,7 +192,7 @@ def _check_sources(key: str, sources: str | list[str]) -> None:
 
 
 def _check_judges(config: Config) -> Served:
-    """Make the judges and opponents of [judges.use] once, as their processes will make them, to check their options."""
+    """Make the judges, opponents and speakers of [judges.use] once, as their processes will make them, to check their options."""
     s, served = config.scheduler, Served()
     _check_judge_model(config.judges)
     for spec, options in config.judges.use.items():

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from actors.environments import registry
+from actors.environments.base import POLICY
 from actors.environments.game import Game
 from actors.environments.search_qa import SearchQA
 from actors.environments.task_files import listed
@@ -27,7 +28,8 @@ def prepare(config: Config) -> Assets:
     if config.judges.model is None:
         return assets
     try:
-        folder = ensure_model(config.judges.model.name, cache)
+        name = config.judges.model.name
+        folder = assets.model if name == POLICY else ensure_model(name, cache)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"judges.{error}") from None  # the message begins with "model.name"
     return msgspec.structs.replace(assets, judge_model=str(folder))

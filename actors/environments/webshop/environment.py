@@ -99,6 +99,6 @@ class WebShop(Shopping):
         """Return the state after a search or a click, and the reward if that was a purchase."""
         if name == BUY:
             product = self.shop.products[state.place.asin]
-            return state, reward(product, state.place.chosen, self.goal(state)).value
+            return state, reward(product, state.place.chosen, self.goal(state))
         place = self.shop.searched(state.place, query) if query else self.shop.clicked(state.place, name)
         return msgspec.structs.replace(state, place=place), None

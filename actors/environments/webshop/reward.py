@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import msgspec
 from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
@@ -22,29 +21,13 @@ ALIKE = 85
 DIFFERENT_TYPE, BARELY_ALIKE = 0.5, 0.1
 
 
-class Reward(msgspec.Struct, frozen=True):
-    """The reward ``value`` of a purchase and its parts: the factor ``type``, the shares ``attributes`` and ``options``, and ``price`` (1 or 0).
-
-    options: None for a goal without options.
-    """
-
-    value: float
-    type: float
-    attributes: float
-    options: float | None
-    price: float
-
-
-def reward(product: Product, chosen: Sequence[str], goal: Goal) -> Reward:
-    """Return the reward for buying ``product`` with the option values ``chosen``."""
-    factor = type_factor(product, goal)
+def reward(product: Product, chosen: Sequence[str], goal: Goal) -> float:
+    """Return the reward, 0 to 1, for buying ``product`` with the option values ``chosen``."""
     attributes = sum(_has(product, attribute) for attribute in goal.attributes)
     values = [colour_of(value) for value in chosen]
     options = sum(any(similarity(value, asked) > ALIKE for value in values) for asked in map(colour_of, goal.options))
-    price = float(product.price <= goal.cap)
-    value = factor * (attributes + options + price) / (len(goal.attributes) + len(goal.options) + 1)
-    share = options / len(goal.options) if goal.options else None
-    return Reward(value, factor, attributes / len(goal.attributes), share, price)
+    right = attributes + options + (product.price <= goal.cap)
+    return type_factor(product, goal) * right / (len(goal.attributes) + len(goal.options) + 1)
 
 
 def type_factor(product: Product, goal: Goal) -> float:

@@ -72,7 +72,7 @@ class Shop:
         if kind == "link":
             asin = next(asin for asin in self.listed(place) if asin.lower() == name)
             seen = place.visited if asin in place.visited else (*place.visited, asin)
-            return msgspec.structs.replace(place, page="item", asin=asin, options=(), visited=seen)
+            return msgspec.structs.replace(place, page="item", asin=asin, visited=seen)
         if kind.startswith("option:"):
             options = dict(place.options) | {kind.removeprefix("option:"): name}
             return msgspec.structs.replace(place, options=tuple(options.items()))

@@ -246,7 +246,7 @@ def files(folder: Path, **fields: Any) -> dict[str, Any]:
     rows = [
         {
             "asin": f"B{number}", "name": name, "query": "Mugs ", "category": "kitchen", "product_category": "Kitchen \u203a Mugs",
-            "full_description": None, "small_description": "Holds tea", "pricing": ["", "$5.50", "$10.00$20.00"][number], "images": ["x"],
+            "full_description": None, "small_description": "Holds tea", "pricing": ["", "$1,005.50", "$10.00 - $20.00"][number], "images": ["x"],
             "customization_options": {"Color": [{"value": "Red/Blue ", "image": None}, {"value": "green"}]}, **fields,
         }
         for number, name in enumerate(NAMES)
@@ -269,7 +269,7 @@ def test_products_of_the_original_layout_are_read_by_path(tmp_path: Path) -> Non
     assert list(products) == ["B0", "B1", "B2"]
     assert products["B0"].options == {"color": ("red | blue", "green")}
     assert (products["B0"].price, products["B0"].tag) == (100.0, "$100.0")
-    assert (products["B1"].price, products["B1"].tag) == (5.5, "$5.5")
+    assert (products["B1"].price, products["B1"].tag) == (1005.5, "$1005.5")
     assert 10 < products["B2"].price < 20
     assert products["B2"].tag == "$10.0 to $20.0"
     assert {goal.product.asin for goal in environment.goals} == {"B0", "B2"}
@@ -281,7 +281,7 @@ def test_human_goals_ask_for_values_without_groups(tmp_path: Path) -> None:
     assert sorted(goal.product.asin for goal in environment.goals) == ["B1", "B2"]
     goal = next(goal for goal in environment.goals if goal.product.asin == "B1")
     assert goal.options == ("green",)
-    assert goal.instruction == f"i want a clay mug, and price lower than {goal.cap:.2f} dollars"
+    assert goal.instruction == "i want a clay mug"  # no multiple of ten up to 990 lies above the price
     task = Task(f"webshop-{environment.goals.index(goal)}")
     *_, last = play(environment, task, ["search[birch mug]", "click[b1]", "click[green]", "click[buy now]"])
     assert last.measures["success"] == 1.0
@@ -314,7 +314,7 @@ def test_missing_and_foreign_files_are_refused_with_the_reason(tmp_path: Path) -
     options = files(tmp_path, nouns=["mug"])
     with pytest.raises(FileNotFoundError, match=r"no file 'nowhere.json'"):
         registry.load("webshop", {**options, "products": "nowhere.json"})
-    with pytest.raises(ValueError, match="holds a dict; expected a list"):
+    with pytest.raises(ValueError, match="Expected `array`, got `object`"):
         registry.load("webshop", {**options, "products": options["attributes"]})
     (tmp_path / "products.json").write_text('[{"asin": "B0"}]')
     with pytest.raises(ValueError, match=r"KeyError: 'name'.*items_shuffle"):

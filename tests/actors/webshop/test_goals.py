@@ -80,7 +80,7 @@ def test_a_split_that_leaves_a_part_empty_is_refused(how: str) -> None:
 
 def test_every_goal_of_the_invented_shop_can_be_bought_perfectly() -> None:
     for goal in GOALS:
-        assert reward(goal.product, goal.values, goal).value == 1.0, goal.instruction
+        assert reward(goal.product, goal.values, goal) == 1.0, goal.instruction
 
 
 def test_the_invented_shop_has_the_size_of_the_original() -> None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from actors.config import ActorProcess, ActorsConfig
 from actors.engines.endpoint import EndpointEngine, EndpointText, whole
 from actors.environments.base import SPLIT
+from actors.environments.sotopia.conversation import DIMENSIONS
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.journal import Journal
 from scheduler.tasks import HELD_OUT_SEEDS
@@ -195,6 +196,36 @@ def test_an_environment_without_opponents_is_measured(tmp_path: Path) -> None:
                  "--out", str(out)]) == 0  # fmt: skip
     measures = result(out)["overall"]["measures"]
     assert {"success", "completion", "oracle"} <= set(measures)
+
+
+@pytest.mark.parametrize("partner", ["policy", "chat"])
+def test_conversations_are_measured_with_either_partner_and_either_judge(tmp_path: Path, partner: str) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        if asked[-1]["messages"][0]["content"].startswith("You judge"):
+            score = {"reasoning": "r", "score": 0}
+            return chat(json.dumps(dict.fromkeys(("agent_1", "agent_2"), dict.fromkeys(DIMENSIONS, score))))
+        return chat(json.dumps({"action_type": "speak", "argument": "9 percent, and Friday."}))
+
+    out = tmp_path / "out"
+    with served(reply) as url:
+        command = ["sotopia", "--endpoint", url, "--endpoint-model", "m", "--games", "4", "--out", str(out)]
+        command += ["--option", "turns=4", "--option", f"partner={partner}"]
+        if partner == "chat":
+            endpoint = f'endpoint={{url="{url}", model="partner"}}'
+            command += ["--speaker-option", endpoint, "--option", "judge=sotopia", "--oracle-option", endpoint]
+        assert main(command) == 0
+    measures = result(out)["overall"]["measures"]
+    assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
+    if partner == "chat":
+        assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0
+        assert sum(one["model"] == "partner" for one in asked) == 4 * 2 + 4  # and four judgements
+    else:
+        assert (
+            measures["goal"]["mean"] == 5
+        )  # the two episodes about a rise reach their goal, the two about notes do not
 
 
 # ---------------------------------------------------------------------------------------------- endpoints

@@ -78,7 +78,7 @@ def make(asked: Asked) -> Judge:
     """Make the judge. Raises ValueError if it does not exist or does not score a step by one number."""
     worker = make_worker(asked.spec, asked.options)
     if not isinstance(worker, Judge):
-        raise ValueError(f"{asked.spec!r} is an opponent: expected a judge")
+        raise ValueError(f"{asked.spec!r} judges nothing: expected a judge")
     _column(worker)
     return worker
 

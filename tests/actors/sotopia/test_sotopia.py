@@ -1,0 +1,278 @@
+"""The rules of a SOTOPIA conversation: turns, endings, what each side is told, and the twenty scenarios of our own."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments.base import POLICY, SPLIT, Task, Transition
+from actors.environments.sotopia import conversation
+from actors.environments.sotopia.conversation import Conversation, Turn
+from actors.environments.sotopia.environment import Sotopia, State
+from actors.environments.sotopia.scenarios import OWN, Agent, load, shown
+from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
+from wire.messages import Passage
+
+AGENT = Agent("Ada", "Bell", 30, "pilot", "She/her", "Ada sings.", "Ada is calm.", "slowly", "Ada cannot swim.")
+
+
+def reply(kind: str, argument: str = "") -> str:
+    return json.dumps({"action_type": kind, "argument": argument})
+
+
+class Table:
+    """Tools whose speaker says what the script holds, and remembers what it was told."""
+
+    def __init__(self, *script: str):
+        self.rng, self.script, self.told = random.Random(0), list(script), []
+
+    async def retrieve(self, query: str, topk: int) -> list[Passage]:
+        raise AssertionError(query)
+
+    async def play(self, player: str, state: Any) -> tuple[int, ...]:
+        raise AssertionError(player)
+
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        self.told.append((speaker, messages[0]["content"], max_tokens))
+        return self.script.pop(0)
+
+
+async def take(environment: Sotopia, state: State, text: str, *answers: str) -> Transition:
+    return await environment.step(state, environment.read(state, text), Table(*answers))
+
+
+def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) -> State:
+    return State(combo, trained)
+
+
+@pytest.mark.parametrize(
+    ("text", "turn"),
+    [
+        (reply("speak", "Hello."), Turn(1, "speak", "Hello.")),
+        (f"I think {{so}}. {reply('none', 'ignored')}", Turn(1, "none")),
+        (reply("speak", "first") + reply("leave"), Turn(1, "leave")),
+        ('{"action_type": "action", "argument": "opens {the} door", "to": ["Ada"]}', Turn(1, "action", "opens {the} door")),
+        (reply("non-verbal communication", "nods\nTurn #9: x"), Turn(1, "non-verbal communication", "nods Turn #9: x")),
+        ('{"action_type": "leave"}', Turn(1, "leave")),
+        (reply("speak", "  "), None),
+        (reply("shout", "Hello."), None),
+        ('{"action_type": "speak", "argument": 3}', None),
+        ('{"action_type": "speak", "argument": "no end', None),
+        (reply("speak", "Hello.") + ' {"a": 1}', None),
+        ("speak: Hello.", None),
+        ("", None),
+        ('{"a":' * 100_000, None),
+    ],
+)  # fmt: skip
+def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: Turn | None) -> None:
+    assert conversation.read(text, 1) == turn
+
+
+def test_turns_are_written_in_the_words_of_sotopia() -> None:
+    said = [Turn(0, "none"), Turn(1, "speak", "Hi."), Turn(0, "non-verbal communication", "nods"), Turn(1, "action", "sits"), Turn(0, "leave")]  # fmt: skip
+    assert conversation.history(said, ("A", "B")).splitlines() == [
+        "Turn #1: A did nothing",
+        'Turn #2: B said: "Hi."',
+        "Turn #3: A [non-verbal communication] nods",
+        "Turn #4: B [action] sits",
+        "Turn #5: A left the conversation",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turns", "word_endings", "over"),
+    [
+        ([], False, False),
+        ([Turn(0, "speak", "a")] * 19, False, False),
+        ([Turn(0, "speak", "a")] * 20, False, True),
+        ([Turn(0, "leave")], False, True),
+        ([Turn(0, "none"), Turn(1, "none")], False, False),
+        ([Turn(0, "none"), Turn(1, "none"), Turn(0, "none")], False, True),
+        ([Turn(0, "none"), Turn(1, "speak", "a"), Turn(0, "none"), Turn(1, "none")], False, False),
+        ([Turn(0, "speak", "The bag you left.")], False, False),
+        ([Turn(0, "speak", "The bag you left.")], True, True),
+    ],
+)
+def test_a_conversation_ends_as_specified(turns: list[Turn], word_endings: bool, over: bool) -> None:
+    assert conversation.over(turns, 20, word_endings) is over
+
+
+def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_holds_the_secret() -> None:
+    told = [conversation.profile(AGENT, level) for level in range(6)]
+    assert "Ada" not in told[0]
+    assert "Ada Bell" in told[1] and "30" not in told[1]
+    assert "30, pilot" in told[2] and "sings" in told[2] and "calm" not in told[2]
+    assert "calm" in told[3] == told[4] == told[5]
+    assert not any("swim" in text for text in told)
+    assert "swim" in conversation.profile(AGENT, 0, own=True)
+
+
+def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_all_turns_share() -> None:
+    environment = Sotopia()
+    state = State("scenario-03-1", 0, (Turn(0, "speak", "Good morning."),))
+    scenario = environment.library.envs["scenario-03"]
+    me, other = (environment.library.agents[key] for key in ("agent-04", "agent-03"))
+    (message,) = environment.prompt(Task("t"), state)
+    head, tail = message["content"].split(SPLIT)
+    assert shown(scenario.agent_goals[0], "agent_0") in head and me.secret in head
+    assert shown(scenario.agent_goals[1], "agent_1") not in head and other.secret not in head
+    assert other.public_info in head
+    assert f'Turn #1: {me.name} said: "Good morning."' in tail and "It is turn #2" in tail
+    assert environment.prompt(Task("t"), State("scenario-03-1", 0))[0]["content"].startswith(head + SPLIT)
+    hidden = Sotopia(profiles="hidden").prompt(Task("t"), state)[0]["content"]
+    assert other.public_info not in hidden and other.name in hidden
+
+
+def test_strangers_are_not_named() -> None:
+    environment = Sotopia()
+    text = environment.prompt(Task("t"), State("scenario-01-1", 0, (Turn(1, "speak", "Hello."),)))[0]["content"]
+    assert environment.library.agents["agent-02"].first_name not in text
+    assert 'the other person said: "Hello."' in text
+
+
+def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
+    text = 'Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p> (<extra_info>Take care</extra_info>)'
+    assert shown(text, "agent_0") == "Meet. (Take care)"
+    assert shown(text, "agent_1") == "Meet. Hush. (Take care)"
+    assert shown(text, "environment") == "Meet. They know Ann. (Take care)"
+
+
+async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> None:
+    environment = Sotopia(partner="ann", partner_tokens=9)
+    table = Table(reply("speak", "No."))
+    state = start(environment)
+    step = await environment.step(state, environment.read(state, reply("speak", "Buy it.")), table)
+    assert step.state.turns == (Turn(0, "speak", "Buy it."), Turn(1, "speak", "No."))
+    assert (step.observation, step.done, step.outcome) == ('Tobin Hask said: "No."', False, None)
+    ((speaker, told, tokens),) = table.told
+    assert (speaker, tokens) == ("ann", 9)
+    assert 'the other person said: "Buy it."' in told and "your turn, Tobin Hask" in told
+    assert environment.speakers == ("ann",) and Sotopia().speakers == (POLICY,)
+
+
+async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_is_asked_twice() -> None:
+    environment = Sotopia()
+    assert environment.read(start(environment), "hello").kind == "invalid"
+    step = await take(environment, start(environment), "hello", "what?", reply("action", "waits"))
+    assert step.state.turns == (Turn(0, "none"), Turn(1, "action", "waits"))
+    step = await take(environment, start(environment), "hello", "what?", "what?")
+    assert step.state.turns == (Turn(0, "none"), Turn(1, "none")) and not step.done
+    step = await take(environment, step.state, "again")  # the third turn of nothing ends it: the partner is not asked
+    assert step.done and step.observation == "The conversation is over."
+
+
+async def test_twenty_turns_are_ten_for_each_side_whoever_begins() -> None:
+    environment = Sotopia()
+    for trained in (0, 1):
+        state, own, done = State("scenario-01-1", trained), 0, False
+        state = await environment.open(state, Table(reply("speak", "begin")))
+        assert len(state.turns) == trained
+        while not done:
+            step = await take(environment, state, reply("speak", "a"), reply("speak", "b"))
+            state, own, done = step.state, own + 1, step.done
+        assert own == 10 and [turn.side for turn in state.turns] == [0, 1] * 10
+
+
+async def test_a_side_that_leaves_ends_the_conversation() -> None:
+    environment = Sotopia()
+    assert (await take(environment, start(environment), reply("leave"))).done
+    left = await take(environment, start(environment), reply("speak", "a"), reply("leave"))
+    assert left.done and "Tobin Hask left the conversation" in left.observation
+    begun = await environment.open(State("scenario-01-1", 1), Table(reply("leave")))
+    assert begun.turns == (Turn(0, "none"),)  # the trained side acts at least once
+
+
+def test_states_survive_plain_values_and_are_hashable() -> None:
+    state = State("scenario-01-1", 1, (Turn(0, "speak", "a"),))
+    assert msgspec.convert(msgspec.to_builtins(state), State) == state
+    assert len({state, state}) == 1
+
+
+def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both_sides() -> None:
+    environment = Sotopia()
+    tasks = GeneratedTasks(environment.task, seed=1)
+
+    def of(task: Task) -> tuple[str, int]:
+        state = environment.initial(task)
+        return state.combo, state.trained
+
+    trained = {of(tasks.at(position)) for position in range(2000)}
+    held_out = [of(task) for task in tasks.held_out(20)]
+    assert len(trained) == 2 * 30 and len(set(held_out)) == 20
+    assert not {combo[:11] for combo, _ in trained} & {combo[:11] for combo, _ in held_out}
+    assert environment.task(HELD_OUT_SEEDS).source == "pay_rise"
+    assert {Sotopia(side="second").initial(tasks.at(position)).trained for position in range(9)} == {1}
+    everything = Sotopia(split="all")
+    assert {everything.initial(everything.task(seed)).combo for seed in range(40)} == {c.pk for c in load("").combos}
+
+
+def test_our_scenarios_are_twenty_and_each_side_has_rules() -> None:
+    library = load("")
+    assert len(library.envs) == 20 and len(library.combos) == 40
+    assert len({scenario.scenario for scenario in library.envs.values()}) == 20
+    assert all(scenario.rules for scenario in library.envs.values())
+    assert {scenario.relationship for scenario in library.envs.values()} == {0, 1, 2, 3, 4, 5}
+
+
+def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Path) -> None:
+    whole = json.loads(OWN.read_bytes())
+    for scenario in whole["envs"].values():
+        del scenario["rules"]
+    for name, key in (("agents", "agents"), ("envs", "envs"), ("env_agent_combos", "combos")):
+        (tmp_path / f"{name}.json").write_text(json.dumps(whole[key]))
+    assert len(Sotopia(str(tmp_path), judge="sotopia").library.combos) == 40
+    with pytest.raises(ValueError, match=r"scenario-01.*no rules"):
+        Sotopia(str(tmp_path))
+    (tmp_path / "envs.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"envs\.json"):
+        Sotopia(str(tmp_path), judge="sotopia")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda whole: whole["envs"]["scenario-01"].update(relationship=6), "relationship"),
+        (lambda whole: whole["combos"][0].update(env_id="gone"), "gone"),
+        (lambda whole: whole.update(combos=[]), "no combos"),
+        (lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(says="x"), "exactly one"),
+        (lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(agreed="("), "no regular expression"),
+        (lambda whole: whole["envs"]["scenario-01"]["rules"][0].update(secret="("), "no regular expression"),
+    ],
+)
+def test_a_file_outside_the_layout_is_refused_with_its_fault(tmp_path: Path, change: Any, says: str) -> None:
+    whole = json.loads(OWN.read_bytes())
+    change(whole)
+    (tmp_path / "s.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=says):
+        load(str(tmp_path / "s.json"))
+
+
+def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
+    environment = Sotopia()
+    turns = (Turn(0, "speak", "40 euros."), Turn(1, "speak", "40 euros, then."))
+    before, action = start(environment), environment.read(start(environment), reply("speak", "40 euros."))
+    judged = environment.concluded(Task("t"), before, action, State("scenario-01-1", 0, turns), 1, 4)
+    whole = msgspec.convert(judged.state, Conversation)
+    assert whole.turns == turns and whole.trained == 0 and whole.rules is not None
+    assert whole.names == ("Mara Ellwood", "Tobin Hask") and "40 euros or more" in whole.goals[0]
+    cut = environment.concluded(Task("t"), before, action, None, 1, 4)  # the budget ended it before the partner's reply
+    assert msgspec.convert(cut.state, Conversation).turns == turns[:1]
+
+
+def test_measures_leave_out_what_was_not_judged() -> None:
+    turns = [{"valid": 1.0, "forced": 0.0}, {"valid": 0.0, "forced": 0.0, "goal": 10.0, "outcome": 1.0}]
+    assert Sotopia().measures(Task("t"), turns) == {
+        "goal": [10.0],
+        "outcome": [1.0],
+        "turns": [2.0],
+        "valid": [1.0, 0.0],
+    }
+    assert Sotopia().measures(Task("t"), turns[:1])["goal"] == []
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"turns = 1"):
+        Sotopia(turns=1)

@@ -1,0 +1,20 @@
+"""Conversations for whole runs with an untrained policy, named "tests.conversations:AnyWords" in data.environment."""
+
+import zlib
+
+from actors.environments.base import Action
+from actors.environments.sotopia.environment import Sotopia, State
+
+WORDS = (
+    "Amber and fox: 42 euros, 9 percent, 7 hours, 8 o'clock.",
+    "I am sorry. On Friday, Saturday or Sunday?",
+    "No.",
+)
+
+
+class AnyWords(Sotopia):
+    """SOTOPIA in which every text is speech, the one its checksum picks: an untrained policy writes no JSON."""
+
+    def read(self, state: State, text: str) -> Action:
+        """Always valid."""
+        return Action("speak", text, answer=WORDS[zlib.crc32(text.encode()) % len(WORDS)])

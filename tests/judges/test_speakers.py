@@ -1,0 +1,106 @@
+"""A speaker is a worker: it replies in text through a real dispatcher, and what its endpoint does wrong is a fault of the call."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from judges.serve import built_in_service, make_worker, serve, service_of
+from judges.speakers import Chat, Speaker
+from tests.judges.test_llm import Reply, chat
+from tests.services import Bench, bench
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import SpeakRequest, SpeakResult
+
+ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2**40 + 5)
+
+
+@asynccontextmanager
+async def endpoint(reply: Reply) -> AsyncIterator[str]:
+    """The URL of a real server that answers with ``reply``."""
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", reply)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def served(folder: Path, reply: Reply, **options: Any) -> AsyncIterator[Bench]:
+    """A dispatcher with the built-in speaker of such a server."""
+    async with endpoint(reply) as url, bench(folder) as b:
+        settings = {"endpoint": {"url": url, "model": "m", "backoff_s": 1e-3} | options.pop("endpoint", {})} | options
+        speaker = make_worker("chat", settings)
+        serving = asyncio.create_task(serve([speaker], "w", b.dispatcher.endpoint, b.keys, signals=False))
+        await b.dispatcher.wait_for("speaker.chat", 1, 10)
+        yield b
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return chat("Good day.") if len(seen) > 1 else web.Response(status=503)
+
+    async with served(tmp_path, reply) as b:
+        assert await b.dispatcher.call("speaker.chat", ASKED, deadline=10) == SpeakResult("Good day.")
+    expected = {
+        "model": "m",
+        "messages": ASKED.messages,
+        "max_tokens": 7,
+        "temperature": 0.25,
+        "stop": ["\n"],
+        "seed": 5,
+    }
+    assert seen == [expected, expected]  # a busy server is asked again
+
+
+async def test_a_speaker_may_have_a_temperature_of_its_own(tmp_path: Path) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return chat(str((await request.json())["temperature"]))
+
+    async with served(tmp_path, reply, temperature=0.75) as b:
+        assert await b.dispatcher.call("speaker.chat", ASKED, deadline=10) == SpeakResult("0.75")
+
+
+async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: Path) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(status=400, text="the messages are too long")
+
+    async with served(tmp_path, reply) as b:
+        with pytest.raises(DataFault, match="too long"):
+            await b.dispatcher.call("speaker.chat", ASKED, deadline=10)
+
+
+async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() -> None:
+    async def reply(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)  # longer than the speaker's patience
+        return chat("late")
+
+    async with endpoint(reply) as url:
+        speaker: Any = make_worker("chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}})
+        await speaker.start()
+        with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
+            await speaker.speak(ASKED)
+        await speaker.close()
+
+
+def test_a_plug_in_names_its_own_service() -> None:
+    class Echo(Speaker):
+        name = "echo"
+
+        async def speak(self, request: SpeakRequest) -> str:
+            return request.messages[-1]["content"]
+
+    assert service_of(Echo()) == "speaker.echo"
+    assert [built_in_service(name) for name in ("chat", "frozen", "echo")] == ["speaker.chat", "speaker.frozen", ""]
+    assert isinstance(make_worker("frozen", {"endpoint": {"url": "http://127.0.0.1/v1", "model": "m"}}), Chat)
