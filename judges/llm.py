@@ -3,10 +3,13 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
+from judges.base import Judge
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import CHAT, NoAnswer, Reached
+from wire.messages import JudgedTurn, Judgement
 
 _MODELS = "/models"
 _LOOK_S = 0.5
@@ -120,8 +123,35 @@ class ChatClient:
         return {"regex": form} if self.endpoint.constrain == "sglang" else {"structured_outputs": {"regex": form}}
 
 
-def validity(counts: Counter[str]) -> dict[str, float]:
-    """Return a judge's counters for the heartbeat: judged replies, unreadable replies, missing replies, and the valid share."""
-    judged, bad = counts["judged"], counts["failed"] + counts["unparsed"]
-    return {"judged": judged, "unparsed": counts["unparsed"], "failed": counts["failed"],
-            "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}  # fmt: skip
+class ChatJudge(Judge):
+    """A judge that asks a language model about each turn: subclass this and write ``judge``, which counts "judged", "failed" and "unparsed".
+
+    form: gives the regular expression to which ``endpoint.constrain`` keeps a reply of so many tokens.
+    """
+
+    concurrency = 64
+    batch = 8
+
+    def __init__(self, endpoint: ChatEndpoint, form: Callable[[int], str]):
+        self.client = ChatClient(endpoint)
+        self.form = form(endpoint.max_tokens) if endpoint.constrain else ""
+        self.counts: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        await self.client.start()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return list(await asyncio.gather(*(self.judge(turn) for turn in turns)))
+
+    async def judge(self, turn: JudgedTurn) -> Judgement:
+        """Return the judgement of one turn."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement judge")
+
+    def stats(self) -> dict[str, float]:
+        """Return counters for the heartbeat: judged replies, unreadable replies, missing replies, and the valid share."""
+        judged, bad = self.counts["judged"], self.counts["failed"] + self.counts["unparsed"]
+        rate = 1.0 - bad / judged if judged else 1.0
+        return {name: self.counts[name] for name in ("judged", "unparsed", "failed")} | {"judge_valid_rate": rate}

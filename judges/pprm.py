@@ -7,14 +7,11 @@ A prompt consists of the rules, the question and the earlier turns, and then the
 prefixes therefore computes the rules once per run and each turn's text once per trajectory.
 """
 
-import asyncio
 import re
-from collections import Counter
 from collections.abc import Mapping
 
 from judges import templates as files
-from judges.base import Judge
-from judges.llm import ChatClient, ChatEndpoint, validity
+from judges.llm import ChatEndpoint, ChatJudge
 from wire.messages import JudgedTurn, Judgement
 
 _SCORE = re.compile(r"<final_score>((?:(?!<final_score>).)*?)</final_score>", re.DOTALL)
@@ -84,7 +81,7 @@ def reply_form(max_tokens: int) -> str:
     return rf"Analysis: {_FINDINGS}{{1,{room}}}\nScores: <final_score>({pairs})</final_score>"
 
 
-class Pprm(Judge):
+class Pprm(ChatJudge):
     """The LLM judge of PPR. templates: paths that replace the built-in "system" and "user". principles: False leaves the principles out.
 
     With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a small model's replies can be read.
@@ -92,31 +89,18 @@ class Pprm(Judge):
 
     name = "pprm"
     columns = ("process",)
-    concurrency = 64
-    batch = 8
 
     def __init__(
         self, endpoint: PprmEndpoint, templates: dict[str, str] | None = None, principles: bool = True
     ):  # fmt: skip
         self.templates = read_templates(templates, principles=principles)
-        self.client = ChatClient(endpoint)
-        self.form = reply_form(endpoint.max_tokens) if endpoint.constrain else ""
-        self.counts: Counter[str] = Counter()
-
-    async def start(self) -> None:
-        await self.client.start()
-
-    async def close(self) -> None:
-        await self.client.close()
+        super().__init__(endpoint, reply_form)
 
     def messages(self, turn: JudgedTurn) -> list[dict[str, str]]:
         """Return the chat that asks for a turn's judgement."""
         return messages(turn, self.templates)
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return list(await asyncio.gather(*(self._judge(turn) for turn in turns)))
-
-    async def _judge(self, turn: JudgedTurn) -> Judgement:
+    async def judge(self, turn: JudgedTurn) -> Judgement:
         system, user = (message["content"] for message in self.messages(turn))
         reply, failure = await self.client.reply_or_failure(user, self.form, system=system)
         self.counts["judged"] += 1
@@ -125,7 +109,3 @@ class Pprm(Judge):
             self.counts["failed" if failure else "unparsed"] += 1
             return Judgement({}, ["process"], failure or reply.strip())
         return Judgement({"process": pair[0] / pair[1]}, explanation=reply.strip())
-
-    def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat. judge_valid_rate: valid turns / judged turns."""
-        return validity(self.counts)

@@ -9,10 +9,8 @@ computes the rules once per run, each addition to the context once, and per prom
 
 import asyncio
 import re
-from collections import Counter
 
-from judges.base import Judge
-from judges.llm import ChatClient, ChatEndpoint, validity
+from judges.llm import ChatEndpoint, ChatJudge
 from judges.templates import fill, read
 from wire.messages import JudgedTurn, Judgement
 
@@ -41,7 +39,7 @@ def reply_form(max_tokens: int) -> str:
     return rf"<explanation>{_REASONS}{{1,{room}}}</explanation>\n?<score>(\+1|0|-1)</score>"
 
 
-class Slate(Judge):
+class Slate(ChatJudge):
     """The LLM judge. templates: by component name, paths that replace the built-in templates.
 
     With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a small model's replies can be read.
@@ -49,20 +47,10 @@ class Slate(Judge):
 
     name = "slate"
     columns = ("think", "query", "answer")
-    concurrency = 64
-    batch = 8
 
     def __init__(self, endpoint: ChatEndpoint, templates: dict[str, str] | None = None):
         self.templates = read("slate", {column: f"slate_{column}.txt" for column in self.columns}, templates)
-        self.client = ChatClient(endpoint)
-        self.form = reply_form(endpoint.max_tokens) if endpoint.constrain else ""
-        self.counts: Counter[str] = Counter()
-
-    async def start(self) -> None:
-        await self.client.start()
-
-    async def close(self) -> None:
-        await self.client.close()
+        super().__init__(endpoint, reply_form)
 
     def prompts(self, turn: JudgedTurn) -> dict[str, str]:
         """Return the two prompts of a turn, by column."""
@@ -78,10 +66,7 @@ class Slate(Judge):
     def _fill(self, column: str, **values: str) -> str:
         return fill(self.templates[column], **values)
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return list(await asyncio.gather(*(self._judge(turn) for turn in turns)))
-
-    async def _judge(self, turn: JudgedTurn) -> Judgement:
+    async def judge(self, turn: JudgedTurn) -> Judgement:
         prompts = self.prompts(turn)
         replies = await asyncio.gather(
             *(self.client.reply_or_failure(prompt, self.form) for prompt in prompts.values())
@@ -97,7 +82,3 @@ class Slate(Judge):
                 scores[column] = value
             notes.append(f"[{column}] {failure or reply.strip()}")
         return Judgement(scores, invalid, "\n".join(notes))
-
-    def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat. judge_valid_rate: valid components / judged components."""
-        return validity(self.counts)

@@ -4,17 +4,14 @@ The reply is one JSON object with a reasoning before each score. A dimension who
 or is out of its range is invalid; a reply that is no such object makes every column invalid. Nothing is guessed or repaired.
 """
 
-import asyncio
 import math
 import re
-from collections import Counter
 from typing import Any, Literal
 
 import msgspec
 
 from actors.environments.sotopia.conversation import DIMENSIONS, Conversation, history
-from judges.base import Judge
-from judges.llm import ChatClient, ChatEndpoint, validity
+from judges.llm import ChatEndpoint, ChatJudge
 from judges.templates import fill, read
 from wire.messages import JudgedTurn, Judgement
 
@@ -64,7 +61,7 @@ def reply_form(max_tokens: int) -> str:
     return form(f"{_REASONS}{{1,{room}}}")
 
 
-class SotopiaJudge(Judge):
+class SotopiaJudge(ChatJudge):
     """The LLM judge of whole conversations. outcome: the goal / 10 (the paper), or the mean of the seven scores (the released code).
 
     templates: {"episode": a path} replaces the built-in template. Columns are those of the trained side; "outcome" is invalid if a score from
@@ -74,6 +71,7 @@ class SotopiaJudge(Judge):
     name = "sotopia"
     columns = ("outcome", *DIMENSIONS)
     environments = ("sotopia",)
+    batch = 32
 
     def __init__(
         self,
@@ -82,15 +80,8 @@ class SotopiaJudge(Judge):
         templates: dict[str, str] | None = None,
     ):
         self.template = read("sotopia", {"episode": "sotopia.txt"}, templates)["episode"]
-        self.client, self.outcome, self.concurrency = ChatClient(endpoint), outcome, endpoint.concurrency
-        self.form = reply_form(endpoint.max_tokens) if endpoint.constrain else ""
-        self.counts: Counter[str] = Counter()
-
-    async def start(self) -> None:
-        await self.client.start()
-
-    async def close(self) -> None:
-        await self.client.close()
+        super().__init__(endpoint, reply_form)
+        self.outcome, self.concurrency = outcome, endpoint.concurrency
 
     def prompt(self, whole: Conversation) -> str:
         """Return the judge's prompt. Turns in which nothing happened are left out of the history, as in SOTOPIA."""
@@ -99,10 +90,7 @@ class SotopiaJudge(Judge):
         told = history([turn for turn in whole.turns if turn.kind != "none"], whole.names)
         return fill(self.template, scenario=whole.scenario, history=told or "Nothing happened.", **values)
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return list(await asyncio.gather(*(self._judge(turn) for turn in turns)))
-
-    async def _judge(self, turn: JudgedTurn) -> Judgement:
+    async def judge(self, turn: JudgedTurn) -> Judgement:
         whole = msgspec.convert(turn.state, Conversation)
         reply, failure = await self.client.reply_or_failure(self.prompt(whole), self.form)
         scores = parse(reply, whole.trained)
@@ -114,7 +102,3 @@ class SotopiaJudge(Judge):
         elif self.outcome == "mean" and len(scores) == len(DIMENSIONS):
             scores["outcome"] = math.fsum(scores.values()) / len(DIMENSIONS)
         return Judgement(scores, [name for name in self.columns if name not in scores], failure or reply.strip())
-
-    def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat. judge_valid_rate: replies with all seven scores of the trained side / replies."""
-        return validity(self.counts)

@@ -8,7 +8,9 @@ import logging
 import sys
 import time
 from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -50,6 +52,18 @@ class LocalBackend:
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._index.search, queries, topk)
+
+
+@asynccontextmanager
+async def opened(backend: str, encoder: str, threads: int) -> AsyncIterator[Backend]:
+    """Open the index folder or the Search-R1 server that ``backend`` names, and close it at the end."""
+    if backend.startswith(("http://", "https://")):
+        from judges.retriever.http_client import SearchR1Client
+
+        async with SearchR1Client(backend) as client:
+            yield client
+    else:
+        yield await asyncio.to_thread(LocalBackend, Path(backend), encoder, threads)
 
 
 class Retriever:
@@ -100,15 +114,9 @@ class Retriever:
 async def run(process: RetrieverProcess) -> None:
     """Serve until drained."""
     endpoint, keys = connection(Path(process.run))
-    if process.backend.startswith(("http://", "https://")):
-        from judges.retriever.http_client import SearchR1Client
-
-        async with SearchR1Client(process.backend) as client:
-            retriever = Retriever(client, process.cache)
-            await Service(process.name, {"retrieve": retriever.handle}, 64, retriever.stats).run(endpoint, keys)
-        return
-    retriever = Retriever(LocalBackend(Path(process.backend), process.encoder, process.threads), process.cache)
-    await Service(process.name, {"retrieve": retriever.handle}, 64, retriever.stats).run(endpoint, keys)
+    async with opened(process.backend, process.encoder, process.threads) as backend:
+        retriever = Retriever(backend, process.cache)
+        await Service(process.name, {"retrieve": retriever.handle}, 64, retriever.stats).run(endpoint, keys)
 
 
 def main() -> None:

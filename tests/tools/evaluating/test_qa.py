@@ -8,7 +8,8 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,11 +254,10 @@ class Books:
             await self.hold.wait()
         return [[Passage(f"{q}-{i}", "T", f"{q} {i}", 1.0 / (i + 1)) for i in range(topk)] for q in queries]
 
-    async def opening(self) -> tuple["Books", Callable[[], Awaitable[None]]]:
+    @asynccontextmanager
+    async def opening(self) -> AsyncIterator["Books"]:
         self.opened += 1
-        return self, self.closing
-
-    async def closing(self) -> None:
+        yield self
         self.closed += 1
 
 
@@ -554,7 +554,7 @@ def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before
     scholar, notes = Scholar(), tmp_path / "notes.txt"
     notes.write_text("no database " * 100)
 
-    async def no_encoder() -> Any:
+    def no_encoder() -> Any:
         raise OSError("no/encoder is not a local folder")
 
     with served(scholar) as url:

@@ -6,14 +6,14 @@ Invariant: the backend is asked at most once per (retriever, topk, query), howev
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from judges.retriever.index import read_manifest
-from judges.retriever.worker import Backend, LocalBackend
+from judges.retriever.worker import Backend, opened
 from tools.evaluating.folder import NotStarted
 from wire.faults import InfrastructureFault
 from wire.messages import Passage, RetrieveRequest, RetrieveResult
@@ -25,8 +25,8 @@ CREATE TABLE IF NOT EXISTS passages (
 _WAIT_S = 60.0
 """Seconds to wait while another evaluation writes to the same file."""
 
-Open = Callable[[], Awaitable[tuple[Backend, Callable[[], Awaitable[None]]]]]
-"""Opens the backend when the first query needs it. Returns the backend and the function that closes it."""
+Open = Callable[[], AbstractAsyncContextManager[Backend]]
+"""Opens the backend when the first query needs it."""
 
 
 class CachedRetrieval:
@@ -45,14 +45,14 @@ class CachedRetrieval:
         self._asking: dict[tuple[int, str], asyncio.Task[list[Passage]]] = {}
         self._gate = asyncio.Lock()
         self._backend: Backend | None = None
-        self._closing: Callable[[], Awaitable[None]] | None = None
+        self._open = AsyncExitStack()
 
     async def open(self) -> Backend:
         """The backend, ready to search. Raises NotStarted if its index or its encoder cannot be loaded."""
         async with self._gate:
             if self._backend is None:
                 try:
-                    self._backend, self._closing = await self.opening()
+                    self._backend = await self._open.enter_async_context(self.opening())
                 except (OSError, ValueError, ImportError, MemoryError) as error:
                     reason = str(error).strip().split("\n")[0]
                     raise NotStarted(f"--retriever: {reason}; build the index anew, or give another one") from error
@@ -99,8 +99,7 @@ class CachedRetrieval:
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
-        if self._closing is not None:
-            await self._closing()
+        await self._open.aclose()
         self.db.close()
 
 
@@ -119,22 +118,5 @@ def identity_of(retriever: str) -> str:
 
 def opening_of(retriever: str, threads: int) -> Open:
     """The function that opens the backend of --retriever."""
-    if retriever.startswith(("http://", "https://")):
-        from judges.retriever.http_client import SearchR1Client
-
-        async def connect() -> tuple[Backend, Callable[[], Awaitable[None]]]:
-            client = await SearchR1Client(retriever).__aenter__()
-            return client, lambda: client.__aexit__(None, None, None)
-
-        return connect
-
-    async def load() -> tuple[Backend, Callable[[], Awaitable[None]]]:
-        folder = Path(retriever)
-        backend: Any = await asyncio.to_thread(LocalBackend, folder, read_manifest(folder).encoder, threads)
-
-        async def nothing() -> None:
-            """The index needs no closing."""
-
-        return backend, nothing
-
-    return load
+    served = retriever.startswith(("http://", "https://"))
+    return lambda: opened(retriever, "" if served else read_manifest(Path(retriever)).encoder, threads)
