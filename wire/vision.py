@@ -36,6 +36,15 @@ class Run(msgspec.Struct, frozen=True):
     number: int
 
 
+class View(msgspec.Struct, frozen=True):
+    """Pictures as a vision tower reads them. patches: float32 [patches, values]. grids: the frames, rows and columns of each picture's patches,
+    int64 [pictures, 3]. rows: the row of the tower's features that belongs to each picture token of the forest, int64 [picture tokens]."""
+
+    patches: np.ndarray
+    grids: np.ndarray
+    rows: np.ndarray
+
+
 def ids(number: int, count: int) -> np.ndarray:
     """Return the ids of a picture of ``count`` tokens, int32 [count]."""
     return np.full(count, -number, np.int32)
@@ -127,6 +136,15 @@ class Vision:
         """Return the positions of one sequence, int64 [3, tokens]. Raises ValueError if ids and pictures do not fit each other."""
         count = len(tokens)
         return places(tokens, np.arange(count), np.full(count, count), self.grids(pictures, numbers(tokens)))
+
+    def view(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> "View":
+        """Return the pictures of a forest's ids, each once, for the vision tower."""
+        needed = numbers(tokens)
+        patches, grids = self.pixels([pictures[number] for number in needed])
+        ends = np.cumsum(grids.prod(1) // self.merge**2)
+        first = dict(zip(needed, [0, *ends[:-1].tolist()], strict=True))
+        rows = [np.arange(first[run.number], first[run.number] + run.end - run.start) for run in runs(tokens)]
+        return View(patches, grids, np.concatenate(rows))
 
     def pixels(self, pictures: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Return the patches of all pictures, float32 [patches, values], and their frames, rows and columns, int64 [pictures, 3]."""
