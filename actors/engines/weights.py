@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from wire import digest, published
+from wire import digest, published, vision
 from wire.faults import InfrastructureFault
 
 
@@ -130,7 +130,8 @@ class BaseWeights:
                 self._where |= dict.fromkeys(file.keys(), path)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor as stored."""
+        """One tensor as stored. name: that of the file or that of the loaded model."""
+        name = name if name in self._where else vision.stored(name)
         with safe_open(self._where[name], framework="pt") as file:
             return file.get_tensor(name)
 
