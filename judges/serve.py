@@ -36,6 +36,8 @@ BUILT_IN = {
     "tictactoe": "judges.oracles.tictactoe:TicTacToeOracle",
     "sudoku": "judges.oracles.sudoku:SudokuOracle",
     "minesweeper": "judges.oracles.minesweeper:MinesweeperOracle",
+    "sokoban": "judges.oracles.sokoban:SokobanOracle",
+    "webshop": "judges.oracles.webshop:WebShopOracle",
 }
 PLAYERS = {
     "tictactoe_mcts": "judges.oracles.tictactoe:MctsPlayer",

@@ -74,6 +74,10 @@ class Game(Environment):
         """Return all legal moves in a fixed order, none when the game is over."""
         raise NotImplementedError
 
+    def good_moves(self, state: Any) -> list[tuple[int, ...]]:
+        """Return the moves that a warm start with ``skill`` imitates. By default a game knows none."""
+        return []
+
     def notation(self, move: tuple[int, ...]) -> str:
         """Return the text of a move, in the form that ``move`` reads."""
         raise NotImplementedError

@@ -10,6 +10,8 @@ KNOWN = {
     "tictactoe": "actors.environments.tictactoe:TicTacToe",
     "sudoku": "actors.environments.sudoku:Sudoku",
     "minesweeper": "actors.environments.minesweeper:Minesweeper",
+    "sokoban": "actors.environments.sokoban:Sokoban",
+    "webshop": "actors.environments.webshop.environment:WebShop",
 }
 
 

@@ -64,6 +64,7 @@ SCHEMES = {
     "slate": Cell(STEPS, {}, candidates=True),
     "slate_full": Cell(STEPS),
     "turn_grpo": Cell(STEPS),
+    "vpr_v2": Cell(STEPS, {}, candidates=True),
 }
 
 

@@ -23,6 +23,7 @@ from learner.schemes import (
     slate,
     slate_full,
     turn_grpo,
+    vpr_v2,
 )
 from learner.table import TurnTable
 from learner.targets import Estimate
@@ -260,6 +261,21 @@ def test_turn_grpo_compares_a_turn_with_itself_from_n_min_active_trajectories_on
     np.testing.assert_allclose(made[t.turn == 4], [0.6030], atol=5e-5)
     every = turn_grpo.advantages(t, n_min=7)
     np.testing.assert_allclose(every, (t.column("reward") - 11 / 15) / 0.442217, atol=5e-5)
+
+
+def test_vpr_v2_known_answer_equal_groups_stay_out_of_the_whitening() -> None:
+    rewards = [2, 0, -1, -1, 1, 1, 1, 1, 0.5, -2, NO, 0.5]
+    t = made_of([1] * 12, {"reward": rewards}, tree=[0] * 4 + [1] * 4 + [2] * 4)
+    # centred: 2, 0, -1, -1 and (mean -1/3) 5/6, -5/3, 5/6; their squares sum to 6 + 25/6 over seven candidates
+    scale = ((6 + 25 / 6) / 7) ** 0.5
+    expected = np.array([2, 0, -1, -1, 0, 0, 0, 0, 5 / 6, -5 / 3, 0, 5 / 6]) / scale
+    np.testing.assert_allclose(vpr_v2.advantages(t), expected, atol=1e-7)
+    np.testing.assert_allclose(vpr_v2.advantages(t, most_equal=1 / 3), expected, atol=1e-7)
+    assert not vpr_v2.advantages(t, most_equal=0.33).any(), "one of three groups is equal"
+
+
+def test_vpr_v2_gives_nothing_where_nothing_differs() -> None:
+    assert not vpr_v2.advantages(made_of([1] * 4, {"reward": [1, 1, NO, NO]})).any()
 
 
 def test_turn_grpo_leaves_turns_without_a_score_out_of_every_statistic() -> None:
@@ -627,6 +643,7 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("slate", {}),
     ("slate_full", {}),
     ("turn_grpo", {"n_min": 2}),
+    ("vpr_v2", {}),
 ]
 
 

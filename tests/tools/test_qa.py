@@ -90,7 +90,7 @@ def test_the_original_scorer_demands_two_blocks_of_prompt_and_response() -> None
 
 def prompts_with_an_answer() -> dict[str, str]:
     """The built-in prompts that tell how to answer, as the qa table asks with them: every method's and search's."""
-    asked = {name: filled(name, **PARTS) for name in ("cot", "direct", "ircot_read", "rag", "search_o1")}
+    asked = {name: filled(name, **PARTS) for name in ("cot", "direct", "ircot_read", "iter_retgen", "rag", "search_o1")}
     task = Task("1", PARTS["question"], ["Rome"])
     return asked | {name: SearchQA(name).prompt(task)[0]["content"] for name in ("search_r1", "short")}
 
@@ -607,7 +607,7 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
         (["--model", "no/such/folder/here"], "--model"),
         (["--run", "no-such-run"], "expected the folder of a run"),
         (["--endpoint", "http://localhost/v1"], "--endpoint-model"),
-        (["--method", "magic", "P"], "expected some of cot,direct,ircot,rag,search,search_o1"),
+        (["--method", "magic", "P"], "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1"),
         (["--method", "direct", "--prompt", "short", "P"], "no effect without the method search"),
         (["--method", "direct", "--no-forced", "P"], "--forced has no effect without the method search"),
         (["--method", "cot", "--topk", "2", "P"], "none of the methods retrieves"),

@@ -86,8 +86,9 @@ def answered(tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_the_methods_of_the_tables_are_known() -> None:
-    assert methods.known() == ["cot", "direct", "ircot", "rag", "search", "search_o1"]
-    assert {name for name in methods.known() if methods.load(name).RETRIEVES} == {"ircot", "rag", "search", "search_o1"}
+    assert methods.known() == ["cot", "direct", "ircot", "iter_retgen", "rag", "search", "search_o1"]
+    retrieving = {name for name in methods.known() if methods.load(name).RETRIEVES}
+    assert retrieving == {"ircot", "iter_retgen", "rag", "search", "search_o1"}
 
 
 def test_a_value_in_a_prompt_is_not_filled_in_again() -> None:
@@ -150,6 +151,16 @@ async def test_ircot_reads_when_nothing_is_said(answered: Callable[..., Any]) ->
 )
 def test_a_sentence_ends_at_its_stop_or_its_line(text: str, sentence: str) -> None:
     assert first_sentence(text) == sentence
+
+
+async def test_iter_retgen_searches_with_its_last_reply_and_the_question(answered: Callable[..., Any]) -> None:
+    lines = ("<think>Hm</think>Ovid? <answer>Ovid</answer>", "No. <answer>Livy</answer>")
+    services, _, found = await answered("iter_retgen", How(topk=1, budget=2), *lines)
+    assert [kind for kind, _ in services.log] == ["search", "say"] * 2
+    assert services.searches == [QUESTION, f"Ovid? Ovid {QUESTION}"], "without the thought and the tags"
+    assert f"of Ovid? Ovid {QUESTION}" in services.prompts[1]
+    assert f"of {QUESTION}" not in services.prompts[1], "passages of the round before are not kept"
+    assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
 async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: Callable[..., Any]) -> None:

@@ -27,6 +27,7 @@ GAMES: dict[str, dict[str, Any]] = {
     "tictactoe": {"prompt": "tictactoe_compact"},
     "sudoku": {"prompt": "sudoku_compact", "size": 4, "blanks": 7},
     "minesweeper": {"prompt": "minesweeper_compact", "rows": 4, "columns": 4, "mines": 3},
+    "sokoban": {"prompt": "sokoban_compact", "history": 0},
 }
 CORE = tiny_policy.tokenizer().backend_tokenizer
 
@@ -111,6 +112,20 @@ def test_one_random_move_in_ten_is_a_flag() -> None:
     environment = game("minesweeper")
     written = [environment.notation(turn.move) for turn in random_play(environment, 1000, seed=1)]
     assert 0.05 < sum(move.startswith("flag") for move in written) / 1000 < 0.15
+
+
+def test_skill_is_the_share_of_good_moves_and_needs_a_game_that_knows_some(policy: Path, tmp_path: Path) -> None:
+    environment = game("sokoban")
+    shares = []
+    for skill in (0.0, 0.5, 1.0):
+        turns = random_play(environment, 1500, seed=1, skill=skill)
+        solvable = [turn for turn in turns if environment.good_moves(turn.state)]
+        shares.append(sum(turn.move in environment.good_moves(turn.state) for turn in solvable) / len(solvable))
+    assert 0.25 < shares[0] < 0.4
+    assert shares[1] == pytest.approx((shares[0] + 1) / 2, abs=0.06)
+    assert shares[2] == 1
+    with pytest.raises(ValueError, match=r"warm_start\.skill = 0\.5: 'tictactoe' knows no good moves; set it to 0"):
+        ensure_legal_play(policy, game("tictactoe"), {}, WarmStart(skill=0.5), tmp_path, threads=1)
 
 
 @pytest.mark.slow

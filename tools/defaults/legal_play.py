@@ -1,5 +1,8 @@
 """Warm start for games: from uniformly random play the policy learns to write legal moves, and nothing more.
 
+With ``skill`` above 0, that share of the moves is good instead of random, in a game that knows good moves: where random play hardly ever
+succeeds, a policy that learns from outcomes alone would wait long for its first successes.
+
 The task seeds begin at ``FIRST_SEED``, beyond all training and held-out tasks. Every example has exactly the token format of a rollout,
 and its target is one random legal move of the position. Skill is left to reinforcement learning.
 """
@@ -46,27 +49,30 @@ class Turn(msgspec.Struct, frozen=True):
     move: tuple[int, ...]
 
 
-def random_play(environment: Game, count: int, seed: int, first_task: int = FIRST_SEED) -> list[Turn]:
+def random_play(
+    environment: Game, count: int, seed: int, first_task: int = FIRST_SEED, skill: float = 0.0
+) -> list[Turn]:
     """Return ``count`` turns, shuffled, of whole episodes of random legal play."""
-    return asyncio.run(_episodes(environment, count, random.Random(seed), first_task))[:count]
+    return asyncio.run(_episodes(environment, count, random.Random(seed), first_task, skill))[:count]
 
 
-async def _episodes(environment: Game, count: int, rng: random.Random, first_task: int) -> list[Turn]:
+async def _episodes(environment: Game, count: int, rng: random.Random, first_task: int, skill: float) -> list[Turn]:
     turns: list[Turn] = []
     number = first_task
     while len(turns) < count:
-        turns += await _episode(environment, environment.task(number), rng)
+        turns += await _episode(environment, environment.task(number), rng, skill)
         number += 1
     rng.shuffle(turns)
     return turns
 
 
-async def _episode(environment: Game, task: Task, rng: random.Random) -> list[Turn]:
+async def _episode(environment: Game, task: Task, rng: random.Random, skill: float) -> list[Turn]:
     players = RandomPlayers(environment, rng)
     state = await environment.open(environment.initial(task), players)
     turns: list[Turn] = []
     while environment.moves(state):
-        move = _random_move(environment, state, rng)
+        good = environment.good_moves(state) if skill and rng.random() < skill else []
+        move = rng.choice(good) if good else _random_move(environment, state, rng)
         turns.append(Turn(task, state, move))
         transition = await environment.step(state, Action("move", _written(environment, move), move=move), players)
         if transition.done:
@@ -75,10 +81,10 @@ async def _episode(environment: Game, task: Task, rng: random.Random) -> list[Tu
     return turns
 
 
-def legal_play(environment: Game, text: Text, count: int, seed: int) -> list[Example]:
+def legal_play(environment: Game, text: Text, count: int, seed: int, skill: float = 0.0) -> list[Example]:
     """Return the turns of ``random_play`` as the tokens of a rollout, with the move as the target."""
     examples: list[Example] = []
-    for turn in random_play(environment, count, seed):
+    for turn in random_play(environment, count, seed, skill=skill):
         prompt = prompt_tokens(environment, text, turn.task, turn.state)
         examples.append(Example(prompt + text.encode(_written(environment, turn.move)).tolist(), len(prompt)))
     return examples
@@ -104,10 +110,14 @@ def _random_move(environment: Game, state: Any, rng: random.Random) -> tuple[int
 def ensure_legal_play(
     model: Path, environment: Game, options: dict[str, Any], config: WarmStart, cache: Path, threads: int
 ) -> Path:
-    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0."""
+    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0.
+
+    Raises ValueError for a ``skill`` that the game cannot have."""
+    if config.skill and type(environment).good_moves is Game.good_moves:
+        raise ValueError(f"warm_start.skill = {config.skill}: {environment.name!r} knows no good moves; set it to 0")
     recipe = [environment.name, options, environment.template, msgspec.to_builtins(config), FIRST_SEED, FLAGS, COOLDOWN]
 
     def examples(count: int) -> list[Example]:
-        return legal_play(environment, Text(str(model)), count, config.seed)
+        return legal_play(environment, Text(str(model)), count, config.seed, config.skill)
 
     return from_play(model, f"random legal {environment.name}", recipe, [], examples, config, cache, threads)

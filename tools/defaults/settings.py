@@ -15,11 +15,15 @@ def cache_folder() -> Path:
 
 
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [warm_start]. steps = 0 switches the warm start off. two_hop: share of two-hop questions among the traces' questions."""
+    """Section [warm_start]. steps = 0 switches the warm start off. two_hop: share of two-hop questions among the traces' questions.
+
+    skill: the share of a game's moves that are good ones (``Game.good_moves``) instead of random ones.
+    """
 
     steps: Natural = 7
     rows: Count = 8
     lr: Positive = 1e-4
     warmup: Natural = 4
     two_hop: Share = 0.5
+    skill: Share = 0.0
     seed: int = 1

@@ -35,6 +35,8 @@ def prepare(config: Config) -> Assets:
 
 def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     environment = registry.load(config.data.environment, config.data.options)
+    if config.warm_start.skill and not isinstance(environment, Game):
+        raise ValueError(f"warm_start.skill = {config.warm_start.skill}: only a game has good moves; set it to 0")
     if isinstance(environment, SearchQA):
         return _for_search(config, environment, model, cache)
     if isinstance(environment, Game):

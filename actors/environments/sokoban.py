@@ -1,0 +1,180 @@
+"""Sokoban: push every box onto a target, one step of the player per turn (methods.md 4.6).
+
+A step costs 0.1, a box that comes onto a target or leaves one brings +1 or -1, and the solution brings +10. A step against a wall or against a
+box that is stuck is legal and changes nothing. A reply that cannot be read changes nothing either, costs the step, and the episode goes on.
+The episode ends with the solution or after ``horizon`` turns; a position that can no longer be solved does not end it.
+"""
+
+import re
+from math import isqrt
+from typing import Literal
+
+import msgspec
+
+from actors.environments import sokoban_rooms
+from actors.environments.base import Action, Task, Tools, Transition
+from actors.environments.game import Game
+from actors.environments.sokoban_rooms import BOXES, PLACED, SIZES, Position, layout_digest, parse, pushed, written
+from wire.messages import JudgedTurn
+
+WORDS = ("up", "down", "left", "right")
+STILL = "still"
+"""A fifth word of the released reading, which changes nothing. Its move is (4,)."""
+STEP, ON_TARGET, SOLUTION = -0.1, 1.0, 10.0
+"""What a step, a box that comes onto a target, and the solution bring."""
+HELD_OUT = range(2**30, 2_000_000_000)
+"""The task seeds of held-out rooms (scheduler/tasks.py). Training draws smaller seeds, and the warm start larger ones."""
+HELD_OUT_SHARE = 8
+"""One layout in so many is held out."""
+ROW_PLACED = "*"
+"""The box on a target in {row}, which a character tokenizer of ASCII must be able to read."""
+
+_BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+
+class State(msgspec.Struct, frozen=True):
+    """An episode under way. board: see ``sokoban_rooms``.
+
+    turn: turns used. score: the rewards so far. past: the last boards and what was done there. over: no move can be made any more.
+    """
+
+    board: str
+    turn: int = 0
+    score: float = 0.0
+    past: tuple[str, ...] = ()
+    over: bool = False
+
+
+class Sokoban(Game):
+    """The Sokoban rules. prompt, stop_at_action: see ``Game``. history: how many earlier turns {past} shows.
+
+    size: of the square room, outer walls included. boxes: 1 to 3. horizon: turns until the episode ends. split: with "rooms", the walls and
+    targets of a held-out room occur in no training room, however turned or mirrored; with "released", held-out rooms only have other seeds.
+    reading: "strict" takes exactly one of the four words from the last action block, in any case; "released" takes the first of up, down,
+    left, right and still that the first block contains. outcome: the episode's "return", or its "success" (1 or 0).
+    """
+
+    name = "sokoban"
+    headline = "success"
+    gives_step_rewards = True
+
+    def __init__(
+        self,
+        prompt: str = "sokoban",
+        history: int = 2,
+        stop_at_action: bool = True,
+        size: int = 6,
+        boxes: int = 1,
+        horizon: int = 15,
+        split: Literal["rooms", "released"] = "rooms",
+        reading: Literal["strict", "released"] = "strict",
+        outcome: Literal["return", "success"] = "return",
+    ):
+        super().__init__(prompt, history, stop_at_action=stop_at_action)
+        for option, value, expected in (("size", size, SIZES), ("boxes", boxes, BOXES)):
+            if value not in expected:
+                raise ValueError(f"{option} = {value}: expected {expected[0]} to {expected[-1]}")
+        if horizon < 1:
+            raise ValueError(f"horizon = {horizon}: expected 1 or more turns")
+        self.size, self.boxes, self.horizon = size, boxes, horizon
+        self.split, self.reading, self.outcome = split, reading, outcome
+
+    def initial(self, task: Task) -> State:
+        """Return the room of the task's seed. Raises DataFault if there is none."""
+        held_out = task.seed in HELD_OUT
+
+        def wanted(room: Position) -> bool:
+            return self.split == "released" or held_out == is_held_out(room)
+
+        return State(written(sokoban_rooms.generate(self.size, self.boxes, task.seed, self.horizon, wanted)))
+
+    def view(self, state: State) -> dict[str, str]:
+        """{board}: one line per row. {row}: the cells inside the outer walls without a break. {turn}, {left}: this turn, and the turns left.
+
+        {size} and {boxes} are the room's.
+        """
+        lines = [state.board[at : at + self.size] for at in range(0, len(state.board), self.size)]
+        return {
+            "board": shown(state.board),
+            "row": "".join(line[1:-1] for line in lines[1:-1]).replace(PLACED, ROW_PLACED),
+            "turn": str(state.turn + 1),
+            "left": str(self.horizon - state.turn),
+            "size": str(self.size),
+            "boxes": str(self.boxes),
+        }
+
+    def anchor(self, state: State) -> str:
+        """Return the board, without the turn and the history."""
+        return shown(state.board)
+
+    def read(self, state: State, text: str) -> Action:
+        """Return the step that a reply means. reading = "released" looks for words inside the first action block (methods.md 4.6)."""
+        if self.reading == "strict":
+            return super().read(state, text)
+        block = _BLOCK.search(text)
+        contained = (move for move, word in enumerate((*WORDS, STILL)) if block and word in block[1].lower())
+        move = next(contained, None)
+        return Action("invalid", text) if move is None else Action("move", text, move=(move,))
+
+    def move(self, text: str) -> tuple[int, ...] | None:
+        """Read one of the four words in any case."""
+        word = text.strip().lower()
+        return (WORDS.index(word),) if word in WORDS else None
+
+    def legal(self, state: State, move: tuple[int, ...]) -> bool:
+        """Return whether the episode goes on. Every step may be tried."""
+        return not state.over
+
+    def moves(self, state: State) -> list[tuple[int, ...]]:
+        """Return up, down, left and right, also against walls."""
+        return [] if state.over else [(direction,) for direction in range(len(WORDS))]
+
+    def good_moves(self, state: State) -> list[tuple[int, ...]]:
+        """Return the steps with which a shortest solution begins."""
+        return [] if state.over else [(direction,) for direction in sokoban_rooms.optimal(parse(state.board))]
+
+    def notation(self, move: tuple[int, ...]) -> str:
+        """Return the word of a move."""
+        return (*WORDS, STILL)[move[0]]
+
+    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+        """Take a step. An invalid action changes nothing, but costs the step and the turn."""
+        return self._after(state, action.move if action.valid else None)
+
+    async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
+        """Take a legal step."""
+        return self._after(state, move)
+
+    def _after(self, state: State, move: tuple[int, ...] | None) -> Transition:
+        before = parse(state.board)
+        after = pushed(before, move[0]) if move is not None and move[0] < len(WORDS) else before
+        reward = STEP + ON_TARGET * (after.placed - before.placed) + SOLUTION * after.solved
+        over = after.solved or state.turn + 1 >= self.horizon
+        word = "nothing, because the reply could not be read" if move is None else self.notation(move)
+        past = self.remember(state.past, f"{shown(state.board)}\nYou did: {word}\n")
+        score = round(state.score + reward, 1)  # all rewards are tenths, so this only removes rounding errors
+        reached = State(written(after), state.turn + 1, score, past, over)
+        if not over:
+            return Transition(reached, "", False, reward=reward)
+        outcome = score if self.outcome == "return" else float(after.solved)
+        return Transition(reached, shown(reached.board), True, outcome, self.lost(reached), reward)
+
+    def lost(self, state: State) -> dict[str, float]:
+        """Return success (1 when every box is on a target) and completion (the share of the boxes on targets)."""
+        position = parse(state.board)
+        return {"success": float(position.solved), "completion": position.placed / position.boxes.bit_count()}
+
+    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+        """Like every game, but with this game's own budget of turns."""
+        return super().judged(task, state, action, step, self.horizon)
+
+
+def is_held_out(room: Position) -> bool:
+    """Return whether the split "rooms" holds a room out. All rooms with the same walls and targets are on the same side."""
+    return layout_digest(room)[0] % HELD_OUT_SHARE == 0
+
+
+def shown(board: str) -> str:
+    """Return a board with one line per row and a space between its glyphs."""
+    size = isqrt(len(board))
+    return "\n".join(" ".join(board[at : at + size]) for at in range(0, len(board), size))

@@ -1,0 +1,197 @@
+"""Sokoban rooms: boards, pushes, exact distances to the solution, and a generator whose rooms are always solvable.
+
+A board is ``size * size`` characters row by row, with the glyphs of the released text observation. Its outer cells are walls. Sets of cells
+are bit masks, bit ``cell`` for each cell. A position is ``boxes << CELL_BITS | player``.
+
+The distances come from reverse play: from every solved position the player walks and pulls instead of pushing, breadth first. The generator
+starts a room only at a position that reverse play has reached, and the oracle looks moves up in the same table.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from math import isqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from wire.faults import DataFault
+
+WALL, FLOOR, TARGET, PLACED, BOX, PLAYER, PLAYER_ON_TARGET = GLYPHS = "#_O√XPS"
+"""Wall, floor, target, box on a target, box, player, player on a target."""
+SIZES, BOXES = range(5, 9), range(1, 4)
+"""The sizes and numbers of boxes for which the table of distances stays small: at most some 100,000 positions for three boxes in 8x8."""
+CELL_BITS = 6
+"""The bits of a position that hold the player's cell, which is below 64."""
+TURNING, SIDEWAYS = 0.35, 0.6
+"""Of each step of the walk that opens a room: the chance that it turns, and the chance that it opens a cell beside its way as well."""
+ROOMS_CACHED, TRIES = 64, 4096
+
+
+class Position(NamedTuple):
+    """A parsed board. floor: all cells that are not walls. targets, boxes: sets of cells."""
+
+    size: int
+    floor: int
+    targets: int
+    boxes: int
+    player: int
+
+    @property
+    def key(self) -> int:
+        """The position among those of its room."""
+        return self.boxes << CELL_BITS | self.player
+
+    @property
+    def placed(self) -> int:
+        """The number of boxes on targets."""
+        return (self.boxes & self.targets).bit_count()
+
+    @property
+    def solved(self) -> bool:
+        """Whether every box is on a target."""
+        return self.boxes == self.targets
+
+
+def directions(size: int) -> tuple[int, int, int, int]:
+    """Return what up, down, left and right add to a cell."""
+    return -size, size, -1, 1
+
+
+def parse(board: str) -> Position:
+    """Return the position of a board. Raises ValueError unless it is a walled square with one player and as many boxes as targets."""
+    size = isqrt(len(board))
+    cells = {glyph: sum(1 << cell for cell, other in enumerate(board) if other == glyph) for glyph in GLYPHS}
+    border = sum(1 << cell for cell in range(size * size) if {cell // size, cell % size} & {0, size - 1})
+    targets = cells[TARGET] | cells[PLACED] | cells[PLAYER_ON_TARGET]
+    boxes, players = cells[PLACED] | cells[BOX], cells[PLAYER] | cells[PLAYER_ON_TARGET]
+    if size * size != len(board) or size not in SIZES or set(board) - set(GLYPHS) or border & ~cells[WALL]:
+        raise ValueError(
+            f"board {board!r}: expected a square of size {SIZES[0]} to {SIZES[-1]} of {GLYPHS!r} inside walls"
+        )
+    if players.bit_count() != 1 or boxes.bit_count() != targets.bit_count() or boxes.bit_count() not in BOXES:
+        raise ValueError(
+            f"board {board!r}: expected one player, and as many boxes as targets, {BOXES[0]} to {BOXES[-1]}"
+        )
+    return Position(size, ~cells[WALL] & (1 << size * size) - 1, targets, boxes, players.bit_length() - 1)
+
+
+def written(position: Position) -> str:
+    """Return the board of a position."""
+    size, floor, targets, boxes, player = position
+
+    def glyph(cell: int) -> str:
+        bit = 1 << cell
+        if cell == player:
+            return PLAYER_ON_TARGET if bit & targets else PLAYER
+        if bit & boxes:
+            return PLACED if bit & targets else BOX
+        return TARGET if bit & targets else FLOOR if bit & floor else WALL
+
+    return "".join(map(glyph, range(size * size)))
+
+
+def pushed(position: Position, direction: int) -> Position:
+    """Return the position after a move (0 up, 1 down, 2 left, 3 right). A move against a wall, or against a box that is stuck, changes nothing."""
+    step = directions(position.size)[direction]
+    ahead, beyond = position.player + step, position.player + 2 * step
+    if not position.floor >> ahead & 1:
+        return position
+    if not position.boxes >> ahead & 1:
+        return position._replace(player=ahead)
+    if not (position.floor & ~position.boxes) >> beyond & 1:
+        return position
+    return position._replace(player=ahead, boxes=position.boxes ^ (1 << ahead | 1 << beyond))
+
+
+@lru_cache(maxsize=ROOMS_CACHED)
+def distances(size: int, floor: int, targets: int) -> dict[int, int]:
+    """Return the fewest steps to the solution by ``Position.key``, for every position of the room from which it can be solved."""
+    frontier = [targets << CELL_BITS | player for player in cells_of(floor & ~targets)]
+    found, steps = dict.fromkeys(frontier, 0), directions(size)
+    depth = 0
+    while frontier:
+        depth += 1
+        reached: list[int] = []
+        for key in frontier:
+            boxes, player = key >> CELL_BITS, key & (1 << CELL_BITS) - 1
+            free = floor & ~boxes
+            for step in steps:
+                behind, ahead = player - step, player + step
+                if not free >> behind & 1:
+                    continue
+                reached.append(boxes << CELL_BITS | behind)  # walk back
+                if boxes >> ahead & 1:
+                    reached.append((boxes ^ (1 << ahead | 1 << player)) << CELL_BITS | behind)  # and pull the box along
+        frontier = [key for key in dict.fromkeys(reached) if key not in found]
+        found.update(dict.fromkeys(frontier, depth))
+    return found
+
+
+def shortest(position: Position) -> int | None:
+    """Return the length of a shortest solution in steps, None if the position cannot be solved any more."""
+    return distances(position.size, position.floor, position.targets).get(position.key)
+
+
+def optimal(position: Position) -> list[int]:
+    """Return the directions with which a shortest solution begins, in ascending order, none if the position cannot be solved."""
+    steps = shortest(position)
+    return [] if steps is None else [way for way in range(4) if shortest(pushed(position, way)) == steps - 1]
+
+
+def cells_of(mask: int) -> list[int]:
+    """Return the cells of a set in ascending order."""
+    return [cell for cell in range(mask.bit_length()) if mask >> cell & 1]
+
+
+def layout_digest(position: Position) -> bytes:
+    """Return a digest of the walls and targets, the same for all turned and mirrored forms of a room and for all positions in it."""
+    layout = [(position.floor >> cell & 1) + (position.targets >> cell & 1) for cell in range(position.size**2)]
+    grid = np.array(layout, np.uint8).reshape(position.size, position.size)
+    forms = (np.rot90(side, turns) for side in (grid, grid.T) for turns in range(4))
+    return hashlib.sha256(min(form.tobytes() for form in forms)).digest()
+
+
+def carved(size: int, rng: random.Random) -> int:
+    """Return the cells that a random walk inside the outer walls opens."""
+    inside = sum(1 << row * size + column for row in range(1, size - 1) for column in range(1, size - 1))
+    cell, step = rng.choice(cells_of(inside)), rng.choice(directions(size))
+    floor = 1 << cell
+    for _ in range(int(1.7 * 2 * size)):
+        if rng.random() < TURNING or not inside >> cell + step & 1:
+            step = rng.choice(directions(size))
+        if inside >> cell + step & 1:
+            cell += step
+        floor |= 1 << cell
+        if rng.random() < SIDEWAYS:
+            floor |= 1 << cell + rng.choice(directions(size)) & inside
+    return floor
+
+
+def generate(
+    size: int, boxes: int, seed: int, longest: int, wanted: Callable[[Position], bool] = lambda room: True
+) -> Position:
+    """Return the first room of ``seed`` that is ``wanted``. By construction it has a solution of ``longest`` steps or fewer.
+
+    The start is drawn uniformly from the positions in which no box is on a target. Raises DataFault if no room of ``TRIES`` has a start.
+    """
+    rng = random.Random(f"sokoban/{size}/{boxes}/{seed}")
+    for _ in range(TRIES):
+        floor = carved(size, rng)
+        cells = cells_of(floor)
+        if len(cells) < 2 * boxes + 1:
+            continue
+        targets = sum(1 << cell for cell in rng.sample(cells, boxes))
+        room = Position(size, floor, targets, targets, cells[0])
+        if not wanted(room):
+            continue
+        table = distances(size, floor, targets)
+        starts = [key for key, steps in table.items() if steps <= longest and not key >> CELL_BITS & targets]
+        if starts:
+            key = rng.choice(starts)
+            return room._replace(boxes=key >> CELL_BITS, player=key & (1 << CELL_BITS) - 1)
+    raise DataFault(
+        f"sokoban: no room of size {size} with {boxes} boxes and a solution of at most {longest} steps from seed {seed} in {TRIES}"
+        " tries: ask for fewer boxes or a longer horizon"
+    )

@@ -1,0 +1,121 @@
+"""The embedded catalogue: 1,000 invented products with options, attributes, prices and instructions, made from a seed in a fraction of a second.
+
+Products of one type share query, category and pool of attributes, so that an instruction describes several of them and search must be narrowed.
+The words are in catalogue.toml. The generator knows the nouns of the names that it builds, so the embedded shop needs no spaCy. No text is taken from a real shop.
+"""
+
+import random
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from actors.environments.webshop.products import PATH_SEPARATOR, Product, made
+
+SEED = 7
+COUNT = 1000
+SHOWN_ATTRIBUTES, ASKED_ATTRIBUTES = (4, 6), (2, 3)
+"""How many attributes a product has, and how many of them its instruction asks for (least and most)."""
+RANGES, UNPRICED = 0.15, 0.02
+"""The shares of products with a price range and without a price."""
+
+WORDS = tomllib.loads((Path(__file__).parent / "catalogue.toml").read_text())
+NOT_NOUNS = frozenset(WORDS["not_nouns"].split())
+MOST_VALUES = {1: 6, 2: 4}
+"""The most values of an option group by the number of a product's groups; the least is 2."""
+
+
+class Kind(NamedTuple):
+    """A type of product. path: its category, with ">" between the parts. heads: the ends of its names. pool: its attributes.
+
+    groups: its option groups. low, high: the range of prices in dollars.
+    """
+
+    path: str
+    query: str
+    heads: str
+    pool: str
+    groups: str
+    low: int
+    high: int
+
+
+KINDS = [Kind(*kind) for kind in WORDS["kinds"]]
+
+
+def catalogue(seed: int = SEED, count: int = COUNT) -> list[Product]:
+    """Return ``count`` products. The same seed makes the same products in every process."""
+    rng = random.Random(seed)
+    rows, described = [], {}
+    brands = _brands(rng, count // 4)
+    for number in range(count):
+        row, attributes = _product(KINDS[number % len(KINDS)], number, brands, rng)
+        rows.append(row)
+        described[row["asin"]] = attributes
+    return made(rows, described, {}, lambda names: [() for _ in names])
+
+
+def _brands(rng: random.Random, count: int) -> list[str]:
+    """Return invented brand names. Several products share each of them."""
+    syllables, endings = WORDS["syllables"].split(), WORDS["endings"].split()
+    names: dict[str, None] = {}
+    while len(names) < count:
+        middle = rng.choice(syllables) * rng.randrange(2)
+        names[f"{rng.choice(syllables)}{middle}{rng.choice(endings)}".capitalize()] = None
+    return list(names)
+
+
+def _product(
+    kind: Kind, number: int, brands: Sequence[str], rng: random.Random
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a product and its attributes as rows of the original layout."""
+    attributes = rng.sample(WORDS["pools"][kind.pool].split(";"), rng.randint(*SHOWN_ATTRIBUTES))
+    brand, head, line = rng.choice(brands), rng.choice(kind.heads.split("|")), rng.choice(WORDS["lines"].split())
+    named = attributes[: rng.randint(1, 2)]
+    row = {
+        "asin": f"C{number:03X}{rng.randrange(16**6):06X}",
+        "name": f"{brand} {line} {head}, {', '.join(attribute.title() for attribute in named)}",
+        "nouns": [brand.lower(), *nouns_of(head)],
+        "query": kind.query,
+        "category": kind.path.split(" > ")[0].lower(),
+        "product_category": kind.path.replace(">", PATH_SEPARATOR),
+        "full_description": _description(brand, head, attributes, rng),
+        "small_description": [
+            f"{attribute.capitalize()}: made {rng.choice(WORDS['praise'])}"
+            for attribute in rng.sample(attributes, len(attributes))
+        ],
+        "pricing": _pricing(kind, rng),
+        "customization_options": _choices(kind.groups.split(), rng),
+    }
+    asked = rng.sample(attributes, rng.randint(*ASKED_ATTRIBUTES))
+    wish = f"Find me {', '.join(asked)} {kind.query}"
+    return row, {"attributes": attributes, "instruction": wish, "instruction_attributes": asked}
+
+
+def nouns_of(head: str) -> list[str]:
+    """Return the nouns of the end of a name: its words, cut at hyphens and apostrophes, without adjectives."""
+    words = head.lower().replace("-", " ").replace("'", " ").split()
+    return [word for word in words if word not in NOT_NOUNS]
+
+
+def _description(brand: str, head: str, attributes: Sequence[str], rng: random.Random) -> str:
+    first, second = rng.sample(WORDS["praise"], 2)
+    told = rng.choice(attributes)
+    return f"The {head.lower()} of {brand} is made {first}. It is {told}, and it is chosen {second} too."
+
+
+def _pricing(kind: Kind, rng: random.Random) -> str | None:
+    low = rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99))
+    chance = rng.random()
+    if chance < UNPRICED:
+        return None
+    return f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}" if chance < UNPRICED + RANGES else f"${low:.2f}"
+
+
+def _choices(groups: Sequence[str], rng: random.Random) -> dict[str, list[dict[str, str]]]:
+    choices = {}
+    for group in groups:
+        values = WORDS["options"][group].split(";")
+        kept = sorted(rng.sample(range(len(values)), rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))))
+        choices[WORDS["names"].get(group, group)] = [{"value": values[place]} for place in kept]
+    return choices

@@ -1,0 +1,69 @@
+"""The Sokoban oracle: it judges whether a step lies on a shortest solution, by the exact distances of the room (VPR's turn reward, methods.md 3)."""
+
+import asyncio
+from typing import Literal
+
+import msgspec
+
+from actors.environments.sokoban import WORDS, State
+from actors.environments.sokoban_rooms import Position, optimal, parse, pushed, shortest
+from judges.base import Judge
+from wire.faults import DataFault
+from wire.messages import JudgedTurn, Judgement
+
+REWARDS = ("binary", "graded")
+
+
+class SokobanOracle(Judge):
+    """Scores a step against the distances to the solution. reward: what the column "reward" is, "binary" (as in VPR) or "graded".
+
+    optimal: 1 for a step of a shortest solution, else 0. binary: the same. graded: see ``graded``. distance: the length of a shortest solution
+    before the step, absent if there is none any more. valid_share: the chance that a uniformly random step is optimal. In a position without
+    a solution no step is optimal. Raises DataFault for a turn whose state is not a Sokoban room in progress.
+    """
+
+    name = "sokoban"
+    environments = ("sokoban",)
+    columns = ("reward", "optimal", "graded", "distance", "valid_share")
+    concurrency = 64
+    batch = 64
+
+    def __init__(self, reward: Literal["binary", "graded"] = "graded"):
+        if reward not in REWARDS:
+            raise ValueError(f"reward = {reward!r}: expected one of {', '.join(map(repr, REWARDS))}")
+        self.reward = reward
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return await asyncio.to_thread(lambda: [self._judge(turn) for turn in turns])
+
+    def _judge(self, turn: JudgedTurn) -> Judgement:
+        try:
+            position = parse(msgspec.convert(turn.state, State).board)
+            if position.solved:
+                raise ValueError("the room is solved, so no step follows")
+        except ValueError as error:
+            raise DataFault(f"judge {self.name}, task {turn.question}: not a Sokoban state: {error}") from None
+        best, direction = optimal(position), None if turn.move is None else turn.move[0]
+        value, why = graded(position, direction)
+        scores = {"optimal": float(direction in best), "graded": value, "valid_share": len(best) / len(WORDS)}
+        scores["reward"] = scores["graded" if self.reward == "graded" else "optimal"]
+        distance = shortest(position)
+        return Judgement(scores if distance is None else scores | {"distance": float(distance)}, explanation=why)
+
+
+def graded(position: Position, direction: int | None) -> tuple[float, str]:
+    """Return the graded value of a step and the reason. direction: None for a reply that cannot be read; 4 for standing still.
+
+    1 for a step of a shortest solution, 0 for any other, -1 for a reply that cannot be read and for the step that loses the last solution.
+    Where no solution was left before the step, every readable step has 0.
+    """
+    if direction is None:
+        return -1.0, "no readable step"
+    before = shortest(position)
+    if before is None:
+        return 0.0, "the room could not be solved any more"
+    after = shortest(pushed(position, direction)) if direction < len(WORDS) else before
+    if after is None:
+        return -1.0, f"loses the last solution, which had {before} steps"
+    change = f"{before} steps from the solution before, {after} after"
+    return (1.0 if after == before - 1 else 0.0), change

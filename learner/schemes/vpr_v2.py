@@ -1,0 +1,37 @@
+"""The estimator of VPR's released code (v2): candidates of one visited state, centred on their mean, then whitened over the batch
+(methods.md 3.5).
+
+A group whose rewards are all equal teaches nothing: it gets 0 and stays out of the whitening. An update in which too many groups are equal
+would scale up the few that are left, so it is skipped.
+"""
+
+import numpy as np
+
+from learner.statistics import centre, within
+from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import Positive, Share
+
+
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """The scheme compares at least two candidates of one state."""
+    return SchemeNeeds(columns=frozenset({column}), group="step", least=2)
+
+
+def advantages(table: TurnTable, column: str = "reward", most_equal: Share = 1.0, eps: Positive = 1e-8) -> np.ndarray:
+    """Return float64 [tokens]. most_equal: if a larger share of the groups is equal, all advantages are 0 (the v2 code has 0.93 on Sudoku).
+
+    A candidate without a reward enters no statistic and gets 0.
+    """
+    rewards = table.column(column)
+    scored = ~np.isnan(rewards)
+    if not scored.any():
+        return table.per_token(np.zeros(len(table)))
+    groups = table.group[scored]
+    spread = within(groups, rewards[scored], lambda group: np.full(len(group), np.ptp(group))) > 0
+    first = np.unique(groups, return_index=True)[1]
+    advantage = np.zeros(len(table))
+    if spread.any() and (~spread[first]).mean() <= most_equal:
+        centred = within(groups, rewards[scored], centre)
+        advantage[scored] = np.where(spread, centred / (centred[spread].std() + eps), 0.0)
+    return table.per_token(advantage)

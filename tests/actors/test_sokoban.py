@@ -1,0 +1,224 @@
+"""The Sokoban environment: rewards by hand, prompts, reading, and the split."""
+
+import asyncio
+import random
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments import registry
+from actors.environments.base import SPLIT, Action, Transition
+from actors.environments.game import PROMPTS
+from actors.environments.sokoban import HELD_OUT, Sokoban, State, is_held_out, shown
+from actors.environments.sokoban_rooms import layout_digest, parse
+from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
+from tools.defaults.legal_play import FIRST_SEED
+
+NOBODY: Any = None
+ROOM = "######" + "#P_O_#" + "#_X__#" + "#____#" * 2 + "######"
+"""Solved by down, down, right, up (which pushes the box up into the first row), left, up, right (which pushes it onto the target)."""
+PAIR = "######" + "#PXO_#" + "#_XO_#" + "#____#" * 2 + "######"
+
+
+def play(game: Sokoban, state: State, *words: str) -> list[Transition]:
+    transitions = []
+    for word in words:
+        text = f"<action>{word}</action>"
+        transitions.append(asyncio.run(game.step(state, game.read(state, text), NOBODY)))
+        state = transitions[-1].state
+    return transitions
+
+
+def test_the_rewards_of_a_solved_room_by_hand() -> None:
+    made = play(Sokoban(), State(ROOM), "down", "down", "right", "up", "left", "up", "right")
+    assert [t.reward for t in made] == pytest.approx([-0.1] * 6 + [10.9])
+    assert [t.done for t in made] == [False] * 6 + [True]
+    assert [t.outcome for t in made] == [None] * 6 + [pytest.approx(11 - 0.1 * 7)]
+    assert made[-1].measures == {"success": 1.0, "completion": 1.0}
+    assert made[-1].state.board == "######" + "#_P√_#" + "#____#" * 3 + "######"
+    assert made[-1].observation == shown(made[-1].state.board)
+    assert made[-1].state.over
+
+
+def test_a_box_on_a_target_brings_1_and_a_box_off_it_costs_1() -> None:
+    made = play(Sokoban(boxes=2), State(PAIR), "right", "right", "left", "left", "down", "right")
+    assert [t.reward for t in made] == pytest.approx([0.9, -1.1, -0.1, -0.1, -0.1, 0.9])
+    assert made[-1].state.score == pytest.approx(0.4)
+    assert made[1].state.board[6:12] == "#__SX#"
+    one_left = State("######" + "#__√_#" + "#PXO_#" + "#____#" * 2 + "######")
+    (solved,) = play(Sokoban(boxes=2), one_left, "right")
+    assert (solved.reward, solved.done) == (pytest.approx(10.9), True)
+
+
+def test_a_step_against_a_wall_or_a_stuck_box_costs_the_turn_and_changes_nothing() -> None:
+    stuck = State("######" + "#PX#O#" + "######" * 4)
+    for state, word in ((State(ROOM), "up"), (stuck, "right")):
+        (made,) = play(Sokoban(), state, word)
+        assert (made.reward, made.done, made.outcome) == (pytest.approx(-0.1), False, None)
+        assert made.state.board == state.board
+        assert made.state.turn == 1
+
+
+def test_an_invalid_reply_costs_the_turn_and_the_episode_goes_on() -> None:
+    game = Sokoban(horizon=2)
+    assert game.read(State(ROOM), "down").kind == "invalid"
+    first, last = play(game, State(ROOM), "jump", "jump")
+    assert (first.done, first.reward, first.state.board) == (False, pytest.approx(-0.1), ROOM)
+    assert (last.done, last.outcome, last.measures) == (
+        True,
+        pytest.approx(-0.2),
+        {"success": 0.0, "completion": 0.0},
+    )
+
+
+def test_the_episode_ends_at_the_horizon_and_success_may_be_the_outcome() -> None:
+    game = Sokoban(outcome="success", horizon=3)
+    assert [t.done for t in play(game, State(ROOM), "up", "up", "up")] == [False, False, True]
+    assert play(game, State(ROOM, turn=2), "up")[-1].outcome == 0.0
+    assert play(game, State("######" + "#PXO_#" + "######" * 4), "right")[-1].outcome == 1.0
+    partly = State(PAIR.replace("#PXO_#", "#_P√_#"), turn=14)
+    assert play(Sokoban(boxes=2), partly, "left")[-1].measures == {"success": 0.0, "completion": 0.5}
+    assert game.moves(play(game, State(ROOM, turn=2), "up")[-1].state) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "released"),
+    [
+        ("<action>up</action>", 0, 0),
+        ("<action> Right </action>", 3, 3),
+        ("I go <action>down", None, None),
+        ("left", None, None),
+        ("<action>upset</action>", None, 0),
+        ("<action>right, then up</action>", None, 0),
+        ("<action>still</action>", None, 4),
+        ("<action>jump</action>", None, None),
+        ("<action>left</action> or <action>right</action>", 3, 2),
+        ("<action></action>", None, None),
+    ],
+)
+def test_both_readings(text: str, strict: int | None, released: int | None) -> None:
+    for reading, expected in (("strict", strict), ("released", released)):
+        action = Sokoban(reading=reading).read(State(ROOM), text)  # pyright: ignore
+        assert action.move == (None if expected is None else (expected,))
+        assert action.valid == (expected is not None)
+
+
+def test_standing_still_is_valid_and_costs_the_step() -> None:
+    (made,) = play(Sokoban(reading="released", history=1), State(ROOM), "still")
+    assert (made.reward, made.state.board) == (pytest.approx(-0.1), ROOM)
+    assert made.state.past[0].endswith("You did: still\n")
+
+
+def test_notation_is_read_back_as_the_move() -> None:
+    game = Sokoban()
+    assert [game.move(game.notation(move)) for move in game.moves(State(ROOM))] == [(0,), (1,), (2,), (3,)]
+
+
+def test_the_prompt_has_rules_then_state_and_shows_the_last_two_turns() -> None:
+    game, state = Sokoban(), State(ROOM)
+    (message,) = game.prompt(game.task(0), state)
+    rules, _, now = message["content"].partition(SPLIT)
+    assert "corner" in rules and "6x6" not in rules
+    assert "Turns left, this one included: 15" in now and "\nnone\n" in now and shown(ROOM) in now
+    state = play(game, state, "down", "jump", "right")[-1].state
+    later = game.prompt(game.task(0), state)[0]["content"]
+    assert later.partition(SPLIT)[0] == rules
+    assert later.count("You did: ") == 2
+    assert "You did: nothing, because the reply could not be read" in later
+    assert later.index("You did: right") < later.index(shown(state.board) + "\n\nYour action:")
+
+
+def test_the_compact_prompt_is_one_ascii_line_of_the_cells_inside_the_walls() -> None:
+    game = Sokoban("sokoban_compact", history=0, boxes=2)
+    board = "######" + "#S√X_#" + "#____#" * 3 + "######"
+    assert game.prompt(game.task(0), State(board))[0]["content"] == f"K{SPLIT}S*X_" + "_" * 12
+
+
+def test_prompt_files_name_only_placeholders_that_are_filled() -> None:
+    known = {*Sokoban().view(State(ROOM)), "past"}
+    for path in PROMPTS.glob("sokoban*.txt"):
+        assert set(re.findall(r"\{(\w+)\}", path.read_text())) <= known, path
+
+
+def test_equal_boards_are_one_situation_at_any_turn() -> None:
+    game = Sokoban()
+    back = play(game, State(ROOM), "down", "up")[-1].state
+    assert back != State(ROOM)
+    assert game.anchor(back) == game.anchor(State(ROOM)) == shown(ROOM)
+    assert game.anchor(play(game, State(ROOM), "down")[-1].state) != game.anchor(State(ROOM))
+
+
+def test_a_state_travels_and_is_a_dictionary_key() -> None:
+    game = Sokoban()
+    state = game.initial(game.task(3))
+    after = play(game, state, "up", "down", "left")[-1].state
+    for one in (state, after):
+        plain = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(one)))
+        assert msgspec.convert(plain, State) == one
+        assert hash(msgspec.convert(plain, State)) == hash(one)
+    assert {state: 1, after: 2}[game.initial(game.task(3))] == 1
+
+
+def test_the_return_is_the_sum_of_the_step_rewards() -> None:
+    game, rng = Sokoban(boxes=2), random.Random(0)
+    for seed in range(30):
+        state, rewards, outcome = game.initial(game.task(seed)), [], None
+        while outcome is None:
+            move = rng.choice(game.moves(state))
+            made = asyncio.run(game.step(state, Action("move", "", move=move), NOBODY))
+            state, outcome = made.state, made.outcome
+            rewards.append(made.reward)
+        assert outcome == pytest.approx(sum(rewards))
+
+
+def test_training_and_held_out_rooms_share_no_layout_however_turned() -> None:
+    game = Sokoban()
+    tasks = GeneratedTasks(game.task, seed=0)
+    train = [parse(game.initial(tasks.at(position)).board) for position in range(600)]
+    heldout = [parse(game.initial(task).board) for task in tasks.held_out(128)]
+    warm = [parse(game.initial(game.task(FIRST_SEED + count)).board) for count in range(100)]
+    assert {layout_digest(room) for room in train + warm}.isdisjoint({layout_digest(room) for room in heldout})
+    assert not any(map(is_held_out, train + warm)) and all(map(is_held_out, heldout))
+    assert (HELD_OUT.start, HELD_OUT.stop) == (HELD_OUT_SEEDS, FIRST_SEED)
+
+
+def test_the_released_split_shares_layouts() -> None:
+    game = Sokoban(split="released")
+    tasks = GeneratedTasks(game.task, seed=0)
+    train = {layout_digest(parse(game.initial(tasks.at(position)).board)) for position in range(600)}
+    heldout = [layout_digest(parse(game.initial(task).board)) for task in tasks.held_out(128)]
+    assert sum(digest in train for digest in heldout) > 30
+
+
+def test_good_moves_begin_a_shortest_solution() -> None:
+    game = Sokoban()
+    assert game.good_moves(State(ROOM)) == [(1,)]
+    assert game.good_moves(State("######" + "#PXO_#" + "######" * 4)) == [(3,)]
+    assert game.good_moves(State("######" + "#P_XO#" + "######" * 4, over=True)) == []
+    assert game.good_moves(State("######" + "#X_PO#" + "######" * 4)) == []
+
+
+def test_a_judged_turn_has_the_games_own_budget() -> None:
+    game = Sokoban()
+    turn = game.judged(game.task(1), State(ROOM), game.read(State(ROOM), "<action>right</action>"), 3, 4)
+    assert (turn.step, turn.budget, turn.move) == (3, 15, [3])
+    assert msgspec.convert(turn.state, State) == State(ROOM)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"size": 4}, "size = 4: expected 5 to 8"),
+        ({"boxes": 4}, "boxes = 4: expected 1 to 3"),
+        ({"horizon": 0}, "horizon = 0: expected 1 or more"),
+        ({"split": "seeds"}, "split"),
+        ({"reading": "loose"}, "reading"),
+        ({"outcome": "score"}, "outcome"),
+        ({"prompt": "sokoban_compact"}, "history = 2 has no effect"),
+    ],
+)
+def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        registry.load("sokoban", options)

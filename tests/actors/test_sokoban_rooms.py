@@ -1,0 +1,171 @@
+"""Sokoban's rooms: boards, pushes, distances against an independent search, and the generator."""
+
+import random
+import statistics
+from collections import deque
+
+import pytest
+
+from actors.environments.sokoban_rooms import (
+    GLYPHS,
+    Position,
+    cells_of,
+    distances,
+    generate,
+    layout_digest,
+    parse,
+    pushed,
+    shortest,
+    written,
+)
+from wire.faults import DataFault
+
+CORRIDOR = "######" + "#PX_O#" + "######" * 4
+CORNER = "######" + "#X_O_#" + "#P___#" + "#____#" * 2 + "######"
+TWO = "######" + "#O__O#" + "#_XX_#" + "#_P__#" + "#____#" + "######"
+
+
+def searched(board: str) -> int | None:
+    """The length of a shortest solution by forward search over sets of cells, which shares no code with the table of distances."""
+    at = {glyph: {divmod(cell, 6) for cell, other in enumerate(board) if other == glyph} for glyph in GLYPHS}
+    walls, targets = at["#"], frozenset(at["O"] | at["√"] | at["S"])
+    (player,) = at["P"] | at["S"]
+    start = (player, frozenset(at["X"] | at["√"]))
+    seen, queue = {start}, deque([(start, 0)])
+    while queue:
+        (here, boxes), depth = queue.popleft()
+        if boxes == targets:
+            return depth
+        for down, across in ((-1, 0), (1, 0), (0, -1), (0, 1)):
+            there, beyond = (here[0] + down, here[1] + across), (here[0] + 2 * down, here[1] + 2 * across)
+            if there in walls or (there in boxes and (beyond in walls or beyond in boxes)):
+                continue
+            after = (there, boxes - {there} | {beyond} if there in boxes else boxes)
+            if after not in seen:
+                seen.add(after)
+                queue.append((after, depth + 1))
+    return None
+
+
+@pytest.mark.parametrize(("board", "steps"), [(CORRIDOR, 2), (CORNER, None), (TWO, 8)])
+def test_known_rooms_have_known_solutions(board: str, steps: int | None) -> None:
+    assert shortest(parse(board)) == searched(board) == steps
+
+
+@pytest.mark.parametrize(("boxes", "rooms", "positions"), [(1, 40, 25), (2, 12, 8), (3, 4, 4)])
+def test_distances_equal_a_forward_search_in_random_positions(boxes: int, rooms: int, positions: int) -> None:
+    """The positions are drawn anywhere in the room, so many of them cannot be solved."""
+    rng, unsolvable = random.Random(boxes), 0
+    for seed in range(rooms):
+        room = generate(6, boxes, seed, 15)
+        for _ in range(positions):
+            player, *others = rng.sample(cells_of(room.floor), boxes + 1)
+            position = room._replace(player=player, boxes=sum(1 << cell for cell in others))
+            steps = searched(written(position))
+            assert shortest(position) == steps
+            unsolvable += steps is None
+    assert unsolvable > rooms * positions / 10
+
+
+def test_a_shortest_solution_is_found_by_following_the_distances() -> None:
+    for seed in range(200):
+        position = generate(6, 1 + seed % 3, seed, 15)
+        for left in range(shortest(position) or 0, 0, -1):
+            assert shortest(position) == left
+            position = next(after for way in range(4) if shortest(after := pushed(position, way)) == left - 1)
+        assert position.solved
+
+
+def test_two_thousand_rooms_are_solvable_within_the_horizon_and_of_the_stated_difficulty() -> None:
+    rooms = [generate(6, 1, seed, 15) for seed in range(2000)]
+    steps = [shortest(room) or 0 for room in rooms]
+    assert all(1 <= count <= 15 for count in steps)
+    assert all(room.placed == 0 and not (room.boxes >> room.player & 1) for room in rooms)
+    assert statistics.mean(steps) == pytest.approx(4.5, abs=0.1)
+    assert statistics.median(steps) == 4
+    assert len({layout_digest(room) for room in rooms}) > 1000
+
+
+def test_random_steps_solve_a_fifth_of_the_rooms() -> None:
+    rng, solved = random.Random(0), 0
+    for seed in range(2000):
+        position = generate(6, 1, seed, 15)
+        for _ in range(15):
+            position = pushed(position, rng.randrange(4))
+            if position.solved:
+                solved += 1
+                break
+    assert solved / 2000 == pytest.approx(0.21, abs=0.03)
+
+
+@pytest.mark.parametrize(("size", "boxes"), [(5, 1), (6, 2), (6, 3), (8, 3)])
+def test_other_sizes_and_more_boxes_are_solvable_too(size: int, boxes: int) -> None:
+    for seed in range(20):
+        room = generate(size, boxes, seed, 30)
+        assert (room.size, room.boxes.bit_count(), room.targets.bit_count()) == (size, boxes, boxes)
+        assert 1 <= (shortest(room) or 0) <= 30
+
+
+def test_a_room_depends_on_its_seed_alone() -> None:
+    assert generate(6, 1, 7, 15) == generate(6, 1, 7, 15)
+    assert written(generate(6, 1, 7, 15)) == "#######____##PX__##_O_###_##########"
+
+
+def test_a_generator_that_finds_no_room_says_what_to_do() -> None:
+    with pytest.raises(
+        DataFault, match="size 6 with 1 boxes and a solution of at most 15 steps from seed 3 in 4096 tries: ask"
+    ):
+        generate(6, 1, 3, 15, wanted=lambda room: False)
+
+
+def test_boards_survive_parsing_and_writing() -> None:
+    for seed in range(100):
+        board = written(generate(6, 1 + seed % 3, seed, 15))
+        assert written(parse(board)) == board
+    board = "######" + "#S√X_#" + "#____#" * 3 + "######"
+    assert written(parse(board)) == board
+
+
+def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
+    def turned(position: Position) -> Position:
+        def mask(cells: int) -> int:
+            return sum(1 << (cell % 6) * 6 + 5 - cell // 6 for cell in cells_of(cells))
+
+        return position._replace(floor=mask(position.floor), targets=mask(position.targets))
+
+    def mirrored(position: Position) -> Position:
+        def mask(cells: int) -> int:
+            return sum(1 << cell // 6 * 6 + 5 - cell % 6 for cell in cells_of(cells))
+
+        return position._replace(floor=mask(position.floor), targets=mask(position.targets))
+
+    room = parse("######" + "#P_O_#" + "#_X###" + "#_####" + "######" * 2)
+    assert layout_digest(turned(room)) == layout_digest(mirrored(room)) == layout_digest(room)
+    assert layout_digest(turned(turned(mirrored(room)))) == layout_digest(room)
+    assert layout_digest(room._replace(boxes=room.targets, player=7)) == layout_digest(room)
+    assert layout_digest(room._replace(targets=1 << 8)) != layout_digest(room)
+    assert layout_digest(room._replace(floor=room.floor | 1 << 25)) != layout_digest(room)
+
+
+@pytest.mark.parametrize(
+    ("board", "said"),
+    [
+        ("#" * 35, "expected a square"),
+        ("#" * 81, "expected a square of size 5 to 8"),
+        (CORRIDOR.replace("_", "."), "expected a square of size 5 to 8 of '#_O√XPS'"),
+        ("_" + CORRIDOR[1:], "inside walls"),
+        (CORRIDOR.replace("P", "_"), "expected one player"),
+        (CORRIDOR.replace("_", "P"), "expected one player"),
+        (CORRIDOR.replace("_", "X"), "as many boxes as targets, 1 to 3"),
+        (CORRIDOR.replace("X", "_").replace("O", "_"), "as many boxes as targets"),
+    ],
+)
+def test_a_broken_board_is_refused(board: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse(board)
+
+
+def test_a_position_outside_the_table_is_one_that_cannot_be_solved() -> None:
+    table = distances(*parse(CORNER)[:3])
+    assert parse(CORNER).key not in table
+    assert min(table.values()) == 0

@@ -1,0 +1,334 @@
+"""The WebShop environment: replies, prompts, steps, tasks, and product files of the original layout."""
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments import registry
+from actors.environments.base import SPLIT, Task, Transition
+from actors.environments.webshop.environment import State, WebShop
+from actors.environments.webshop.episode import HELD_OUT, LONGEST_PROMPT, turn_text
+from actors.environments.webshop.replies import read_reply
+from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
+from tools.defaults.legal_play import FIRST_SEED
+from wire.faults import DataFault
+
+NOBODY: Any = None
+SHOP = WebShop()
+CLICKABLES = ["back to search", "< prev", "buy now", "red"]
+
+
+def said(command: str) -> str:
+    return f"<think> so </think><action>{command}</action>"
+
+
+def play(environment: WebShop, task: Task, commands: list[str]) -> list[Transition]:
+    """The transitions of whole replies, or of commands."""
+    state, transitions = environment.initial(task), []
+    for command in commands:
+        reply = command if "<" in command[:1] else said(command)
+        transitions.append(asyncio.run(environment.step(state, environment.read(state, reply), NOBODY)))
+        state = transitions[-1].state
+    return transitions
+
+
+def perfect(environment: WebShop, task: Task) -> list[str]:
+    goal = environment.goal(environment.initial(task))
+    choices = [f"click[{value}]" for value in goal.values]
+    return [f"search[{goal.product.name}]", f"click[{goal.product.asin}]", *choices, "click[Buy Now]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "query", "move"),
+    [
+        (said("search[Red mug]"), "search", "red mug", None),
+        (said(" click[RED] "), "click", None, (3,)),
+        (said("click[< Prev]"), "click", None, (1,)),
+        (said("click[blue]"), "click", None, None),
+        (said("click[search]"), "click", None, None),
+        (said("search[a]") + "<action>click[red]</action>", "search", "a", None),
+        (said("search[]"), "invalid", None, None),
+        (said("search[ ]"), "invalid", None, None),
+        (said("buy[red]"), "invalid", None, None),
+        (said("red"), "invalid", None, None),
+        ("<action>click[red]</action>", "invalid", None, None),
+        ("<think>so</think>click[red]", "invalid", None, None),
+        ("<think>so</think><action>click[red]", "invalid", None, None),
+        ("<think>\u597d</think><action>click[red]</action>", "invalid", None, None),
+        ("<THINK>so</THINK><ACTION>click[red]</ACTION>", "click", None, (3,)),
+    ],
+)
+def test_a_reply_is_read_as_documented(text: str, kind: str, query: str | None, move: tuple[int, ...] | None) -> None:
+    action = read_reply(text, [*CLICKABLES, "search"] if "search]" in text else CLICKABLES, "required")
+    assert (action.kind, action.query, action.move) == (kind, query, move)
+    assert action.valid == (kind != "invalid")
+
+
+def test_a_thought_may_be_made_optional() -> None:
+    action = read_reply("<action>click[red]</action>", CLICKABLES, "optional")
+    assert (action.kind, action.think) == ("click", None)
+    assert read_reply(said("click[red]"), CLICKABLES, "optional").think == "so"
+
+
+@pytest.mark.parametrize(("outcome", "imperfect"), [("success", 0.0), ("score", 10 * 2 / 3)])
+def test_a_purchase_ends_the_episode_with_its_outcome(outcome: Any, imperfect: float) -> None:
+    environment = WebShop(outcome=outcome)
+    task = next(
+        task
+        for task in map(environment.task, range(100))
+        if len(environment.goal(environment.initial(task)).attributes) == 3
+        and len(environment.goal(environment.initial(task)).options) == 2
+    )
+    commands = perfect(environment, task)
+    *before, last = play(environment, task, commands)
+    assert not any(transition.done for transition in before)
+    assert {transition.reward for transition in before} == {0.0}
+    assert (last.done, last.outcome, last.reward) == (True, 10.0, 10.0)
+    assert last.measures == {"success": 1.0, "score": 100.0}
+    (*_, last) = play(environment, task, [*commands[:2], "click[buy now]"])  # no options: (3 + 0 + 1) / 6
+    assert last.measures["score"] == pytest.approx(100 * 2 / 3)
+    assert last.measures["success"] == 0
+    assert last.outcome == pytest.approx(imperfect)
+
+
+def test_an_episode_without_a_purchase_ends_at_the_horizon_with_nothing() -> None:
+    task = SHOP.task(5)
+    transitions = play(SHOP, task, ["search[mug]", "nonsense", *["click[next >]"] * 8])
+    assert [transition.done for transition in transitions] == [False] * 9 + [True]
+    assert (transitions[-1].outcome, transitions[-1].reward) == (0.0, 0.0)
+    assert transitions[-1].measures == {"success": 0.0, "score": 0.0}
+
+
+@pytest.mark.parametrize(
+    "reply", ["nonsense", "<action>search[mug]</action>", said("click[buy now]"), said("click[x]")]
+)
+def test_an_invalid_or_impossible_action_leaves_the_page_and_uses_a_step(reply: str) -> None:
+    state = SHOP.initial(SHOP.task(5))
+    after = asyncio.run(SHOP.step(state, SHOP.read(state, reply), NOBODY)).state
+    assert (after.place, after.step) == (state.place, 1)
+
+
+def test_only_what_the_next_prompt_does_not_show_is_an_observation() -> None:
+    transitions = play(SHOP, SHOP.task(5), ["search[mug]", "click[x]", *["click[next >]"] * 8])
+    shown = [transition.observation for transition in transitions]
+    assert shown == ["", "This action does nothing here.", *[""] * 7, "The actions are used up without a purchase."]
+    assert (
+        play(SHOP, SHOP.task(5), perfect(SHOP, SHOP.task(5)))[-1].observation == "The purchase is rewarded with 1.000."
+    )
+
+
+def test_search_works_on_every_page() -> None:
+    goal = SHOP.goal(SHOP.initial(SHOP.task(5)))
+    transitions = play(
+        SHOP, SHOP.task(5), [f"search[{goal.product.name}]", f"click[{goal.product.asin}]", "search[lamp]"]
+    )
+    assert transitions[-1].state.place.page == "results"
+    assert transitions[-1].state.place.query == "lamp"
+
+
+def test_an_oracle_player_buys_perfectly_within_ten_steps() -> None:
+    solved = 0
+    for seed in random.Random(0).sample(range(10**6), 200):
+        task = SHOP.task(seed)
+        commands = perfect(SHOP, task)
+        last = play(SHOP, task, commands)[-1]
+        solved += last.measures["success"] == 1.0 and len(commands) <= 10
+    assert solved == 200
+
+
+# ---------------------------------------------------------------------------------------------- prompts and states
+
+
+def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
+    task = SHOP.task(5)
+    *_, last = play(SHOP, task, ["search[lamp]", "<no block>", "click[next >]"])
+    first = SHOP.prompt(task, SHOP.initial(task))[0]["content"].split(SPLIT)
+    head, tail = SHOP.prompt(task, last.state)[0]["content"].split(SPLIT)
+    assert head == first[0]
+    instruction = SHOP.instruction(last.state)
+    assert instruction in head
+    assert instruction not in tail
+    assert first[1] == "\n\nActions taken: 0\nCurrent page: 'Search'\nActions:\n'search[<your query>]',\n"
+    assert tail.startswith("\n\nActions taken: 3\n[Observation 2: 'Back to Search' [SEP] 'Page 1")
+    assert ", Action 2: 'none']\n[Observation 3: 'Back to Search' [SEP] 'Page 1" in tail
+    assert ", Action 3: 'click[next >]']\nCurrent page: 'Back to Search' [SEP] 'Page 2" in tail
+    assert "'click[back to search]',\n'click[< prev]',\n'click[next >]',\n'click[c" in tail
+    assert "search[<your query>]" not in tail
+
+
+def test_long_prompts_leave_the_history_out() -> None:
+    state = SHOP.initial(SHOP.task(5))
+    seen = "x" * (LONGEST_PROMPT - 1500)
+    short, long = (msgspec.structs.replace(state, step=1, past=((seen * n, "search[a]"),)) for n in (1, 2))
+    assert "Observation 1" in SHOP.prompt(SHOP.task(5), short)[0]["content"]
+    content = SHOP.prompt(SHOP.task(5), long)[0]["content"]
+    assert "Observation" not in content
+    assert "Actions taken: 1" in content
+
+
+def test_no_history_is_kept_when_none_is_shown() -> None:
+    (last,) = play(WebShop(history=0), SHOP.task(5), ["search[lamp]"])
+    assert last.state.past == ()
+    assert "Observation" not in turn_text("p", [], 1, ())
+
+
+def test_states_survive_the_journal_and_hash() -> None:
+    for transition in play(SHOP, SHOP.task(9), perfect(SHOP, SHOP.task(9))):
+        state = transition.state
+        assert (
+            msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(state))), State) == state
+        )
+        assert isinstance(hash(state), int)
+
+
+def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:
+    task = SHOP.task(9)
+    search, product, *choices, _ = perfect(SHOP, task)
+    direct = play(SHOP, task, [search, product])[-1].state
+    around = play(SHOP, task, ["search[lamp]", search, "nonsense", product, "click[features]", "click[< prev]"])[
+        -1
+    ].state
+    assert direct != around
+    assert SHOP.anchor(direct) == SHOP.anchor(around)
+    chosen = play(SHOP, task, [search, product, choices[0]])[-1].state
+    assert SHOP.page(chosen) == SHOP.page(direct)
+    assert SHOP.anchor(chosen) != SHOP.anchor(direct)
+
+
+def test_rich_pages_show_the_chosen_option() -> None:
+    rich, task = WebShop(pages="text_rich"), SHOP.task(9)
+    search, product, choice, *_ = perfect(rich, task)
+    page = rich.page(play(rich, task, [search, product, choice])[-1].state)
+    assert page.startswith(f"You have clicked {choice[6:-1]}.\n[button] Back to Search [button_]")
+
+
+# ---------------------------------------------------------------------------------------------- tasks
+
+
+@pytest.mark.parametrize("split", ["products", "released"])
+def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_others(split: Any) -> None:
+    environment = WebShop(split=split)
+    tasks = GeneratedTasks(environment.task, 0)
+    drawn = {environment.initial(tasks.at(position)).goal for position in range(3000)}
+    held_out = [environment.initial(task).goal for task in tasks.held_out(128)]
+    assert drawn <= set(environment.training)
+    assert len(set(held_out)) == 128
+    assert set(held_out) <= set(environment.held_out)
+    assert environment.initial(environment.task(FIRST_SEED)).goal in environment.training
+    if split == "products":
+        products = [{environment.goals[number].product.asin for number in part} for part in (drawn, held_out)]
+        assert products[0].isdisjoint(products[1])
+
+
+def test_the_held_out_seeds_are_those_of_the_scheduler() -> None:
+    assert range(HELD_OUT_SEEDS, FIRST_SEED) == HELD_OUT
+
+
+def test_a_state_of_another_catalogue_is_a_data_fault() -> None:
+    state = msgspec.structs.replace(SHOP.initial(SHOP.task(5)), catalogue="other")
+    with pytest.raises(DataFault, match="catalogue 'other'"):
+        SHOP.prompt(SHOP.task(5), state)
+
+
+# ---------------------------------------------------------------------------------------------- product files
+
+NAMES = ("Alder Mug", "Birch Mug", "Cedar Mug")
+
+
+def files(folder: Path, **fields: Any) -> dict[str, Any]:
+    """Write three products in the original layout; fields: further fields of each. Return the environment's options."""
+    rows = [
+        {
+            "asin": f"B{number}", "name": name, "query": "Mugs ", "category": "kitchen", "product_category": "Kitchen \u203a Mugs",
+            "full_description": None, "small_description": "Holds tea", "pricing": ["", "$5.50", "$10.00$20.00"][number], "images": ["x"],
+            "customization_options": {"Color": [{"value": "Red/Blue ", "image": None}, {"value": "green"}]}, **fields,
+        }
+        for number, name in enumerate(NAMES)
+    ]  # fmt: skip
+    rows += [{"asin": "nan"}, {"asin": "B0"}, {"asin": "eleven-long"}]
+    wish = {"attributes": ["clay"], "instruction": "Find me clay mugs", "instruction_attributes": ["clay"]}
+    (folder / "products.json").write_text(json.dumps(rows))
+    (folder / "attributes.json").write_text(json.dumps({"B0": wish, "B2": wish, "B1": {"attributes": ["clay"]}}))
+    people = [
+        {"instruction": "i want a clay mug..", "instruction_attributes": ["clay"], "instruction_options": ["green"]},
+        {"instruction": "anything", "instruction_attributes": [], "instruction_options": []},
+    ]
+    (folder / "human.json").write_text(json.dumps({"B1": people, "B2": people}))
+    return {"products": str(folder / "products.json"), "attributes": str(folder / "attributes.json")}
+
+
+def test_products_of_the_original_layout_are_read_by_path(tmp_path: Path) -> None:
+    environment = WebShop(**files(tmp_path, nouns=["mug"]))
+    products = environment.shop.products
+    assert list(products) == ["B0", "B1", "B2"]
+    assert products["B0"].options == {"color": ("red | blue", "green")}
+    assert (products["B0"].price, products["B0"].tag) == (100.0, "$100.0")
+    assert (products["B1"].price, products["B1"].tag) == (5.5, "$5.5")
+    assert 10 < products["B2"].price < 20
+    assert products["B2"].tag == "$10.0 to $20.0"
+    assert {goal.product.asin for goal in environment.goals} == {"B0", "B2"}
+    assert len(environment.goals) == 4
+
+
+def test_human_goals_ask_for_values_without_groups(tmp_path: Path) -> None:
+    environment = WebShop(**files(tmp_path, nouns=["mug"]), human=str(tmp_path / "human.json"), human_goals=True)
+    assert sorted(goal.product.asin for goal in environment.goals) == ["B1", "B2"]
+    goal = next(goal for goal in environment.goals if goal.product.asin == "B1")
+    assert goal.options == ("green",)
+    assert goal.instruction == f"i want a clay mug, and price lower than {goal.cap:.2f} dollars"
+    task = Task(f"webshop-{environment.goals.index(goal)}")
+    *_, last = play(environment, task, ["search[birch mug]", "click[b1]", "click[green]", "click[buy now]"])
+    assert last.measures["success"] == 1.0
+
+
+def test_nouns_come_from_a_real_spacy_pipeline(tmp_path: Path) -> None:
+    spacy = pytest.importorskip("spacy")
+    pipeline = spacy.blank("en")
+    tagger = pipeline.add_pipe("attribute_ruler")
+    for name, tag in (("Mug", "NOUN"), ("Alder", "PROPN"), ("Birch", "ADJ")):
+        tagger.add([[{"ORTH": name}]], {"POS": tag})
+    pipeline.to_disk(tmp_path / "pipeline")
+    environment = WebShop(**files(tmp_path), pipeline=str(tmp_path / "pipeline"))
+    assert [product.nouns for product in environment.shop.products.values()] == [("alder", "mug"), ("mug",), ("mug",)]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_files_without_nouns_need_spacy_and_say_the_remedy(
+    tmp_path: Path, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed:
+        pytest.importorskip("spacy")
+    else:
+        monkeypatch.setitem(sys.modules, "spacy", None)
+    with pytest.raises(ValueError, match=r"python -m spacy download en_core_web_sm.*or give each product of the file"):
+        registry.load("webshop", {**files(tmp_path), "pipeline": "no_such_pipeline"})
+
+
+def test_missing_and_foreign_files_are_refused_with_the_reason(tmp_path: Path) -> None:
+    options = files(tmp_path, nouns=["mug"])
+    with pytest.raises(FileNotFoundError, match=r"no file 'nowhere.json'"):
+        registry.load("webshop", {**options, "products": "nowhere.json"})
+    with pytest.raises(ValueError, match="holds a dict; expected a list"):
+        registry.load("webshop", {**options, "products": options["attributes"]})
+    (tmp_path / "products.json").write_text('[{"asin": "B0"}]')
+    with pytest.raises(ValueError, match=r"KeyError: 'name'.*items_shuffle"):
+        registry.load("webshop", options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pages": "html"}, "pages"), ({"horizon": 0}, "horizon"), ({"split": "random"}, "split"), ({"outcome": "x"}, "outcome"),
+        ({"products": "a.json"}, "expected the first two together"), ({"human_goals": True}, "exactly if human_goals is on"),
+        ({"human": "a.json"}, "exactly if human_goals is on"), ({"page": "text"}, "unknown to webshop, which takes"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        registry.load("webshop", options)

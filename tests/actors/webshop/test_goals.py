@@ -1,0 +1,108 @@
+"""Goals: prices and caps, synthetic and human goals, and the splits."""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from actors.environments.webshop.goals import NO_CAP, draw_cap, make_goals, split
+from actors.environments.webshop.invented import catalogue
+from actors.environments.webshop.reward import reward
+from actors.environments.webshop.shop import PER_PAGE, Shop
+
+ROOT = Path(__file__).parents[3]
+PRODUCTS = catalogue()
+GOALS = make_goals(PRODUCTS, human=False)
+
+
+def test_a_cap_is_one_of_the_three_larger_multiples_of_ten_with_the_known_chances() -> None:
+    counts = Counter(draw_cap(12.0, str(seed))[0] for seed in range(6000))
+    assert set(counts) == {30.0, 40.0, 50.0}
+    for cap, chance in ((30.0, 1 / 6), (40.0, 1 / 3), (50.0, 1 / 2)):
+        assert abs(counts[cap] / 6000 - chance) < 0.03
+
+
+def test_a_cap_lies_above_the_price_and_is_named_in_the_instruction() -> None:
+    assert draw_cap(979.0, "x") == (990.0, ", and price lower than 990.00 dollars")
+    assert draw_cap(980.0, "x") == (NO_CAP, "")
+    assert draw_cap(5000.0, "x") == (NO_CAP, "")
+
+
+def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
+    product = max(PRODUCTS, key=lambda one: len(one.options))
+    own = [goal for goal in GOALS if goal.product is product]
+    first, second = sorted(product.options)
+    assert {goal.options for goal in own} == {
+        ((first, one), (second, other)) for one in product.options[first] for other in product.options[second]
+    }
+    for goal in own:
+        one, other = goal.values
+        assert goal.instruction.startswith(f"{product.instruction} with {first}: {one}, and {second}: {other}")
+    assert len({goal.cap for goal in own}) == 1
+
+
+def test_goals_prices_and_search_are_equal_in_every_process() -> None:
+    code = (
+        "from tests.actors.webshop.test_goals import GOALS, PRODUCTS, Shop; shop = Shop(PRODUCTS);"
+        "print(shop.digest, hash(tuple(g.cap for g in GOALS)), GOALS[7].instruction, shop.search.results('solid wood table'))"
+    )
+    shown = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed}, text=True, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(shown) == 1
+
+
+def test_no_product_has_goals_in_two_parts_of_the_split_by_products() -> None:
+    training, held_out = ({GOALS[i].product.asin for i in part} for part in split(GOALS, "products"))
+    assert training.isdisjoint(held_out)
+    assert len(training) + len(held_out) == 1000
+    assert len(held_out) == 200
+
+
+def test_the_released_split_holds_out_the_first_500_goals_and_shares_products() -> None:
+    training, held_out = split(GOALS, "released")
+    assert held_out == list(range(500))
+    assert training == list(range(500, len(GOALS)))
+    assert {GOALS[i].product.asin for i in training} & {GOALS[i].product.asin for i in held_out}
+
+
+@pytest.mark.parametrize("how", ["products", "released"])
+def test_a_split_that_leaves_a_part_empty_is_refused(how: str) -> None:
+    with pytest.raises(ValueError, match="expected more products or goals"):
+        split([goal for goal in GOALS if goal.product is PRODUCTS[0]], how)
+
+
+def test_every_goal_of_the_invented_shop_can_be_bought_perfectly() -> None:
+    for goal in GOALS:
+        assert reward(goal.product, goal.values, goal).value == 1.0, goal.instruction
+
+
+def test_the_invented_shop_has_the_size_of_the_original() -> None:
+    assert (
+        len(PRODUCTS)
+        == len({product.asin for product in PRODUCTS})
+        == len({product.name for product in PRODUCTS})
+        == 1000
+    )
+    assert 6000 < len(GOALS) < 10_000
+    assert all(len(product.asin) == 10 and product.nouns for product in PRODUCTS)
+    assert catalogue() == PRODUCTS
+    assert catalogue(seed=8) != PRODUCTS
+
+
+def test_the_instruction_finds_its_product_among_the_results_but_not_always_on_the_first_page() -> None:
+    shop, ranks = Shop(PRODUCTS), []
+    for goal in random.Random(0).sample(GOALS, 300):
+        words = goal.instruction.partition(", and price")[0].removeprefix("Find me ")
+        results = shop.search.results(words)
+        ranks.append(results.index(goal.product.asin) if goal.product.asin in results else 1000)
+    first = sum(rank < PER_PAGE for rank in ranks) / 300
+    assert sum(rank < 50 for rank in ranks) / 300 > 0.95
+    assert 0.5 < first < 0.9
+    assert sum(rank == 0 for rank in ranks) / 300 < 0.5

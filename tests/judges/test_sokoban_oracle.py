@@ -1,0 +1,103 @@
+"""The Sokoban oracle."""
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments.base import Action
+from actors.environments.sokoban import Sokoban, State
+from judges.base import checked
+from judges.oracles.sokoban import SokobanOracle
+from wire.faults import DataFault
+from wire.messages import JudgedTurn
+
+NOBODY: Any = None
+ROOM = "######" + "#____#" + "#_PXO#" + "#____#" * 2 + "######"
+"""One push to the right solves it; up and down lose a step; left loses a step."""
+EDGE = "######" + "#_O__#" + "#____#" + "#_X__#" + "#_P__#" + "######"
+"""Two pushes up solve it."""
+RISK = "######" + "#____#" + "#_X__#" + "#_PO_#" + "#____#" + "######"
+"""Up pushes the box to the wall, from which it never comes back."""
+
+
+def judged(board: str, move: list[int] | None) -> JudgedTurn:
+    return JudgedTurn("sokoban-1", [], "", "", 1, 15, state=msgspec.to_builtins(State(board)), move=move)
+
+
+def scores(turns: list[JudgedTurn], judge: SokobanOracle | None = None) -> list[dict[str, float]]:
+    oracle = judge or SokobanOracle()
+    judgements, bad = checked(oracle, turns, asyncio.run(oracle.score(turns)))
+    assert bad == 0
+    return [judgement.scores for judgement in judgements]
+
+
+@pytest.mark.parametrize(
+    ("board", "move", "graded", "best", "distance"),
+    [
+        (ROOM, [3], 1, 1, 1),
+        (ROOM, [0], 0, 0, 1),
+        (ROOM, [2], 0, 0, 1),
+        (ROOM, None, -1, 0, 1),
+        (ROOM, [4], 0, 0, 1),
+        (EDGE, [0], 1, 1, 2),
+        (EDGE, [1], 0, 0, 2),  # against the wall
+        (RISK, [0], -1, 0, 6),
+    ],
+)
+def test_steps_in_hand_made_rooms(
+    board: str, move: list[int] | None, graded: float, best: float, distance: int
+) -> None:
+    (made,) = scores([judged(board, move)])
+    assert (made["reward"], made["graded"], made["optimal"]) == (graded, graded, best)
+    assert made["distance"] == distance
+    (binary,) = scores([judged(board, move)], SokobanOracle("binary"))
+    assert binary["reward"] == best
+
+
+def test_a_lost_room_rewards_no_step_and_has_no_distance() -> None:
+    lost = "######" + "#X___#" + "#_PO_#" + "#____#" * 2 + "######"
+    for way in range(4):
+        assert scores([judged(lost, [way])]) == [{"reward": 0, "graded": 0, "optimal": 0, "valid_share": 0}]
+    assert scores([judged(lost, None)])[0]["reward"] == -1
+
+
+def test_following_the_oracle_solves_every_room_in_the_stated_number_of_steps() -> None:
+    for seed in range(60):
+        game, rng = Sokoban(boxes=1 + seed % 3), random.Random(seed)
+        state, steps = game.initial(game.task(seed)), 0
+        (first,) = scores([game.judged(game.task(seed), state, Action("move", "", move=(0,)), 1, 4)])
+        while not state.over:
+            turns = [game.judged(game.task(seed), state, Action("move", "", move=(way,)), 1, 4) for way in range(4)]
+            made = scores(msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn]))
+            assert {column["valid_share"] for column in made} == {sum(column["optimal"] for column in made) / 4}
+            way = rng.choice([way for way, column in enumerate(made) if column["optimal"]])
+            state = asyncio.run(game.apply(state, (way,), NOBODY)).state
+            steps += 1
+        assert steps == first["distance"]
+        assert game.lost(state)["success"] == 1
+
+
+def test_the_explanation_says_why() -> None:
+    turns = [judged(ROOM, [3]), judged(RISK, [0]), judged(ROOM, None)]
+    assert [judgement.explanation for judgement in asyncio.run(SokobanOracle().score(turns))] == [
+        "1 steps from the solution before, 0 after",
+        "loses the last solution, which had 6 steps",
+        "no readable step",
+    ]
+
+
+@pytest.mark.parametrize(
+    "state", [None, {"board": "..."}, {"size": 4}, msgspec.to_builtins(State(ROOM.replace("PXO", "_P√")))]
+)
+def test_a_turn_of_another_environment_or_of_a_solved_room_is_a_data_fault(state: Any) -> None:
+    turn = JudgedTurn("other-7", [], "", "", 1, 4, state=state, move=[0])
+    with pytest.raises(DataFault, match="judge sokoban, task other-7: not a Sokoban state"):
+        asyncio.run(SokobanOracle().score([turn]))
+
+
+def test_an_unknown_reward_is_refused() -> None:
+    with pytest.raises(ValueError, match="reward = 'dense': expected one of 'binary', 'graded'"):
+        SokobanOracle("dense")  # pyright: ignore

@@ -1,0 +1,129 @@
+"""The WebShop oracle: its distances against a breadth-first search of the shop, and the rewards of turns."""
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments.webshop.environment import State, WebShop
+from actors.environments.webshop.goals import Goal, make_goals
+from actors.environments.webshop.invented import catalogue
+from actors.environments.webshop.shop import BUY, Place, Shop
+from judges.base import checked
+from judges.oracles.webshop import WebShopOracle, distance
+from judges.serve import make_worker
+from wire.faults import DataFault
+from wire.messages import JudgedTurn, Judgement
+
+NOBODY: Any = None
+ORACLE = WebShopOracle()
+SHOP = ORACLE.environment
+
+
+def judge(turns: list[JudgedTurn]) -> list[Judgement]:
+    judgements, bad = checked(ORACLE, turns, asyncio.run(ORACLE.score(turns)))
+    assert bad == 0
+    return judgements
+
+
+def turn(state: State, command: str) -> JudgedTurn:
+    task = msgspec.structs.replace(SHOP.task(0), id=f"webshop-{state.goal}")
+    return SHOP.judged(task, state, SHOP.read(state, f"<think>x</think><action>{command}</action>"), 1, 4)
+
+
+def after(state: State, command: str) -> State:
+    action = SHOP.read(state, f"<think>x</think><action>{command}</action>")
+    return asyncio.run(SHOP.step(state, action, NOBODY)).state
+
+
+def shortest(shop: Shop, place: Place, goal: Goal) -> int:
+    """The least number of clicks and searches for the product's name that buy it with its options, by breadth-first search."""
+    level, seen, steps = {msgspec.structs.replace(place, visited=())}, set(), 1
+    while True:
+        seen |= level
+        onward: set[Place] = set()
+        for at in level:
+            names = shop.clickables(at)
+            if (
+                BUY in names
+                and at.asin == goal.product.asin
+                and set(map(str, goal.options)) <= set(map(str, at.options))
+            ):
+                return steps
+            places = [shop.clicked(at, name) for name in names] + [shop.searched(at, goal.product.name.lower())]
+            onward |= {
+                msgspec.structs.replace(one, visited=(), options=tuple(sorted(one.options))) for one in places
+            } - seen
+        level, steps = onward, steps + 1
+
+
+def test_distances_are_those_of_a_breadth_first_search() -> None:
+    products = catalogue(count=66)
+    shop, goals, rng = Shop(products), make_goals(products, human=False), random.Random(3)
+    for goal in rng.sample(goals, 12):
+        place = Place()
+        for _ in range(8):
+            assert distance(shop, place, goal) == shortest(shop, place, goal), (place, goal.instruction)
+            moves = [name for name in shop.clickables(place) if name != BUY]
+            own = [name for name in moves if name == goal.product.asin.lower() or name in goal.values]
+            chance = rng.random()
+            if place.page == "search" or chance < 0.15:
+                place = shop.searched(place, rng.choice([goal.product.name.lower(), goal.product.query, "solid wood"]))
+            else:
+                place = shop.clicked(place, rng.choice(own if own and chance < 0.5 else moves))
+
+
+@pytest.mark.parametrize("number", range(0, 7000, 700))
+def test_each_action_of_a_shortest_purchase_is_right_and_brings_it_one_nearer(number: int) -> None:
+    goal, state = SHOP.goals[number], State(number, SHOP.shop.digest)
+    commands = [f"search[{goal.product.name}]", f"click[{goal.product.asin}]"]
+    commands += [*(f"click[{value}]" for value in goal.values), "click[buy now]"]
+    for left, command in zip(range(len(commands), 0, -1), commands, strict=True):
+        (judgement,) = judge([turn(state, command)])
+        assert judgement.scores == {"reward": 1.0, "distance": float(left)}
+        state = after(state, command)
+
+
+def test_detours_are_worth_nothing_and_unusable_actions_less() -> None:
+    goal, state = SHOP.goals[0], State(0, SHOP.shop.digest)
+    listed = after(state, f"search[{goal.product.name}]")
+    item = after(listed, f"click[{goal.product.asin}]")
+    wrong = next(
+        value for name, values in goal.product.options.items() for value in values if (name, value) not in goal.options
+    )
+    chosen = after(item, f"click[{goal.values[0]}]")
+    expected = {
+        (state, "search[zebra]"): 0,
+        (listed, "click[next >]"): 0,
+        (listed, "click[back to search]"): 0,
+        (listed, f"search[{goal.product.name}]"): 0,
+        (item, "click[features]"): 0,
+        (item, f"click[{wrong}]"): 0,
+        (item, "click[buy now]"): 0,
+        (chosen, f"click[{goal.values[0]}]"): 0,
+        (after(item, "click[features]"), "click[< prev]"): 1,
+        (after(listed, "click[next >]"), "click[< prev]"): 1,
+        (item, "click[nothing]"): -1,
+        (item, "look around"): -1,
+    }
+    judgements = judge([turn(*key) for key in expected])
+    assert [judgement.scores["reward"] for judgement in judgements] == list(expected.values())
+
+
+def test_a_state_of_another_shop_is_a_data_fault() -> None:
+    state = State(0, "another")
+    plain = JudgedTurn("t", [], "", "", 1, 4, state=msgspec.to_builtins(state))
+    with pytest.raises(DataFault, match="catalogue 'another'"):
+        judge([plain])
+    with pytest.raises(DataFault, match="not a state of an embedded shop"):
+        judge([msgspec.structs.replace(plain, state={"board": "x"})])
+
+
+def test_the_oracle_is_served_by_its_name_with_the_options_of_its_shop() -> None:
+    oracle = make_worker("webshop", {"options": {"split": "released"}})
+    assert isinstance(oracle, WebShopOracle)
+    assert isinstance(oracle.environment, WebShop)
+    with pytest.raises(ValueError, match=r"judges.use.webshop"):
+        make_worker("webshop", {"options": {"color": 1}})

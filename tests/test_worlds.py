@@ -1,0 +1,174 @@
+"""Every strategy runs in every environment, and every scheme trains on what they emit together: real rules and oracles, random actions."""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.environments import registry
+from actors.environments.base import Environment, Task
+from judges.base import Judge
+from judges.exact_match import ExactMatch
+from judges.oracles.minesweeper import MinesweeperOracle
+from judges.oracles.sokoban import SokobanOracle
+from judges.oracles.sudoku import SudokuOracle
+from judges.oracles.tictactoe import TicTacToeOracle
+from judges.oracles.webshop import WebShopOracle
+from judges.pprm_rules import PprmRules
+from judges.slate_rules import SlateRules
+from learner import schemes, table
+from scheduler import strategies
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.journal import Journal
+from scheduler.text import Text
+from scheduler.tree import Tree
+from tools.launching.method import mismatch
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    JudgeRequest,
+    JudgeResult,
+    Passage,
+    RetrieveResult,
+    Sample,
+    TrainGroup,
+    Turn,
+)
+
+BUDGET = 4
+MODELS = ("prm", "value", "kl", "log_ratio")
+
+
+class World(msgspec.Struct, frozen=True):
+    """An environment, its judges by service, and ``act``, which writes some action for a prompt."""
+
+    environment: Environment
+    judges: dict[str, Judge]
+    act: Callable[[random.Random, str], str]
+    task: Task | None = None
+
+
+def _cells(rng: random.Random, *ranges: int) -> str:
+    return " ".join(str(rng.randint(1, high)) for high in ranges)
+
+
+def worlds() -> dict[str, World]:
+    def game(name: str, judge: Judge, act: Callable[[random.Random, str], str], **options: Any) -> World:
+        return World(registry.load(name, options), {"judge.own": judge}, act)
+
+    def searching(rng: random.Random, prompt: str) -> str:
+        act = rng.choice(["<search> capital </search>", "<answer> Sofia </answer>", "<answer> Rome </answer>", "?"])
+        return f"<think> t </think> {act}"
+
+    def shopping(rng: random.Random, prompt: str) -> str:
+        actions = re.findall(r"'(click\[.*?\]|search\[.*?\])',", prompt)
+        return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
+
+    question = Task("q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"])
+    judges: dict[str, Judge] = {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}
+    return {
+        "search_qa": World(registry.load("search_qa", {"prompt": "short", "topk": 1}), judges, searching, question),
+        "tictactoe": game(
+            "tictactoe",
+            TicTacToeOracle(kind="minimax"),
+            lambda rng, _: f"<action>{_cells(rng, 9)}</action>",
+            opponents={"random": 1.0},
+        ),
+        "sudoku": game(
+            "sudoku", SudokuOracle(), lambda rng, _: f"<action>{_cells(rng, 4, 4, 4)}</action>", size=4, blanks=4
+        ),
+        "sokoban": game(
+            "sokoban",
+            SokobanOracle(),
+            lambda rng, _: f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>",
+            horizon=4,
+        ),
+        "webshop": game("webshop", WebShopOracle(), shopping, think="optional", horizon=4),
+        "minesweeper": game(
+            "minesweeper", MinesweeperOracle(), lambda rng, _: f"<action>reveal {_cells(rng, 5, 5)}</action>"
+        ),
+    }
+
+
+WORLDS = worlds()
+
+
+class Services:
+    """A dispatcher with the world's real judges, one passage for every query, and an engine that acts at random."""
+
+    def __init__(self, text: Text, world: World):
+        self.text, self.world, self.rng = text, world, random.Random(1)
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        if service == "generate":
+            return self._generate(request)
+        if service == "retrieve":
+            return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
+        assert isinstance(request, JudgeRequest)
+        return JudgeResult(await self.world.judges[service].score(request.turns))
+
+    def _generate(self, request: GenerateRequest) -> GenerateResult:
+        prompt = self.text.decode(request.tokens)
+        tokens = [self.text.encode(self.world.act(self.rng, prompt)) for _ in range(request.n)]
+        samples = [Sample(t, np.full(len(t), -1, np.float32), np.zeros(len(t), np.int32), "stop") for t in tokens]
+        return GenerateResult(samples, len(request.tokens), 0)
+
+
+def trainable(turns: table.TurnTable) -> list[str]:
+    """The schemes that find their columns and groups in ``turns``, each with random values of the learner's models."""
+    return [name for name in schemes.names() if schemes.load(name, {}).needs.columns <= set(turns.scores)]
+
+
+@pytest.mark.parametrize("strategy", strategies.names())
+@pytest.mark.parametrize("name", WORLDS)
+async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
+    tmp_path: Path, llama: Path, name: str, strategy: str
+) -> None:
+    world, loaded = WORLDS[name], strategies.load(strategy)
+    options = {key: 2 for key in ("k", "continuations") if key in loaded.options}
+    if loaded.gives.needs_outcome_judge and not world.environment.outcome_judge:
+        pytest.skip("the strategy asks the judge of the outcome")
+    groups = await grown(tmp_path, llama, world, strategies.load(strategy, options), trees=2)
+    turns, _ = table.build(groups, {(group.tree, node.id): node for group in groups for node in group.nodes})
+    trained = trainable(turns)
+    gives = strategies.load(strategy, options).gives
+    fitting = [one for one in trained if not mismatch(schemes.load(one, {}).needs, gives)]
+    assert fitting, f"no scheme trains on {sorted(turns.scores)}"
+    rng = np.random.default_rng(0)
+    columns = {model: rng.normal(0, 1, int(turns.tokens.sum())) for model in MODELS}
+    for one in fitting:
+        estimate = schemes.load(one, {})(msgspec.structs.replace(turns, token_scores=columns))
+        assert np.isfinite(estimate.advantages).all(), one
+        assert len(estimate.advantages) == turns.tokens.sum(), one
+
+
+async def grown(tmp_path: Path, llama: Path, world: World, strategy: Any, trees: int) -> list[TrainGroup]:
+    """Grow several trees to their ends. Every tree is read from the journal, as after a restart."""
+    text, journal, groups = Text(str(llama)), Journal(tmp_path / "journal"), list[TrainGroup]()
+    judge = "pprm" if strategy.name == "ppr" else "own"
+    settings = SchedulerConfig(judge=judge, budget=BUDGET, max_action_tokens=40)
+    services: Any = Services(text, msgspec.structs.replace(world, judges=world.judges | {"judge.pprm": PprmRules()}))
+
+    def emit(tree: Tree, turns: list[Turn]) -> None:
+        journal.save_group(tree, len(groups), turns)
+        nodes = journal.tree(next(row for row in journal.trees() if row.id == tree.id)).nodes
+        groups.append(TrainGroup(len(groups), tree.id, [node.travels() for node in nodes.values()], turns))
+
+    shop = Shop(services, journal, text, world.environment, settings, Counter(), emit, most=8)
+    for i in range(trees):
+        makes_tasks: Any = world.environment
+        task = world.task or makes_tasks.task(i)
+        tree = Tree(i, task.id)
+        journal.start_tree(tree, 0, 0)
+        context = Context(shop, settings, task, tree, random.Random(i))
+        await context.plant()
+        await strategy(tree, context)
+    assert groups, "nothing was emitted"
+    return groups
