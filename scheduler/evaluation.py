@@ -52,13 +52,13 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 def summarise(version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]) -> HeldOut:
-    """Evaluate finished trees that have one trajectory each."""
+    """Evaluate finished trees that have one trajectory each. A measure without any value, such as "oracle" without a judge, is left out."""
     values: dict[str, list[float]] = {}
     for task, tree in trees:
         turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
         for name, measured in environment.measures(task, turns).items():
             values.setdefault(name, []).extend(measured)
-    measures = {name: estimate(measured) for name, measured in sorted(values.items())}
+    measures = {name: estimate(measured) for name, measured in sorted(values.items()) if measured}
     return HeldOut(version, len(trees), environment.headline, measures)
 
 
