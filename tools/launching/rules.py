@@ -146,6 +146,10 @@ def _check_environment(config: Config, served: Served) -> None:
         raise ValueError(
             f"data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
         )
+    if (environment.pictures or examined.pictures) and config.warm_start.steps:
+        raise ValueError(
+            f"warm_start.steps = {config.warm_start.steps}: {data.environment!r} shows pictures, which no warm start reads: expected 0"
+        )
     _check_sources("data.train", data.train)
     _check_sources("data.heldout", data.heldout)
     _check_asked(config, served, environment, examined)
