@@ -7,6 +7,7 @@ as their ids do, and whatever compares prefixes (the engines' caches, the schedu
 torch and transformers are imported only where pixel values or weights are needed, because the scheduler uses this module too.
 """
 
+import base64
 import functools
 import io
 import itertools
@@ -171,6 +172,11 @@ def size_of(png: bytes) -> tuple[int, int]:
     ):
         raise ValueError(f"a picture that begins with {png[:8]!r}: expected the bytes of a PNG file")
     return header[2], header[1]
+
+
+def url(png: bytes) -> str:
+    """Return a picture as a data URL, as HTTP interfaces take it."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:

@@ -6,7 +6,6 @@ cannot be trained on.
 """
 
 import asyncio
-import base64
 import json
 import re
 from collections import Counter
@@ -18,6 +17,7 @@ import numpy as np
 
 from actors.engines.base import OnTokens
 from actors.environments.base import SPLIT
+from wire import vision
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
@@ -171,9 +171,7 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[s
     if isinstance(content, str):
         return content
     return [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(part['image']).decode()}"}}
-        if part["type"] == "image"
-        else part
+        {"type": "image_url", "image_url": {"url": vision.url(part["image"])}} if part["type"] == "image" else part
         for part in content
     ]
 

@@ -44,7 +44,7 @@ def apply(model: Any, base: Path, kind: str, path: Path) -> None:
 
     Raises ValueError, before any change, when the weights belong to another model, and Mixed when the copying fails midway.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {vision.stored(name): parameter for name, parameter in model.named_parameters()}
     check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
     try:
         for name, tensor in whole(path) if kind == "full" else merged(base, path):
@@ -130,8 +130,7 @@ class BaseWeights:
                 self._where |= dict.fromkeys(file.keys(), path)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor as stored. name: that of the file or that of the loaded model."""
-        name = name if name in self._where else vision.stored(name)
+        """One tensor as stored."""
         with safe_open(self._where[name], framework="pt") as file:
             return file.get_tensor(name)
 

@@ -1,6 +1,7 @@
 """The embedded engine on prompts with pictures: the learner's log-probabilities, in any chunks, from any cache, after any update."""
 
 import asyncio
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, SGLangConfig
 from actors.engines.local import LocalEngine
+from actors.engines.sglang import SGLangEngine
 from learner.model import Policy
 from learner.publish import publish
 from learner.ranks import Ranks
@@ -19,7 +21,7 @@ from tests import tiny
 from tests.pictures import squares
 from tests.updates import process
 from wire import vision
-from wire.faults import DataFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 
 BOUND = 2e-5
@@ -133,3 +135,23 @@ async def test_pictures_that_do_not_fit_are_refused(seeing: Path, llama: Path) -
     with pytest.raises(DataFault, match="token ids from -1"):
         await blind.generate(asked(1))
     await blind.close()
+
+
+def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees_tokens(seeing: Path) -> None:
+    settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
+    engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
+    request = asked(1, 2, 1)
+    body = engine._body(request, ["a", "b"])
+    (ids, again), (images, _) = body["input_ids"], body["image_data"]
+    assert ids == again
+    assert ids == [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
+    assert [base64.b64decode(one.partition(",")[2]) for one in images] == [PICTURES[n] for n in (1, 2, 1)]
+    assert body["return_prompt_token_ids"]
+    assert "image_data" not in engine._body(asked(), ["a", "b"])
+    read = np.where(request.tokens < 0, 262, request.tokens).tolist()
+    engine._check_read(request, [{"prompt_token_ids": read}])
+    for wrong in (read[1:], [9, *read[1:]], None):
+        with pytest.raises(InfrastructureFault, match="expected the 32 of the tree"):
+            engine._check_read(request, [{"prompt_token_ids": wrong}])
+    with pytest.raises(DataFault, match="expected 2 x 2"):
+        engine._body(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}), ["a", "b"])

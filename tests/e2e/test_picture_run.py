@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from scheduler.journal import Journal
 from tests import tiny
 from tests.e2e.test_run import check_groups, finish, kill_everything, launch, left_over, wait_for_update
+from tools.inspecting.export import main as export
 from wire import vision
 
 UPDATES, TREES, K = 3, 2, 3
@@ -84,3 +86,10 @@ def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(tmp_path: Path, ra
     assert all(record["learner/forwarded_tokens"] < record["learner/path_tokens"] for record in trained)
     assert "prm/loss" in trained[-1]
     assert not left_over(run)
+    assert export([str(run), "--out", str(tmp_path / "policy")]) == 0
+    assert vision.Vision.of(tmp_path / "policy") is not None
+    held = vision.load(tmp_path / "policy", torch.float32, "sdpa").state_dict()
+    first = vision.load(tmp_path / "model", torch.float32, "sdpa").state_dict()
+    changed = {name for name, tensor in held.items() if (tensor != first[name]).any()}
+    assert changed
+    assert not any("visual" in name for name in changed)

@@ -46,3 +46,7 @@ def test_visual_sokoban_holds_the_papers_settings_and_refuses_a_warm_start() -> 
     assert environment.horizon == 15  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="shows pictures, which no warm start reads"):
         config.load(path, ["warm_start.steps=10"])
+    adapters = ["learner.lora={ rank = 16, alpha = 32.0 }", "learner.train_vision=true"]
+    with pytest.raises(ValueError, match="SGLang applies adapters to the language layers only"):
+        config.load(path, adapters)
+    config.load(path, [*adapters, "actors.sglang.lora=merged"])
