@@ -95,7 +95,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     between checkpoints. keep: how many checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for
     longer. publish: where a version's complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs
     take them), or "both". publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the
-    scheme needs; refused if it needs none.
+    scheme needs; refused if it needs none. train_vision: train the vision tower of a model that reads pictures too; otherwise it stays as it is.
     """
 
     count: Count = 4
@@ -123,6 +123,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     watch: WatchConfig = WatchConfig()
     attention: Literal["auto", "dense", "cascade", "flex"] = "auto"
     micro_tokens: Count = 1536
+    train_vision: bool = False
     gradient_checkpointing: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     checkpoint_every: Count = 1

@@ -1,17 +1,18 @@
 """A Hugging Face causal LM that reads forests. It serves as the policy and as the body of the critic and the implicit reward model."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from learner.attention import FOREST, NAME, Backend, Layout
 from learner.config import LearnerConfig, LoraConfig
@@ -19,11 +20,15 @@ from learner.frozen import hold
 from learner.head import token_logprobs
 from learner.ranks import Ranks, whole
 from learner.trees import Forest, Path
+from wire import vision
 from wire.hardware import compute_dtype
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One packed row for the model. If layout is None, the row is a single path for the model's own causal attention."""
+    """One packed row for the model. If layout is None, the row is a single path for the model's own causal attention.
+
+    positions: [tokens], or [3, tokens] if the row has pictures, which are in view.
+    """
 
     tokens: Any
     positions: Any
@@ -31,6 +36,7 @@ class Row(msgspec.Struct, frozen=True):
     target: Any
     layout: Layout | None
     nodes: int
+    view: vision.View | None = None
 
 
 class Tower(torch.nn.Module):
@@ -53,15 +59,26 @@ class Tower(torch.nn.Module):
         """The causal LM without any adapters."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
+    def _inputs(self, row: Row, device: str) -> dict[str, torch.Tensor]:
+        """Return the ids of a row, or its embeddings if it has pictures, and its positions."""
+        ids, where = (torch.as_tensor(values, device=device) for values in (row.tokens, row.positions))
+        if row.view is None:
+            return {"input_ids": ids[None], "position_ids": where[None]}
+        patches, grids, rows = (
+            torch.as_tensor(values, device=device) for values in (row.view.patches, row.view.grids, row.view.rows)
+        )
+        trains = any(parameter.requires_grad for parameter in self.causal.model.visual.parameters())
+        with contextlib.nullcontext() if trains else torch.no_grad():
+            features = vision.encode(self.causal, patches, grids)
+        return {"inputs_embeds": vision.embed(self.causal, ids, features, rows), "position_ids": where[:, None]}
+
     def forward(self, row: Row, device: str, compute: torch.dtype, initial: bool) -> tuple[torch.Tensor, torch.Tensor]:
         causal = self.causal
-        ids = torch.as_tensor(row.tokens, device=device)[None]
-        where = torch.as_tensor(row.positions, device=device)[None]
         forest = {"layout": row.layout, "attention_mask": FOREST.to(device)} if row.layout is not None else {}
         kind = torch.device(device).type
         adapters = self.model.disable_adapter() if initial else contextlib.nullcontext()
         with adapters, torch.autocast(kind, dtype=torch.bfloat16, enabled=compute == torch.bfloat16):
-            out = causal.get_decoder()(input_ids=ids, position_ids=where, use_cache=False, **forest)
+            out = causal.get_decoder()(**self._inputs(row, device), use_cache=False, **forest)
             hidden = out.last_hidden_state[0][torch.as_tensor(row.read, device=device)]
             if self.value is not None:
                 with torch.autocast(kind, enabled=False):  # values rounded to bfloat16 would shift every advantage
@@ -83,11 +100,23 @@ class TreeModel:
         torch.manual_seed(seed)  # gives every rank the same initial adapters
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
+        model: Any = vision.load(folder, torch.float32, NAME)
         check_head(folder, model)
+        self.vision = vision.Vision.of(folder)
+        if config.train_vision and self.vision is None:
+            raise ValueError(f"learner.train_vision has no effect on {folder}, which reads text only: remove it")
+        blind = self.vision is not None and not config.train_vision
+        if blind:
+            model.model.visual.requires_grad_(False)
         self.lora = lora.rank > 0
         if self.lora:
-            adapters = PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", lora_dropout=0.0)  # pyright: ignore
+            adapters = PeftLora(
+                r=lora.rank,
+                lora_alpha=lora.alpha,  # pyright: ignore
+                target_modules="all-linear",
+                exclude_modules=r".*\bvisual\..*" if blind else None,
+                lora_dropout=0.0,
+            )
             model = get_peft_model(model, adapters)
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
@@ -128,12 +157,29 @@ class TreeModel:
     def row(self, forest: Forest, attention: Backend | None = None) -> Row:
         """Return the row of a forest. attention: a backend to use instead of the configured one."""
         layout = Layout(forest, attention or self.config.attention, self.device)
-        return Row(layout.forest.tokens, layout.forest.depth, forest.read, forest.target, layout, forest.nodes)
+        packed = layout.forest
+        positions, view = self._look(packed.tokens, packed.depth, packed.end, forest.pictures)
+        return Row(packed.tokens, positions, forest.read, forest.target, layout, forest.nodes, view)
 
     def plain_row(self, path: Path) -> Row:
         """Return the row of one path for the model's own causal attention, with which the self-check compares the forest."""
         n, start = len(path.tokens), path.start
-        return Row(path.tokens, torch.arange(n), torch.arange(start - 1, n - 1), path.tokens[start:], None, n)
+        positions, view = self._look(np.asarray(path.tokens), np.arange(n), np.full(n, n), path.pictures)
+        return Row(path.tokens, positions, torch.arange(start - 1, n - 1), path.tokens[start:], None, n, view)
+
+    def _look(
+        self, tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, pictures: Mapping[int, bytes]
+    ) -> tuple[np.ndarray, vision.View | None]:
+        """Return the positions of a forest's nodes, and its pictures if it has any."""
+        needed = vision.numbers(tokens)
+        if not needed:
+            return depth, None
+        if self.vision is None:
+            raise ValueError(
+                f"a turn shows pictures {needed[:5]}, and the learner's model reads text only: expected the policy's model"
+            )
+        positions = vision.places(tokens, depth, end, self.vision.grids(pictures, needed))
+        return positions, self.vision.view(tokens, pictures)
 
     def read(
         self, row: Row, initial: bool = False, compute: torch.dtype | None = None

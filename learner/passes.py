@@ -49,7 +49,10 @@ class Rows(msgspec.Struct, frozen=True):
 def rows_of(turns: list[TurnTokens]) -> Rows:
     """Return the rows of a batch."""
     ends = np.cumsum([len(turn.action) for turn in turns]).tolist()
-    paths = [Path(np.concatenate([turn.prefix, turn.action]).astype(np.int64), len(turn.prefix)) for turn in turns]
+    paths = [
+        Path(np.concatenate([turn.prefix, turn.action]).astype(np.int64), len(turn.prefix), turn.pictures)
+        for turn in turns
+    ]
     return Rows(
         paths,
         Trie(paths),

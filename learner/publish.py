@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from learner.giver import Giver, Snapshot
 from learner.model import Policy
-from wire import digest
+from wire import digest, vision
 from wire.atomic import drafted, write_whole
 from wire.published import FILES, Manifest
 
@@ -46,7 +46,8 @@ def publish(
         if policy.lora:
             manifest = Manifest(version, "lora", _write_adapter(policy, whole or policy.gathered(), draft))
         else:
-            tensors = {n: p.to(policy.compute) for n, p in (whole or _parameters(policy, giver is not None)).items()}
+            tensors = (whole or _parameters(policy, giver is not None)).items()
+            tensors = {vision.stored(n): p.to(policy.compute) for n, p in tensors}
             proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
             memory = giver.offer(Snapshot(version, _own(tensors, policy.device))) if giver is not None else None
             manifest = Manifest(version, "full", proof, file or giver is None, memory)
@@ -72,7 +73,7 @@ def _write_adapter(policy: Policy, whole: dict[str, torch.Tensor], folder: Path)
     settings = policy.model.peft_config["default"].to_dict()
     settings["target_modules"] = sorted(settings["target_modules"])
     (folder / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
-    return _write({n.replace(".default", ""): p for n, p in whole.items()}, folder / FILES["lora"])
+    return _write({vision.stored(n.replace(".default", "")): p for n, p in whole.items()}, folder / FILES["lora"])
 
 
 def _write_full(tensors: dict[str, torch.Tensor], folder: Path) -> str:

@@ -103,20 +103,25 @@ class TurnTable(msgspec.Struct, frozen=True):
 
 
 class TurnTokens(msgspec.Struct, frozen=True):
-    """The tokens of one row: prefix (all that the policy saw) and action, int32, and the action's sampling record, each [action tokens]."""
+    """The tokens of one row: prefix (all that the policy saw) and action, int32, and the action's sampling record, each [action tokens].
+
+    pictures: the PNG bytes of the batch's pictures by number, the same mapping for all rows.
+    """
 
     prefix: np.ndarray
     action: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     sampled: np.ndarray
+    pictures: dict[int, bytes] = {}
 
 
 def build(groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode]) -> tuple[TurnTable, list[TurnTokens]]:
     """Return the table and the tokens of a batch. nodes: (tree, node id) -> node; it must hold every ancestor of every turn."""
     rows = [(group, turn, nodes[group.tree, turn.node]) for group in groups for turn in group.turns]
     names = sorted({name for _, turn, _ in rows for name in turn.scores})
-    turns = [_tokens(group.tree, node, nodes) for group, _, node in rows]
+    pictures = {number: png for node in nodes.values() for number, png in node.images.items()}
+    turns = [_tokens(group.tree, node, nodes, pictures) for group, _, node in rows]
     table = TurnTable(
         tree=np.array([group.tree for group, _, _ in rows], np.int64),
         group=np.array([group.id for group, _, _ in rows], np.int64),
@@ -134,7 +139,9 @@ def _anchor(turn: Turn, observation: TreeNode) -> int:
     return zlib.crc32(observation.tokens.tobytes()) if turn.anchor is None else turn.anchor
 
 
-def _tokens(tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode]) -> TurnTokens:
+def _tokens(
+    tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode], pictures: dict[int, bytes]
+) -> TurnTokens:
     pieces, parent = [], node.parent
     while parent >= 0:
         ancestor = nodes[tree, parent]
@@ -144,4 +151,4 @@ def _tokens(tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode]) -
         raise ValueError(f"tree {tree}, node {node.id}: a trained turn without a token; the strategy must not emit it")
     assert node.logprobs is not None and node.versions is not None, "a trained turn is an action"
     sampled = node.sampled if node.sampled is not None else np.ones(len(node.tokens), bool)
-    return TurnTokens(np.concatenate(pieces[::-1]), node.tokens, node.logprobs, node.versions, sampled)
+    return TurnTokens(np.concatenate(pieces[::-1]), node.tokens, node.logprobs, node.versions, sampled, pictures)

@@ -10,23 +10,27 @@ model cuts its micro-batches from this trie.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 
 class Path(msgspec.Struct, frozen=True):
-    """One trained turn: all tokens up to its end, and the index at which its action starts."""
+    """One trained turn: all tokens up to its end, and the index at which its action starts.
+
+    pictures: the PNG bytes of (at least) the pictures among its tokens, by number (``wire.vision``).
+    """
 
     tokens: Sequence[int] | np.ndarray
     start: int
+    pictures: Mapping[int, bytes] = {}
 
 
 class Forest(msgspec.Struct, frozen=True):
     """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state predicts target[i], in the order of the paths.
 
-    path_tokens: the tokens of all paths. nodes: the number of packed tokens, without the filler nodes of ``filled``.
+    path_tokens: the tokens of all paths. nodes: the number of packed tokens, without the filler nodes of ``filled``. pictures: as in ``Path``.
     """
 
     tokens: np.ndarray
@@ -36,6 +40,7 @@ class Forest(msgspec.Struct, frozen=True):
     target: np.ndarray
     path_tokens: int
     nodes: int
+    pictures: Mapping[int, bytes] = {}
 
     @property
     def token_ratio(self) -> float:
@@ -57,6 +62,8 @@ class Trie:
     def __init__(self, paths: Sequence[Path]):
         rows = [np.asarray(path.tokens, np.int64) for path in paths]
         self.starts = [path.start for path in paths]
+        shown = {id(path.pictures): path.pictures for path in paths}  # the paths of an update have one mapping together
+        self.pictures = {number: png for pictures in shown.values() for number, png in pictures.items()}
         self.order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
         self.rank = np.argsort(self.order)
         most = sum(map(len, rows))
@@ -94,7 +101,8 @@ class Trie:
         read = [one[self.starts[i] - 1 : -1] for i, one in zip(rows, _split(own, lengths), strict=True)]
         target = [self.tokens[spine[self.starts[i] :]] for i, spine in zip(rows, spines, strict=True)]
         tokens, depth = self.tokens[kept], self.depth[kept]
-        return Forest(tokens, depth, end, np.concatenate(read), np.concatenate(target), len(nodes), len(kept))
+        read, target = np.concatenate(read), np.concatenate(target)
+        return Forest(tokens, depth, end, read, target, len(nodes), len(kept), self.pictures)
 
     def cuts(self, rows: Sequence[int]) -> "Cuts":
         """Return the places at which the paths ``rows`` may be cut."""

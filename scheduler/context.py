@@ -23,9 +23,10 @@ from scheduler.fleet import Fleet
 from scheduler.journal import Journal
 from scheduler.judged import Judged
 from scheduler.placement import Place
-from scheduler.text import Text
+from scheduler.text import Shown, Text
 from scheduler.together import together
 from scheduler.tree import Node, Tree
+from wire import vision
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -93,7 +94,7 @@ class Context:
         self.state_type = type(state)
         if not self.tree.nodes:
             head, _ = self.rendered(state)
-            root = self.tree.add(None, "prompt", self.shop.text.encode(head), head, state=msgspec.to_builtins(state))
+            root = self.tree.add(None, "prompt", self.encode(head), head.text, state=msgspec.to_builtins(state))
             self.changed([root])
 
     async def tip(self, trajectory: int = 0) -> Node:
@@ -249,12 +250,19 @@ class Context:
         context.state_type, context.attempt = self.state_type, self.attempt
         return context
 
-    def rendered(self, state: Any, thinking: bool | None = None) -> tuple[str, str]:
+    def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
         """The prompt for acting in ``state``, as the part that all turns share and the rest ("" where turns are appended)."""
         messages = self.environment.prompt(self.task, state)
         text = self.shop.text.prompt(messages, self.settings.thinking if thinking is None else thinking)
         head, _, tail = text.partition(SPLIT)
-        return head, tail
+        parts = list(vision.shown(messages))
+        split = next((i for i, part in enumerate(parts) if isinstance(part, str) and SPLIT in part), len(parts))
+        first, rest = ([part for part in some if isinstance(part, bytes)] for some in (parts[:split], parts[split:]))
+        return Shown(head, tuple(first)), Shown(tail, tuple(rest))
+
+    def encode(self, part: Shown) -> np.ndarray:
+        """int32 [tokens]: a part of a prompt, whose pictures enter the journal."""
+        return self.shop.text.encode(part.text, [(self.shop.journal.picture(png), png) for png in part.pictures])
 
     async def sample(
         self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False
@@ -265,7 +273,8 @@ class Context:
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
-        requests = [GenerateRequest(prefix, size, self._sampling(stop)) for size in sizes]
+        pictures = self.shop.journal.pictures(prefix)
+        requests = [GenerateRequest(prefix, size, self._sampling(stop), pictures) for size in sizes]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
@@ -325,8 +334,8 @@ class Context:
         prompt = self.tree.add(
             self.tree.nodes[0],
             "prompt",
-            self.shop.text.encode(tail),
-            tail,
+            self.encode(tail),
+            tail.text,
             state=msgspec.to_builtins(state),
             chosen=True,
             trajectory=trajectory,

@@ -4,6 +4,7 @@ Invariant: a group is journaled before it is sent, and is marked with the versio
 is found again, every emitted group is either marked or sent again, and no group enters two updates (the learner's frontier decides).
 """
 
+import hashlib
 import json
 import sqlite3
 import time
@@ -11,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from actors.environments.base import Rejected
 from scheduler.tree import Tree, decode_node, encode_node
+from wire import vision
 from wire.messages import Turn
 
 _SCHEMA = """
@@ -23,6 +26,7 @@ CREATE TABLE IF NOT EXISTS nodes (tree INTEGER, id INTEGER, body BLOB, PRIMARY K
 CREATE TABLE IF NOT EXISTS groups (id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, trained INTEGER);
 CREATE TABLE IF NOT EXISTS rejected (place TEXT PRIMARY KEY, reason TEXT);
 CREATE TABLE IF NOT EXISTS evaluations (version INTEGER, name TEXT, result TEXT, PRIMARY KEY (version, name));
+CREATE TABLE IF NOT EXISTS pictures (number INTEGER PRIMARY KEY, digest TEXT UNIQUE, png BLOB);
 CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 """
 
@@ -100,6 +104,13 @@ class Journal:
         """Record that ``version`` was trained on ``group``."""
         self._write(("UPDATE groups SET trained=? WHERE id=?", [(version, group)]))
 
+    def picture(self, png: bytes) -> int:
+        """Return the number of a picture (``wire.vision``), which its first use writes. Equal bytes have one number in a run."""
+        digest = hashlib.sha256(png).hexdigest()
+        while (row := self._db.execute("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()) is None:
+            self._write(("INSERT INTO pictures (digest, png) VALUES (?,?)", [(digest, png)]))
+        return row[0]
+
     def reject(self, rejected: Iterable[Rejected]) -> None:
         """Record tasks that cannot work, with the reasons."""
         self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", [(r.where, r.reason) for r in rejected]))
@@ -140,6 +151,11 @@ class Journal:
         """The turns of a group."""
         ((body,),) = self._db.execute("SELECT turns FROM groups WHERE id=?", (group,))
         return msgspec.msgpack.decode(body, type=list[Turn])
+
+    def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
+        """The PNG bytes of the pictures among ``tokens``, by number."""
+        query = "SELECT png FROM pictures WHERE number=?"
+        return {number: self._db.execute(query, (number,)).fetchone()[0] for number in vision.numbers(tokens)}
 
     def untrained_trees(self) -> list[TreeRow]:
         """Training trees that still grow, or that ended (even quarantined) and have a group on which no version was trained."""

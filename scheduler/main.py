@@ -130,6 +130,8 @@ class Run:
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
         self.grow = strategies.load(self.settings.strategy, self.settings.strategy_options)
         examined = registry.load(process.environment, process.options | self.settings.evaluation.options)
+        if self.environment.pictures or examined.pictures:
+            self.shop.text.check_sight()
         self.examination = Examination(
             self.shop, examined, heldout, self.spread, self.metrics, self.phases, self._attempts, self._number
         )

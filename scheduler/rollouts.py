@@ -70,6 +70,6 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
 def _shown(ctx: Context, state: Any, step: int) -> Position:
     head, tail = ctx.rendered(state, thinking=False)
     root = ctx.tree.nodes[0]
-    shared = root.tokens if head == root.text else ctx.shop.text.encode(head)
-    prefix = np.concatenate([shared, ctx.shop.text.encode(tail)])
+    shared = root.tokens if head.text == root.text and not head.pictures else ctx.encode(head)
+    prefix = np.concatenate([shared, ctx.encode(tail)])
     return Position(prefix.tobytes(), state, step)

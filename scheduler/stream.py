@@ -99,7 +99,8 @@ class Stream:
                 if whole or node.id not in sent:
                     needed[node.id] = node
         sent.update(needed)
-        return [needed[id].travels() for id in sorted(needed)]
+        nodes = [needed[id] for id in sorted(needed)]
+        return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 
     async def _close(self, closed: TreeClosed) -> None:
         while True:

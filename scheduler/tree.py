@@ -17,7 +17,7 @@ class Node(msgspec.Struct):
     """One node. logprobs, versions and sampled are [tokens], on actions only, as in ``wire.messages.TreeNode``.
 
     scores: named columns; invalid: columns that a judge could not give; notes: explanations, by judge. state: the environment
-    state after the node, as plain values. step: the number of actions up to and including this node. trajectory: which of
+    state after the node, as plain values. The pictures of a prompt are among its tokens by their numbers in the journal (``wire.vision``). step: the number of actions up to and including this node. trajectory: which of
     several whole trajectories the node belongs to. cached: prompt tokens that the engine had in its cache.
     """
 
@@ -40,9 +40,11 @@ class Node(msgspec.Struct):
     finish: str = ""
     cached: int = 0
 
-    def travels(self) -> TreeNode:
-        """The node as the learner receives it."""
-        return TreeNode(self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled)
+    def travels(self, images: dict[int, bytes]) -> TreeNode:
+        """The node as the learner receives it, with its pictures by number."""
+        return TreeNode(
+            self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled, images
+        )
 
 
 class Tree:

@@ -29,6 +29,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen2.5-VL."""
+    torch.set_num_threads(1)
+    return tiny.save_vision(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="session")
 def sglang_server(llama: Path) -> Iterator[Any]:
     """A real SGLang server of the tiny Llama, with adapters, for all tests that need one."""
     from tests.sglang_cpu.shared import LORA, Shared

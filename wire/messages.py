@@ -118,11 +118,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """Service ``generate``: sample ``n`` independent continuations of one prefix. tokens: int32 [prefix]."""
+    """Service ``generate``: sample ``n`` independent continuations of one prefix. tokens: int32 [prefix].
+
+    images: the PNG bytes of every picture in the prefix, by its number (``wire.vision``).
+    """
 
     tokens: np.ndarray
     n: int
     sampling: Sampling
+    images: dict[int, bytes] = {}
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -284,7 +288,8 @@ class TreeNode(msgspec.Struct, frozen=True):
     """A node of the prefix tree as it is sent. It holds only the tokens that it adds.
 
     tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled bool [new]
-    (False for a forced token, which has no sampling probability). The root has parent -1.
+    (False for a forced token, which has no sampling probability). The root has parent -1. images: the PNG bytes of the pictures among the
+    tokens, by number (``wire.vision``).
     """
 
     id: int
@@ -294,6 +299,7 @@ class TreeNode(msgspec.Struct, frozen=True):
     logprobs: np.ndarray | None = None
     versions: np.ndarray | None = None
     sampled: np.ndarray | None = None
+    images: dict[int, bytes] = {}
 
 
 class Turn(msgspec.Struct, frozen=True):

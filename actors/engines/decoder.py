@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from actors.engines.attend import Plan
+from wire import vision
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048
@@ -27,12 +28,17 @@ class WholeDecoder:
     """Runs any model whose attention goes through transformers' interface."""
 
     def __init__(self, model: Any):
-        self._decoder = model.get_decoder()
+        self._model, self._decoder = model, model.get_decoder()
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Map tokens and positions [rows] to final hidden states [rows, hidden]."""
-        output = self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
-        return output.last_hidden_state[0]
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map tokens [rows] and positions [rows] or [3, rows] to final hidden states [rows, hidden]. features: those of the picture tokens."""
+        inputs = {"input_ids": tokens[None]}
+        if features is not None:
+            inputs = {"inputs_embeds": vision.embed(self._model, tokens, features, slice(None))}
+        where = positions[None] if positions.ndim == 1 else positions[:, None]
+        return self._decoder(**inputs, position_ids=where, use_cache=False, plan=plan).last_hidden_state[0]
 
 
 class PlainDecoder:
@@ -48,8 +54,10 @@ class PlainDecoder:
         # rotate_half(x) * sin equals x, rolled by half a head, times sin with its first half negated.
         self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Like ``WholeDecoder.forward``."""
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Like ``WholeDecoder.forward``. These models read no pictures."""
         hidden = functional.embedding(tokens, self._embed.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for number, layer in enumerate(self._layers):

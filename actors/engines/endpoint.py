@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import numpy as np
 
 from actors.engines.base import OnTokens
 from actors.environments.base import SPLIT
+from wire import vision
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import CHAT, Reached
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
@@ -26,19 +28,20 @@ _ESCAPED_SPLIT = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(SPLIT):04x}")
 
 
 class EndpointText:
-    """Encodes text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` is not escaped."""
+    """Encodes text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` is not escaped and pictures are data URLs."""
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the text's bytes as int32 [bytes]."""
+    def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
+        """Return the text's bytes as int32 [bytes]. pictures: have no effect, because the JSON holds them."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
         """Return the text of bytes."""
         return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
-    def prompt(self, messages: list[dict[str, str]], thinking: bool = True) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], thinking: bool = True) -> str:
         """Return the messages as JSON. thinking: has no effect, because the endpoint renders its own template."""
-        return _ESCAPED_SPLIT.sub(lambda match: match[1] + SPLIT, json.dumps(messages, ensure_ascii=False))
+        sent = [message | {"content": _content(message["content"])} for message in map(dict, messages)]
+        return _ESCAPED_SPLIT.sub(lambda match: match[1] + SPLIT, json.dumps(sent, ensure_ascii=False))
 
 
 class EndpointEngine:
@@ -111,9 +114,9 @@ class EndpointEngine:
 
     # ------------------------------------------------------------------------------------------ inner workings
 
-    def _messages(self, tokens: np.ndarray) -> list[dict[str, str]]:
+    def _messages(self, tokens: np.ndarray) -> list[dict[str, Any]]:
         try:
-            return msgspec.json.decode(self.text.decode(tokens), type=list[dict[str, str]])
+            return msgspec.json.decode(self.text.decode(tokens), type=list[dict[str, Any]])
         except msgspec.DecodeError as error:
             raise DataFault(
                 f"a prefix that is not one prompt ({error}): an endpoint plays environments with a fresh prompt each turn"
@@ -134,6 +137,16 @@ class EndpointEngine:
         self.counts["decoded_tokens"] += usage.get("completion_tokens") or 0
         self.counts["replies_without_usage"] += not usage
         return prompt, cached
+
+
+def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    """Return a message's content with its pictures as the chat protocol has them."""
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": vision.url(part["image"])}} if part["type"] == "image" else part
+        for part in content
+    ]
 
 
 def whole(choice: dict[str, Any], stop: list[str]) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import tokenizers
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from actors.config import ActorsConfig
 from actors.engines import attend, checks, decoder, weights
@@ -32,14 +32,16 @@ from actors.engines.memory import Memory, Shape
 from actors.engines.radix import RadixCache
 from actors.engines.samples import Running, StopStrings, Stream, Waiting
 from actors.engines.sampling import pick, uniforms
+from actors.engines.sight import Sight
 from actors.engines.thread import EngineThread
+from wire import vision
 from wire.faults import DataFault, InfrastructureFault
 from wire.hardware import compute_dtype
 from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 
 class LocalEngine:
-    """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama, Qwen2 and Qwen3.
+    """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama, Qwen2, Qwen3 and Qwen2.5-VL.
 
         engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
         await engine.start()
@@ -74,13 +76,12 @@ class LocalEngine:
     def _load_model(self) -> None:
         torch.set_num_threads(self.config.threads)
         torch.set_grad_enabled(False)
-        settings = AutoConfig.from_pretrained(self.folder)
+        settings = AutoConfig.from_pretrained(self.folder).get_text_config()
         self._check_fits(settings)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=self.dtype, attn_implementation=attend.ATTENTION
-        )
-        self.model: Any = model.to(self.device)
+        self.model: Any = vision.load(self.folder, self.dtype, attend.ATTENTION).to(self.device)
         self.model.eval()
+        processor = vision.Vision.of(self.folder)
+        self._sight = Sight(self.model, processor) if processor is not None else None
         self.tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         end = self.model.generation_config.eos_token_id
         self.end_tokens = frozenset(end if isinstance(end, list) else [] if end is None else [end])
@@ -148,7 +149,8 @@ class LocalEngine:
         self._requests += 1
         callback = on_top if on_tokens is None else _without_top(on_tokens)
         stream = (asyncio.get_running_loop(), callback) if callback is not None else None
-        waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream)
+        positions = self._sight.positions(request) if self._sight is not None else None
+        waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream, positions)
         self._thread.ask(waiting.future, lambda: self._arrive(waiting))
         try:
             return await asyncio.wrap_future(waiting.future)
@@ -189,7 +191,8 @@ class LocalEngine:
         self._check_tokens(request.tokens)
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
-        checks.tokens(tokens, self.model.get_input_embeddings().num_embeddings, self.folder)
+        words = tokens if self._sight is None else tokens[tokens >= 0]
+        checks.tokens(words, self.model.get_input_embeddings().num_embeddings, self.folder)
 
     def _matcher(self, constraint: Constraint) -> Matcher:
         return self._grammar.matcher(constraint)
@@ -262,9 +265,12 @@ class LocalEngine:
         for chunk in chunks:
             start, end = chunk.prefix.length, chunk.prefix.length + chunk.count
             tokens.append(chunk.prefix.owner.prompt[start:end])
-            positions.append(np.arange(start, end))
-        ids, where = (torch.from_numpy(np.concatenate(parts)).to(self.device) for parts in (tokens, positions))
-        return self._decoder.forward(ids, where, plan)
+            positions.append(chunk.prefix.owner.where(start, end))
+        if any(part.ndim > 1 for part in positions):
+            positions = [np.broadcast_to(part, (3, part.shape[-1])) for part in positions]
+        ids, where = (torch.from_numpy(np.concatenate(parts, -1)).to(self.device) for parts in (tokens, positions))
+        features = self._sight.features(chunks) if self._sight is not None else None
+        return self._decoder.forward(ids, where, plan, features)
 
     def _branch(self, waiting: Waiting) -> list[Running]:
         """Keep the prompt in the cache and start the request's samples."""
@@ -348,6 +354,8 @@ class LocalEngine:
         self.version = version
         self.cache.clear()
         self._admission.ideal.clear()
+        if self._sight is not None:
+            self._sight.forget()
 
 
 def _without_top(on_tokens: OnTokens) -> OnTop:

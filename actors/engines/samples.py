@@ -16,6 +16,7 @@ from actors.engines.memory import Shelf, Stretch
 from actors.engines.sampling import key
 from wire.faults import Fault
 from wire.messages import GenerateRequest, GenerateResult, Sample
+from wire.vision import runs
 
 
 class Waiting:
@@ -23,6 +24,7 @@ class Waiting:
 
     prefix: the place of the prompt's keys and values, set when the request is admitted. tails: the shelf for the keys and values of its
     samples. ending: the final hidden state of the last prompt token, if known. version: the policy version when it was admitted.
+    positions: those of a prompt with pictures, int64 [3, prompt], else None. shown: the prompt's pictures.
     """
 
     def __init__(
@@ -31,9 +33,14 @@ class Waiting:
         seed: int,
         matcher: Matcher | None = None,
         stream: "tuple[asyncio.AbstractEventLoop, OnTop] | None" = None,
+        positions: np.ndarray | None = None,
     ):
         self.request, self.matcher, self.stream = request, matcher, stream
         self.prompt = np.ascontiguousarray(request.tokens, np.int32)
+        self.positions = positions
+        self.shown = runs(self.prompt) if positions is not None else []
+        self.end = len(self.prompt) if positions is None else int(positions.max()) + 1
+        """The position of the first sampled token: a picture takes fewer positions than tokens."""
         self.future: Future[GenerateResult] = Future()
         self.samples: list[Sample | None] = [None] * request.n
         self.left = request.n
@@ -44,6 +51,10 @@ class Waiting:
         self.prefix: Stretch
         self.tails: Shelf
         self.ending: torch.Tensor | None = None
+
+    def where(self, start: int, end: int) -> np.ndarray:
+        """Return the positions of prompt tokens, int64 [tokens] or [3, tokens]."""
+        return np.arange(start, end) if self.positions is None else self.positions[:, start:end]
 
     def answer(self, result: GenerateResult) -> None:
         """Give the caller the result, unless the caller has left."""
@@ -70,7 +81,7 @@ class Running:
     @property
     def position(self) -> int:
         """The position of the last token, which is not in the tail yet."""
-        return len(self.owner.prompt) + len(self.tokens) - 1
+        return self.owner.end + len(self.tokens) - 1
 
     def grow(self, token: int, logprob: float, version: int, top: dict[int, float] | None) -> None:
         """Append a sampled token. top: see ``Sample.top``."""

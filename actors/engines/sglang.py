@@ -22,6 +22,7 @@ from actors.engines.sglang_api import Facts, Way
 from actors.engines.sglang_inside import Inside
 from actors.engines.sglang_remote import Remote
 from actors.engines.sglang_server import Launched
+from wire import vision
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample, Sampling
 
@@ -52,6 +53,7 @@ class SGLangEngine:
         self.folder, self.config, self.seed = Path(model), config, seed
         self.way: Way = ways(model, config, place)
         self.weights = sglang_weights.Weights(self.way, self.folder, config.sglang)
+        self._vision = vision.Vision.of(model)
         self.version = 0
         self.counts: Counter[str] = Counter()
         self.longest = config.max_context
@@ -94,7 +96,8 @@ class SGLangEngine:
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """Sample ``request.n`` continuations of one prefix. When one fails or the coroutine is cancelled, all are aborted."""
         checks.request(request, self.config.max_batch, self.longest)
-        checks.tokens(request.tokens, self.facts.vocabulary, self.folder)
+        words = request.tokens if self._vision is None else request.tokens[request.tokens >= 0]
+        checks.tokens(words, self.facts.vocabulary, self.folder)
         if request.sampling.top_logprobs:
             raise DataFault(
                 f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may not be of the distribution really sampled"
@@ -103,7 +106,7 @@ class SGLangEngine:
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
         self._enter()
         try:
-            prefix = None if request.n == 1 else await self._prefill(request.tokens, names[0] + _PREFIX)
+            prefix = None if request.n == 1 else await self._prefill(self._prompt(request), names[0] + _PREFIX)
             answers = await self._ask(self._body(request, names))
         except (Exception, asyncio.CancelledError):
             await asyncio.shield(self.way.abort(names if request.n == 1 else [*names, names[0] + _PREFIX]))
@@ -112,6 +115,7 @@ class SGLangEngine:
             self._leave()
         if len(answers) != request.n:
             raise InfrastructureFault(f"{self.way.name} answered {len(answers)} samples, expected n = {request.n}")
+        self._check_read(request, answers)
         samples = [self._sample(answer, request.sampling) for answer in answers]
         cached = self._count(answers, prefix)
         for index, sample in enumerate(samples):
@@ -163,13 +167,39 @@ class SGLangEngine:
 
     # ------------------------------------------------------------------------------------------ bodies
 
-    async def _prefill(self, tokens: np.ndarray, name: str) -> dict[str, Any]:
+    def _prompt(self, request: GenerateRequest) -> dict[str, list[Any]]:
+        """Return the ids of the prefix, and its pictures in order. SGLang takes one placeholder per picture and repeats it itself."""
+        tokens = request.tokens
+        if self._vision is None or not (tokens < 0).any():
+            return {"input_ids": tokens.tolist()}
+        try:
+            self._vision.sequence(tokens, request.images)
+        except ValueError as error:
+            raise DataFault(str(error)) from None
+        shown = vision.runs(tokens)
+        kept = tokens >= 0
+        kept[[run.start for run in shown]] = True
+        ids = np.where(tokens < 0, self._vision.token, tokens)[kept]
+        return {"input_ids": ids.tolist(), "image_data": [vision.url(request.images[run.number]) for run in shown]}
+
+    def _check_read(self, request: GenerateRequest, answers: list[dict[str, Any]]) -> None:
+        """Raise InfrastructureFault if SGLang read other tokens than the tree holds: with pictures it may tokenize the prefix anew."""
+        text = request.tokens >= 0
+        for answer in [] if text.all() else answers:
+            read = np.asarray(answer.get("prompt_token_ids") or [])
+            if read.shape != text.shape or (read != request.tokens)[text].any():
+                raise InfrastructureFault(
+                    f"{self.way.name} read {len(read)} tokens of a prefix with pictures, expected the {len(text)} of the tree: it must be"
+                    " sglang 0.5.23 or newer, with SGLANG_MM_AVOID_RETOKENIZE on and the processor settings of the learner's model"
+                )
+
+    async def _prefill(self, prompt: dict[str, list[Any]], name: str) -> dict[str, Any]:
         """Compute the prefix once, before all its samples are requested together."""
-        body = {"input_ids": tokens.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}, "rid": name}
+        body = {**prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}, "rid": name}
         return (await self._ask(body))[0]
 
     def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
-        sampling, tokens = request.sampling, request.tokens.tolist()
+        sampling, prompt = request.sampling, self._prompt(request)
         settings: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -180,13 +210,15 @@ class SGLangEngine:
         if sampling.constraint is not None:
             settings[sampling.constraint.kind] = sampling.constraint.text
         body: dict[str, Any] = {"return_logprob": True, "logprob_start_len": -1}
+        body |= {"return_prompt_token_ids": True} if "image_data" in prompt else {}
         if _cut(sampling):
             body["return_sampling_mask"] = True
             settings["top_k"] = self._most(sampling)
         if request.n == 1:
-            return body | {"input_ids": tokens, "rid": names[0], "sampling_params": self._seeded(settings, sampling, 0)}
+            return body | prompt | {"rid": names[0], "sampling_params": self._seeded(settings, sampling, 0)}
         rows = [self._seeded(settings, sampling, index) for index in range(request.n)]
-        return body | {"input_ids": [tokens] * request.n, "rid": names, "sampling_params": rows}
+        prompts = {key: [value] * request.n for key, value in prompt.items()}
+        return body | prompts | {"rid": names, "sampling_params": rows}
 
     def _most(self, sampling: Sampling) -> int:
         """Return a top-k for which SGLang can report the mask. If the request has no top-k, it is one that cuts nothing off."""

@@ -162,7 +162,8 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
 def linear_layers(model: Path) -> list[str]:
     """Names of the layers that the learner's adapters change: all linear ones but the head, as PEFT's "all-linear" has them."""
     shapes = BaseWeights(model).shapes()
-    names = [name.split(".") for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
+    linear = (name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight"))
+    names = [name.split(".") for name in linear if not name.startswith("visual.")]
     return sorted({parts[-2] for parts in names} - {"embed_tokens", "lm_head"})
 
 
@@ -172,6 +173,7 @@ def read_facts(model: str, info: dict[str, Any]) -> Facts:
     path = Path(model) / "config.json"
     if path.is_file():
         settings = json.loads(path.read_text())
+        settings |= settings.get("text_config") or {}
     context = info.get("context_length") or settings.get("max_position_embeddings") or 0
     return Facts(
         int(info.get("max_total_num_tokens") or 0),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from wire import digest, published
+from wire import digest, published, vision
 from wire.faults import InfrastructureFault
 
 
@@ -44,7 +44,7 @@ def apply(model: Any, base: Path, kind: str, path: Path) -> None:
 
     Raises ValueError, before any change, when the weights belong to another model, and Mixed when the copying fails midway.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {vision.stored(name): parameter for name, parameter in model.named_parameters()}
     check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
     try:
         for name, tensor in whole(path) if kind == "full" else merged(base, path):

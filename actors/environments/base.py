@@ -130,6 +130,8 @@ class Environment(Protocol):
     """Whether every transition has a ``reward``."""
     headline: str = "return"
     """The most important measure."""
+    pictures: bool = False
+    """Whether prompts show pictures. Then the policy must be a model that reads them."""
     fresh: bool = True
     """If True, each turn is a new prompt that shows the state. If False, observations are appended to one growing text."""
     rewarded_by_judge: bool = True
@@ -143,8 +145,11 @@ class Environment(Protocol):
         """Return the state in which the policy acts first (after the move of an opponent that begins)."""
         return state
 
-    def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
-        """Return the chat messages to which the policy replies. ``SPLIT`` ends the part that all turns share."""
+    def prompt(self, task: Task, state: Any) -> list[dict[str, Any]]:
+        """Return the chat messages to which the policy replies. ``SPLIT`` ends the part that all turns share.
+
+        A message's content is a text, or a list of the parts {"type": "text", "text": str} and {"type": "image", "image": PNG bytes}.
+        """
         ...
 
     def anchor(self, state: Any) -> str | None:

@@ -1,7 +1,7 @@
 """The common part of the games: each turn a fresh prompt shows the full state, and an unusable action ends the episode as a loss.
 
-A prompt file in prompts/ has the placeholders of its game ({board}, ..) and {past}. The text before the first placeholder is the same in
-every turn and is prefilled once. An action is ``<action> .. </action>`` (methods.md 3.1). Only the last action block counts, so that a policy
+A prompt file in prompts/ has the placeholders of its game ({board}, ..) and {past}, and {picture} in a game that draws its states. The text
+before the first placeholder is the same in every turn and is prefilled once. An action is ``<action> .. </action>`` (methods.md 3.1). Only the last action block counts, so that a policy
 may think first.
 """
 
@@ -15,6 +15,7 @@ from wire.numbers import Natural
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _BLOCK_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+PICTURE = "{picture}"
 
 
 class Game(Environment):
@@ -35,8 +36,11 @@ class Game(Environment):
         path = prompt_file(prompt, self.name)
         self.template = path.read_text().strip()
         first = _PLACEHOLDER.search(self.template)
-        if first is None or not {"board", "row"} & set(_PLACEHOLDER.findall(self.template)):
-            raise ValueError(f"prompt file {path} has neither a {{board}} nor a {{row}} placeholder")
+        if first is None or not {"board", "row", "picture"} & set(_PLACEHOLDER.findall(self.template)):
+            raise ValueError(f"prompt file {path} has none of the placeholders {{board}}, {{row}} and {{picture}}")
+        self.pictures = PICTURE in self.template
+        if self.pictures and type(self).picture is Game.picture:
+            raise ValueError(f"prompt file {path} has a {PICTURE} placeholder, and {self.name} draws no pictures")
         if history and "{past}" not in self.template:
             raise ValueError(f"history = {history} has no effect: prompt file {path} has no {{past}} placeholder")
         self._shared = first.start()
@@ -51,6 +55,10 @@ class Game(Environment):
 
     def view(self, state: Any) -> dict[str, str]:
         """Return the texts of the prompt's placeholders, including {board}."""
+        raise NotImplementedError
+
+    def picture(self, state: Any) -> bytes:
+        """Return the PNG that {picture} shows. A game need not have one."""
         raise NotImplementedError
 
     def move(self, text: str) -> tuple[int, ...] | None:
@@ -87,13 +95,17 @@ class Game(Environment):
         """Return the task of ``seed``."""
         return Task(f"{self.name}-{seed}", seed=seed)
 
-    def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
+    def prompt(self, task: Task, state: Any) -> list[dict[str, Any]]:
         """Return one user message with the rules, then the state."""
         past = "\n".join(getattr(state, "past", ())) or "none"
         shown = {**self.view(state), "past": past}
         head, tail = self.template[: self._shared], self.template[self._shared :]
         filled = _PLACEHOLDER.sub(lambda match: shown[match[1]] if match[1] in shown else match[0], tail)
-        return [{"role": "user", "content": f"{head}{SPLIT}{filled}"}]
+        text = f"{head}{SPLIT}{filled}"
+        if not self.pictures:
+            return [{"role": "user", "content": text}]
+        before, after = ({"type": "text", "text": part} for part in text.split(PICTURE, 1))
+        return [{"role": "user", "content": [before, {"type": "image", "image": self.picture(state)}, after]}]
 
     def read(self, state: Any, text: str) -> Action:
         """Return the action of the last action block, checked against the rules."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments import sokoban_rooms
+from actors.environments import sokoban_pictures, sokoban_rooms
 from actors.environments.base import Action, Task, Tools, Transition
 from actors.environments.game import Game
 from actors.environments.sokoban_rooms import BOXES, PLACED, SIZES, Position, layout_digest, parse, pushed, written
@@ -51,7 +51,8 @@ class Sokoban(Game):
     size: of the square room, outer walls included. boxes: 1 to 3. horizon: turns until the episode ends. split: with "rooms", the walls and
     targets of a held-out room occur in no training room, however turned or mirrored; with "released", held-out rooms only have other seeds.
     reading: "strict" takes exactly one of the four words from the last action block, in any case; "released" takes the first of up, down,
-    left, right and still that the first block contains. outcome: the episode's "return", or its "success" (1 or 0).
+    left, right and still that the first block contains. outcome: the episode's "return", or its "success" (1 or 0). side: the pixels of a
+    side of {picture}; 0 draws 16 per cell.
     """
 
     name = "sokoban"
@@ -69,6 +70,7 @@ class Sokoban(Game):
         split: Literal["rooms", "released"] = "rooms",
         reading: Literal["strict", "released"] = "strict",
         outcome: Literal["return", "success"] = "return",
+        side: int = 0,
     ):
         super().__init__(prompt, history, stop_at_action=stop_at_action)
         for option, value, expected in (("size", size, SIZES), ("boxes", boxes, BOXES)):
@@ -76,7 +78,11 @@ class Sokoban(Game):
                 raise ValueError(f"{option} = {value}: expected {expected[0]} to {expected[-1]}")
         if horizon < 1:
             raise ValueError(f"horizon = {horizon}: expected 1 or more turns")
-        self.size, self.boxes, self.horizon = size, boxes, horizon
+        if side < 0 or (side and not self.pictures):
+            raise ValueError(
+                f"side = {side}: expected 0, or the pixels of a prompt that has a {{picture}}, such as sokoban_picture"
+            )
+        self.size, self.boxes, self.horizon, self.side = size, boxes, horizon, side
         self.split, self.reading, self.outcome = split, reading, outcome
 
     def initial(self, task: Task) -> State:
@@ -102,6 +108,10 @@ class Sokoban(Game):
             "size": str(self.size),
             "boxes": str(self.boxes),
         }
+
+    def picture(self, state: State) -> bytes:
+        """Return the board as a PNG."""
+        return sokoban_pictures.picture(state.board, self.side)
 
     def anchor(self, state: State) -> str:
         """Return the board, without the turn and the history."""

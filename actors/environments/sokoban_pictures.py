@@ -11,7 +11,6 @@ from math import isqrt
 
 import numpy as np
 
-from actors.environments.sokoban import State
 from actors.environments.sokoban_rooms import BOX, GLYPHS, PLACED, PLAYER, PLAYER_ON_TARGET, TARGET, WALL
 
 SIDE = 16
@@ -22,15 +21,17 @@ _TARGET, _SKIN, _SHIRT = (205, 45, 45), (245, 200, 160), (40, 90, 190)
 _WOOD, _EDGE = {BOX: (196, 140, 66), PLACED: (96, 176, 84)}, {BOX: (104, 66, 24), PLACED: (32, 88, 36)}
 
 
-def picture(state: State) -> bytes:
-    """Return the room as a PNG of RGB pixels, ``SIDE`` times the room's size in each direction."""
-    return png(pixels(state))
+def picture(board: str, side: int = 0) -> bytes:
+    """Return a board as a PNG of ``side`` x ``side`` RGB pixels, whose sprites repeat the nearest pixel. 0: ``SIDE`` times the room's size."""
+    image = pixels(board)
+    at = np.arange(side or len(image)) * len(image) // (side or len(image))
+    return png(image[at][:, at])
 
 
-def pixels(state: State) -> np.ndarray:
-    """Return the room's colours, uint8 [height, width, 3]."""
-    size, sprites = isqrt(len(state.board)), _sprites()
-    rows = [state.board[at : at + size] for at in range(0, len(state.board), size)]
+def pixels(board: str) -> np.ndarray:
+    """Return the colours of a board, uint8 [height, width, 3]."""
+    size, sprites = isqrt(len(board)), _sprites()
+    rows = [board[at : at + size] for at in range(0, len(board), size)]
     return np.concatenate([np.concatenate([sprites[glyph] for glyph in row], axis=1) for row in rows])
 
 

@@ -136,7 +136,7 @@ def test_the_compact_prompt_is_one_ascii_line_of_the_cells_inside_the_walls() ->
 
 
 def test_prompt_files_name_only_placeholders_that_are_filled() -> None:
-    known = {*Sokoban().view(State(ROOM)), "past"}
+    known = {*Sokoban().view(State(ROOM)), "past", "picture"}
     for path in PROMPTS.glob("sokoban*.txt"):
         assert set(re.findall(r"\{(\w+)\}", path.read_text())) <= known, path
 

@@ -1,34 +1,35 @@
 """The pictures of Sokoban rooms. Pillow, which matplotlib brings, is the independent reader of the PNG bytes."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from actors.environments.sokoban import Sokoban, State
+from actors.environments.base import SPLIT
+from actors.environments.sokoban import Sokoban
 from actors.environments.sokoban_pictures import SIDE, picture, pixels
 from actors.environments.sokoban_rooms import GLYPHS
+from actors.environments.sudoku import Sudoku
 
 EVERY_KIND = "######" + "#S√XO#" + "#____#" * 3 + "######"
 
 
 def test_a_picture_is_a_png_of_96_pixels_with_the_pixels_of_the_room() -> None:
-    state = State(EVERY_KIND)
-    image = Image.open(io.BytesIO(picture(state)))
+    image = Image.open(io.BytesIO(picture(EVERY_KIND)))
     assert (image.format, image.mode, image.size) == ("PNG", "RGB", (96, 96))
-    assert np.array_equal(np.asarray(image), pixels(state))
-    assert picture(state) == picture(State(EVERY_KIND, turn=3))
+    assert np.array_equal(np.asarray(image), pixels(EVERY_KIND))
 
 
 def test_every_kind_of_cell_has_its_own_sprite_wherever_it_lies() -> None:
-    image = pixels(State(EVERY_KIND))
+    image = pixels(EVERY_KIND)
     tiles = {}
     for cell, glyph in enumerate(EVERY_KIND):
         row, column = divmod(cell, 6)
         tile = image[row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE].tobytes()
         assert tiles.setdefault(glyph, tile) == tile
-    tiles["P"] = pixels(State(EVERY_KIND.replace("S", "P")))[SIDE : 2 * SIDE, SIDE : 2 * SIDE].tobytes()
+    tiles["P"] = pixels(EVERY_KIND.replace("S", "P"))[SIDE : 2 * SIDE, SIDE : 2 * SIDE].tobytes()
     assert set(tiles) == set(GLYPHS)
     assert len(set(tiles.values())) == len(GLYPHS)
 
@@ -36,5 +37,39 @@ def test_every_kind_of_cell_has_its_own_sprite_wherever_it_lies() -> None:
 @pytest.mark.parametrize("size", [5, 8])
 def test_other_sizes_have_other_pictures(size: int) -> None:
     game = Sokoban(size=size)
-    image = Image.open(io.BytesIO(picture(game.initial(game.task(0)))))
+    image = Image.open(io.BytesIO(picture(game.initial(game.task(0)).board)))
     assert image.size == (size * SIDE, size * SIDE)
+
+
+@pytest.mark.parametrize("side", [96, 192, 256])
+def test_a_side_enlarges_the_pixels(side: int) -> None:
+    image = np.asarray(Image.open(io.BytesIO(picture(EVERY_KIND, side))))
+    assert image.shape == (side, side, 3)
+    cell = side // 6
+    middle = image[cell // 2 :: cell, cell // 2 :: cell][:6, :6]
+    expected = pixels(EVERY_KIND)[SIDE // 2 :: SIDE, SIDE // 2 :: SIDE]
+    assert side == 256 or np.array_equal(middle, expected)
+    assert {tuple(pixel) for pixel in image.reshape(-1, 3)} == {tuple(p) for p in pixels(EVERY_KIND).reshape(-1, 3)}
+
+
+def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
+    game = Sokoban("sokoban_picture", history=0, side=256)
+    task = game.task(3)
+    state = game.initial(task)
+    (message,) = game.prompt(task, state)
+    before, shown, after = message["content"]
+    assert game.pictures
+    assert not Sokoban().pictures
+    assert shown == {"type": "image", "image": picture(state.board, 256)}
+    assert "{" not in before["text"] + after["text"]
+    assert SPLIT in before["text"]
+    assert not set("√#_") & set(before["text"] + after["text"])
+
+
+def test_a_side_without_a_picture_and_a_picture_that_a_game_cannot_draw_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="side = 256: expected 0, or the pixels of a prompt"):
+        Sokoban(side=256)
+    path = tmp_path / "prompt.txt"
+    path.write_text("Look: {picture}")
+    with pytest.raises(ValueError, match="sudoku draws no pictures"):
+        Sudoku(prompt=str(path))

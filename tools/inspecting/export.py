@@ -9,17 +9,16 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 from actors.engines import weights
 from learner.config import LearnerProcess
 from tools.evaluating import versions
-from wire import published
+from wire import published, vision
 from wire.atomic import drafted
 from wire.faults import InfrastructureFault
 
-BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "special*")
-"""The other files of the model folder that belong to the policy: tokenizer, chat template, generation settings."""
+BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "special*", "preprocessor_config.json")
+"""The other files of the model folder that belong to the policy: tokenizer, chat template, generation settings, image processor."""
 
 
 def export(run: Path, folder: Path, version: int | str | None = None, dtype: str = "float32") -> int:
@@ -36,7 +35,7 @@ def export(run: Path, folder: Path, version: int | str | None = None, dtype: str
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"--out {folder} holds something already: choose another folder, or remove that one")
     with drafted(folder, "--out") as draft:
-        model: Any = AutoModelForCausalLM.from_pretrained(process.model, dtype=torch.float32)
+        model: Any = vision.load(process.model, torch.float32, "sdpa")
         if weights_folder is not None:
             digest = msgspec.json.decode((weights_folder / published.NAME).read_bytes(), type=published.Manifest).digest
             weights.apply(model, Path(process.model), *weights.verified_file(weights_folder, digest))

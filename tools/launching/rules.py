@@ -101,15 +101,20 @@ def _check_engine(config: Config) -> None:
             f"actors.sglang.weights = {g.weights!r} needs learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
             " (adapters travel as files)"
         )
-    _check_adapters(g, config.learner.lora.rank)
+    _check_adapters(g, config.learner)
 
 
 _ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
 """Running requests keep the adapter with which they began, new requests use the newest one, and a third may be loading."""
 
 
-def _check_adapters(g: SGLangConfig, rank: int) -> None:
-    """Refuse arguments under which SGLang would refuse the learner's adapters at the first update."""
+def _check_adapters(g: SGLangConfig, w: LearnerConfig) -> None:
+    """Refuse arguments under which SGLang would refuse the learner's adapters at the first update, or ignore a part of them."""
+    rank = w.lora.rank
+    if rank and g.lora == "adapter" and w.train_vision:
+        raise ValueError(
+            "learner.train_vision with actors.sglang.lora = 'adapter': SGLang applies adapters to the language layers only; expected 'merged'"
+        )
     if not rank or g.lora != "adapter":
         return
     if g.arguments.get("enable_lora") is False:
@@ -145,6 +150,10 @@ def _check_environment(config: Config, served: Served) -> None:
     if registry.makes_tasks(environment) and files != ("default", "default", "default"):
         raise ValueError(
             f"data.train, data.heldout and data.corpus have no effect: {data.environment!r} makes its own tasks"
+        )
+    if (environment.pictures or examined.pictures) and config.warm_start.steps:
+        raise ValueError(
+            f"warm_start.steps = {config.warm_start.steps}: {data.environment!r} shows pictures, which no warm start reads: expected 0"
         )
     _check_sources("data.train", data.train)
     _check_sources("data.heldout", data.heldout)

@@ -1,6 +1,7 @@
 """tools/evaluate: real games against real opponents, by a model, an endpoint and players without a model."""
 
 import asyncio
+import base64
 import errno
 import json
 import os
@@ -28,6 +29,7 @@ from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.journal import Journal
 from scheduler.tasks import HELD_OUT_SEEDS
 from tests import tiny
+from tests.pictures import Colours, squares
 from tools.evaluating.folder import Ledger, Spent, claim
 from tools.evaluating.games import main
 from tools.inspecting.dump import main as dump
@@ -328,6 +330,17 @@ def test_messages_survive_the_way_through_the_tree(shared: str, own: str) -> Non
     assert split == SPLIT
     tokens = np.concatenate([text.encode(head), text.encode(tail)])
     assert json.loads(text.decode(tokens)) == [{"role": "user", "content": shared + own}]
+
+
+def test_an_endpoint_gets_pictures_as_data_urls() -> None:
+    text, colours = EndpointText(), Colours()
+    task = colours.task(3)
+    (message,) = json.loads(text.prompt(colours.prompt(task, colours.initial(task))).replace(SPLIT, ""))
+    kinds = [part["type"] for part in message["content"]]
+    assert kinds == ["text", "image_url", "text", "image_url", "text"]
+    head, _, body = message["content"][3]["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64"
+    assert base64.b64decode(body) == squares(3)
 
 
 # ---------------------------------------------------------------------------------------------- interruptions

@@ -1,0 +1,157 @@
+"""The embedded engine on prompts with pictures: the learner's log-probabilities, in any chunks, from any cache, after any update."""
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from actors.config import ActorsConfig, SGLangConfig
+from actors.engines.local import LocalEngine
+from actors.engines.sglang import SGLangEngine
+from learner.model import Policy
+from learner.publish import publish
+from learner.ranks import Ranks
+from learner.trees import Path as Tokens
+from tests import tiny
+from tests.pictures import squares
+from tests.updates import process
+from wire import vision
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
+
+BOUND = 2e-5
+"""Largest difference between the engine's and the learner's log-probability, both in float32."""
+PICTURES = {1: squares(1, 2, 3), 2: squares(2), 3: squares(3), 4: squares(4, 3, 4)}
+SIZES = {1: 6, 2: 4, 3: 4, 4: 12}
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_vision(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def prompt(*numbers: int) -> np.ndarray:
+    """The same text with these pictures."""
+    shown = [np.concatenate([[260], vision.ids(n, SIZES[n]), [261, 50 + i]]) for i, n in enumerate(numbers)]
+    return np.concatenate([np.arange(5), *shown, [7, 8]]).astype(np.int32)
+
+
+def asked(*numbers: int, n: int = 2, new: int = 8, **fields: Any) -> GenerateRequest:
+    images = {number: PICTURES[number] for number in numbers}
+    return GenerateRequest(prompt(*numbers), n, Sampling(new, temperature=1.0, seed=sum(numbers), **fields), images)
+
+
+async def started(folder: Path, **settings: Any) -> LocalEngine:
+    engine = LocalEngine(str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings}))
+    await engine.start()
+    return engine
+
+
+def policy(folder: Path, run: Path, rank: int = 0) -> Policy:
+    return Policy(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
+
+
+def assert_equal(learner: Policy, request: GenerateRequest, result: GenerateResult) -> None:
+    assert len(result.samples) == request.n
+    for sample in result.samples:
+        path = Tokens(np.concatenate([request.tokens, sample.tokens]).astype(np.int64), len(request.tokens), PICTURES)
+        with torch.no_grad():
+            expected = learner.read(learner.plain_row(path))[0].numpy()
+        assert np.abs(expected - sample.logprobs).max() < BOUND
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+async def test_samples_have_the_learners_logprobs(folder: Path, tmp_path: Path, chunk: int) -> None:
+    engine, learner = await started(folder, prefill_tokens=chunk), policy(folder, tmp_path)
+    requests = [asked(1), asked(2, 3), asked(4, 1, 2), asked(n=3), asked(3, 3, n=1), asked(2)]
+    results = await asyncio.gather(*(engine.generate(request) for request in requests))
+    await engine.close()
+    for request, result in zip(requests, results, strict=True):
+        assert_equal(learner, request, result)
+
+
+async def test_the_cache_tells_pictures_of_one_size_apart_and_shares_what_is_equal(
+    seeing: Path, tmp_path: Path
+) -> None:
+    engine, learner = await started(seeing), policy(seeing, tmp_path)
+    cached = []
+    for request in [asked(1, 2), asked(1, 3), asked(1, 2), asked(1, 2, 4)]:
+        result = await engine.generate(request)
+        cached.append(result.cached_tokens)
+        assert_equal(learner, request, result)
+    await engine.close()
+    before_second = 5 + 1 + 6 + 2 + 1
+    whole = len(prompt(1, 2))
+    assert cached == [0, before_second, whole, whole - 2]
+
+
+async def test_a_turn_that_follows_a_sample_continues_its_positions(seeing: Path, tmp_path: Path) -> None:
+    engine, learner = await started(seeing), policy(seeing, tmp_path)
+    first = await engine.generate(asked(4, n=1))
+    grown = np.concatenate([prompt(4), first.samples[0].tokens, prompt(2)]).astype(np.int32)
+    request = msgspec.structs.replace(asked(4, 2), tokens=grown)
+    result = await engine.generate(request)
+    await engine.close()
+    assert result.cached_tokens == len(prompt(4)) + len(first.samples[0].tokens) - 1
+    assert_equal(learner, request, result)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("train_vision", [False, True])
+async def test_published_weights_come_into_force(seeing: Path, tmp_path: Path, rank: int, train_vision: bool) -> None:
+    engine, learner = await started(seeing), policy(seeing, tmp_path, rank)
+    if train_vision:
+        config = process(seeing, tmp_path, rank, train_vision=True).learner
+        learner = Policy(str(seeing), config, 1.0, Ranks(60))
+    before = await engine.generate(asked(1, 2))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in learner.trained().values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    published = publish(learner, 1, tmp_path, 3)
+    await engine.load(LoadRequest(1, published.path, published.digest))
+    after = await engine.generate(asked(1, 2))
+    await engine.close()
+    assert_equal(learner, asked(1, 2), after)
+    with pytest.raises(AssertionError):
+        assert_equal(learner, asked(1, 2), before)
+
+
+async def test_pictures_that_do_not_fit_are_refused(seeing: Path, llama: Path) -> None:
+    engine = await started(seeing)
+    missing = msgspec.structs.replace(asked(1), images={})
+    with pytest.raises(DataFault, match=r"pictures \[1\] are in the prefix and their bytes are not"):
+        await engine.generate(missing)
+    with pytest.raises(DataFault, match="has 6 tokens in the prefix: expected 2 x 2"):
+        await engine.generate(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}))
+    assert len((await engine.generate(asked(1))).samples) == 2
+    await engine.close()
+    blind = await started(llama)
+    with pytest.raises(DataFault, match="token ids from -1"):
+        await blind.generate(asked(1))
+    await blind.close()
+
+
+def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees_tokens(seeing: Path) -> None:
+    settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
+    engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
+    request = asked(1, 2, 1)
+    body = engine._body(request, ["a", "b"])
+    (ids, again), (images, _) = body["input_ids"], body["image_data"]
+    assert ids == again
+    assert ids == [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
+    assert [base64.b64decode(one.partition(",")[2]) for one in images] == [PICTURES[n] for n in (1, 2, 1)]
+    assert body["return_prompt_token_ids"]
+    assert "image_data" not in engine._body(asked(), ["a", "b"])
+    read = np.where(request.tokens < 0, 262, request.tokens).tolist()
+    engine._check_read(request, [{"prompt_token_ids": read}])
+    for wrong in (read[1:], [9, *read[1:]], None):
+        with pytest.raises(InfrastructureFault, match="expected the 32 of the tree"):
+            engine._check_read(request, [{"prompt_token_ids": wrong}])
+    with pytest.raises(DataFault, match="expected 2 x 2"):
+        engine._body(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}), ["a", "b"])

@@ -1,0 +1,178 @@
+"""Forests with pictures: equal to paths read alone, to the model's own forward, and trained like any others."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from learner.main import pack_batch, unpack_batch
+from learner.model import Policy
+from learner.ranks import Ranks
+from learner.selfcheck import PackingError, check
+from learner.table import build
+from learner.trainer import Batch
+from learner.trees import Path as Tokens
+from learner.trees import pack
+from tests import tiny
+from tests.pictures import squares
+from tests.updates import episodes, everything, gradient, process, steady, trainer
+from wire import vision
+from wire.vision import Vision
+
+PICTURES = {1: squares(1, 2, 3), 2: squares(2, 2, 2), 3: squares(3, 2, 2), 4: squares(4, 3, 4)}
+
+
+def seen(tree: int = 0, seed: int = 0) -> list[Tokens]:
+    """Paths below one picture: turns of their own with pictures of one size, some of them the same, and one with no more pictures."""
+    rng = np.random.default_rng([tree, seed])
+    sizes = {1: 6, 2: 4, 3: 4, 4: 12}
+
+    def some(n: int) -> np.ndarray:
+        return rng.integers(0, 256, n)
+
+    head = np.concatenate([np.arange(3), vision.ids(1, 6), np.arange(2)])
+    paths = [np.concatenate([head, some(4)])]
+    for numbers in [(2,), (2,), (3,), (3, 2), (4, 3)]:
+        shown = [np.concatenate([[260], vision.ids(n, sizes[n]), [261]]) for n in numbers]
+        paths.append(np.concatenate([head, *shown, [9], some(int(rng.integers(2, 6)))]))
+    starts = [len(head)] + [len(path) - 2 for path in paths[1:]]
+    return [Tokens(path, start, PICTURES) for path, start in zip(paths, starts, strict=True)]
+
+
+def by_transformers(folder: Path, path: Tokens) -> torch.Tensor:
+    """The log-probabilities that the model's own forward gives, from pixel values and placeholders."""
+    model = vision.load(folder, torch.float32, "eager")
+    eyes = Vision.of(folder)
+    assert eyes is not None
+    ids = np.asarray(path.tokens)
+    patches, grids = eyes.pixels([PICTURES[run.number] for run in vision.runs(ids)])
+    given = torch.from_numpy(np.where(ids < 0, eyes.token, ids))[None]
+    kinds = torch.from_numpy(ids < 0)[None].int()
+    pixels = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
+    with torch.no_grad():
+        logits = model(input_ids=given, mm_token_type_ids=kinds, **pixels).logits[0].log_softmax(-1)
+    return logits[torch.arange(path.start - 1, len(ids) - 1), given[0, path.start :]]
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_vision(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("attention", ["dense", "cascade"])
+def test_a_forest_with_pictures_reads_as_the_models_own_forward(folder: Path, tmp_path: Path, attention: Any) -> None:
+    config = process(folder, tmp_path, rank=0, attention=attention).learner
+    policy = Policy(str(folder), config, 1.0, Ranks(60))
+    paths = seen()
+    forest = pack(paths)
+    assert forest.token_ratio > 1.5
+    with torch.no_grad():
+        packed = policy.logprobs(forest)[0].split([len(p.tokens) - p.start for p in paths])
+        for path, logprobs in zip(paths, packed, strict=True):
+            np.testing.assert_allclose(logprobs, by_transformers(folder, path), atol=2e-5)
+            np.testing.assert_allclose(policy.read(policy.plain_row(path))[0], logprobs, atol=2e-5)
+
+
+def test_each_picture_of_a_forest_is_encoded_once(seeing: Path) -> None:
+    eyes = Vision.of(seeing)
+    assert eyes is not None
+    forest = pack(seen())
+    view = eyes.view(forest.tokens, PICTURES)
+    assert len(view.grids) == 4
+    shown = [run.number for run in vision.runs(forest.tokens)]
+    assert sorted(shown) == [1, 2, 2, 3, 3, 4]  # the two turns that show picture 2 first share its tokens
+    assert len(view.rows) == (forest.tokens < 0).sum()
+
+
+def test_another_picture_of_the_same_size_changes_what_follows_it(seeing: Path, tmp_path: Path) -> None:
+    policy = Policy(str(seeing), process(seeing, tmp_path, rank=0).learner, 1.0, Ranks(60))
+    path = seen()[1]
+    other = msgspec.structs.replace(path, pictures={**PICTURES, 2: squares(9)})
+    with torch.no_grad():
+        a, b = (policy.read(policy.plain_row(one))[0] for one in (path, other))
+    assert (a - b).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_self_check_holds_with_pictures_and_refuses_wrong_positions(
+    seeing: Path, tmp_path: Path, rank: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = trainer(seeing, tmp_path, rank, dtype=dtype).policy
+    paths = seen() + seen(1)
+    assert check(policy, paths)
+    places = vision.places
+
+    def flat(tokens: Any, depth: np.ndarray, end: np.ndarray, grids: Any) -> np.ndarray:
+        whole = bool((end == len(end)).all())  # a path alone keeps its positions
+        return places(tokens, depth, end, grids) if whole else np.stack([depth] * 3)
+
+    monkeypatch.setattr(vision, "places", flat)
+    with pytest.raises(PackingError, match="log-probabilities"):
+        check(policy, paths)
+
+
+def pictured(seed: int, version: int) -> Batch:
+    """Episodes of fresh prompts, in which the root shows a picture and each turn one of two others."""
+    batch = episodes(seed, version, trees=2, turns=3, fresh=True)
+    sizes = {1: 6, 2: 4, 3: 4}
+
+    def with_picture(node: Any) -> Any:
+        if node.kind != "prompt":
+            return node
+        number = 1 if node.parent < 0 else 2 + node.id // 2 % 2
+        tokens = np.concatenate([[260], vision.ids(number, sizes[number]), [261], node.tokens]).astype(np.int32)
+        return msgspec.structs.replace(node, tokens=tokens, images={number: PICTURES[number]})
+
+    return msgspec.structs.replace(batch, nodes=[(tree, with_picture(node)) for tree, node in batch.nodes])
+
+
+def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
+    batch = unpack_batch(pack_batch(pictured(6, 0)))
+    _, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
+    assert all(turn.pictures == {n: PICTURES[n] for n in (1, 2, 3)} for turn in turns)
+    assert {run.number for turn in turns for run in vision.runs(turn.prefix)} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_update_trains_the_language_layers_and_leaves_the_vision_tower(
+    seeing: Path, tmp_path: Path, rank: int
+) -> None:
+    made = trainer(seeing, tmp_path, rank, scheme="turn_grpo", gradient_checkpointing=rank == 4)
+    assert made.policy.trained()
+    assert not any("visual" in name for name in made.policy.trained())
+    before = everything(made)
+    metrics = made.update(pictured(6, 0))
+    assert made.checked
+    assert metrics["learner/grad_norm"] > 0
+    assert any((before[name] != after).any() for name, after in everything(made).items())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(seeing: Path, tmp_path: Path, rank: int) -> None:
+    policy = trainer(seeing, tmp_path, rank, train_vision=True).policy
+    assert any("visual" in name for name in policy.trained())
+    assert check(policy, seen() + seen(1))
+    policy.read(policy.row(pack(seen())))[0].sum().backward()
+    assert all(p.grad is not None for name, p in policy.trained().items() if "visual.blocks" in name)
+
+
+def test_the_update_is_the_same_for_any_cut_into_micro_batches(
+    seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"scheme": "turn_grpo", "grad_clip": 1e9}
+    whole, cut = (
+        gradient(steady(trainer(seeing, tmp_path, 0, micro_tokens=size, **settings)), pictured(6, 0), monkeypatch)
+        for size in (4096, 40)
+    )
+    assert float((whole - cut).norm() / whole.norm()) < 1e-4
+
+
+def test_settings_and_batches_that_need_a_model_with_vision_are_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train_vision has no effect"):
+        trainer(llama, tmp_path, train_vision=True)
+    with pytest.raises(ValueError, match="the learner's model reads text only"):
+        trainer(llama, tmp_path).update(pictured(6, 0))

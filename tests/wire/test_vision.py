@@ -1,0 +1,113 @@
+"""Tokens, positions and pixel values of pictures, against the processor and the positions of transformers."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from tests.pictures import png, squares
+from wire import vision
+from wire.vision import Run, Vision, ids, numbers, runs
+
+SIZES = [
+    (28, 28),
+    (56, 56),
+    (96, 96),
+    (100, 41),
+    (41, 100),
+    (300, 200),
+    (17, 900),
+    (256, 256),
+    (1, 1),
+    (111, 113),
+    (40, 70),
+]
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_vision(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def blank(height: int, width: int) -> bytes:
+    return png(np.zeros((height, width, 3), np.uint8))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_a_picture_has_as_many_tokens_as_the_processor_of_transformers_gives_it(
+    folder: Path, height: int, width: int
+) -> None:
+    seen = Vision.of(folder)
+    assert seen is not None
+    picture = blank(height, width)
+    assert vision.size_of(picture) == (height, width)
+    _, ((_, rows, columns),) = seen.pixels([picture])
+    assert seen.grid(picture) == (rows // 2, columns // 2)
+
+
+def test_pixel_values_are_those_of_the_processor_of_the_folder(seeing: Path) -> None:
+    from transformers import Qwen2VLImageProcessorPil
+
+    seen = Vision.of(seeing)
+    assert seen is not None
+    pictures = [squares(1), squares(2, 3, 2)]
+    patches, grids = seen.pixels(pictures)
+    opened: Any = [Image.open(io.BytesIO(picture)) for picture in pictures]
+    expected = Qwen2VLImageProcessorPil.from_pretrained(seeing)(opened, return_tensors="np")
+    np.testing.assert_array_equal(patches, expected["pixel_values"])
+    assert grids.tolist() == [[1, 4, 4], [1, 6, 4]]
+
+
+def test_runs_are_the_pictures_in_order_and_numbers_name_each_once() -> None:
+    tokens = np.array([5, -1, -1, 7, -4, 8, 9, -1, -1], np.int32)
+    assert runs(tokens) == [Run(1, 3, 1), Run(4, 5, 4), Run(7, 9, 1)]
+    assert sorted(numbers(tokens)) == [1, 4]
+    assert runs(np.arange(3)) == [] == numbers(np.arange(3))
+    assert runs(ids(2, 4)) == [Run(0, 4, 2)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_positions_are_those_of_transformers(folder: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    seen = Vision.of(folder)
+    assert seen is not None
+    pictures = {n: squares(n, *rng.integers(1, 5, 2)) for n in range(1, 4)}
+    pieces = [np.arange(rng.integers(1, 6))]
+    for number in rng.integers(1, 4, seed):
+        pieces += [ids(int(number), int(np.prod(seen.grid(pictures[int(number)])))), np.arange(rng.integers(1, 6))]
+    tokens = np.concatenate(pieces)
+    model = vision.load(folder, torch.float32, "eager")
+    grid = [[1, 2 * rows, 2 * columns] for rows, columns in (seen.grid(pictures[run.number]) for run in runs(tokens))]
+    expected, delta = model.model.get_rope_index(
+        torch.from_numpy(tokens)[None].clamp(min=0),
+        torch.from_numpy(tokens < 0)[None].int(),
+        image_grid_thw=torch.tensor(grid) if grid else None,
+    )
+    places = seen.sequence(tokens, pictures)
+    np.testing.assert_array_equal(places, expected[:, 0])
+    assert places[0, -1] + 1 - len(tokens) == int(delta)
+
+
+def test_wrong_pictures_are_refused(seeing: Path, llama: Path, tmp_path: Path) -> None:
+    seen = Vision.of(seeing)
+    assert seen is not None
+    tokens = np.concatenate([np.arange(2), ids(1, 4)])
+    with pytest.raises(ValueError, match=r"pictures \[1\] are in the prefix and their bytes are not"):
+        seen.sequence(tokens, {0: squares(0)})
+    with pytest.raises(ValueError, match="has 4 tokens in the prefix: expected 3 x 2"):
+        seen.sequence(tokens, {1: squares(0, 3, 2)})
+    with pytest.raises(ValueError, match="expected the bytes of a PNG"):
+        seen.grid(b"GIF89a")
+    with pytest.raises(ValueError, match="ratio of at most 200"):
+        seen.grid(blank(1, 201))
+    with pytest.raises(ValueError, match=r"expected \{'type': 'text'"):
+        list(vision.shown([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]))
+    assert Vision.of(llama) is None
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    with pytest.raises(FileNotFoundError, match="preprocessor_config"):
+        Vision.of(tmp_path)
