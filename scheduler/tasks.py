@@ -3,11 +3,8 @@
 import random
 from collections.abc import Callable
 
-from actors.environments.base import Rejected, Task
+from actors.environments.base import HELD_OUT_SEEDS, Rejected, Task
 from actors.environments.task_files import load_tasks
-
-HELD_OUT_SEEDS = 2**30
-"""The first seed of held-out tasks. Training draws smaller seeds; a warm start draws seeds from 2,000,000,000 up."""
 
 
 class Tasks:
@@ -54,4 +51,4 @@ class GeneratedTasks:
 
     def held_out(self, count: int) -> list[Task]:
         """The same ``count`` tasks for every seed of the run."""
-        return [self.make(HELD_OUT_SEEDS + index) for index in range(count)]
+        return [self.make(seed) for seed in HELD_OUT_SEEDS[:count]]

@@ -30,6 +30,10 @@ def prompt_file(prompt: str, family: str = "") -> Path:
     return path
 
 
+HELD_OUT_SEEDS = range(2**30, 2_000_000_000)
+"""The seeds of held-out tasks that an environment makes. Training draws smaller seeds, and warm starts draw larger ones."""
+
+
 class Task(msgspec.Struct, frozen=True):
     """One problem, either read from a task file or made from ``seed`` by a game.
 

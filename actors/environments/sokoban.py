@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from actors.environments import sokoban_pictures, sokoban_rooms
-from actors.environments.base import Action, Task, Tools, Transition
+from actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
 from actors.environments.game import Game
 from actors.environments.sokoban_rooms import BOXES, PLACED, SIZES, Position, layout_digest, parse, pushed, written
 from wire.messages import JudgedTurn
@@ -22,8 +22,6 @@ STILL = "still"
 """A fifth word of the released reading, which changes nothing. Its move is (4,)."""
 STEP, ON_TARGET, SOLUTION = -0.1, 1.0, 10.0
 """What a step, a box that comes onto a target, and the solution bring."""
-HELD_OUT = range(2**30, 2_000_000_000)
-"""The task seeds of held-out rooms (scheduler/tasks.py). Training draws smaller seeds, and the warm start larger ones."""
 HELD_OUT_SHARE = 8
 """One layout in so many is held out."""
 ROW_PLACED = "*"
@@ -87,7 +85,7 @@ class Sokoban(Game):
 
     def initial(self, task: Task) -> State:
         """Return the room of the task's seed. Raises DataFault if there is none."""
-        held_out = task.seed in HELD_OUT
+        held_out = task.seed in HELD_OUT_SEEDS
 
         def wanted(room: Position) -> bool:
             return self.split == "released" or held_out == is_held_out(room)

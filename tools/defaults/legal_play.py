@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.base import SPLIT, Action, Task
+from actors.environments.base import HELD_OUT_SEEDS, SPLIT, Action, Task
 from actors.environments.game import Game
 from learner.fine_tune import Example
 from scheduler.text import Text
 from tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
 from wire.messages import Passage
 
-FIRST_SEED = 2_000_000_000
+FIRST_SEED = HELD_OUT_SEEDS.stop
 FLAGS = 0.1
 """The share of flags among random moves in Minesweeper. With a larger share, most of a board would never be seen open."""
 

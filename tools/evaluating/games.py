@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 
 from actors.environments import registry
-from actors.environments.base import Task
+from actors.environments.base import HELD_OUT_SEEDS, Task
 from judges.serve import PLAYERS
 from scheduler import strategies
 from scheduler.context import Context, Shop
 from scheduler.evaluation import summarise
-from scheduler.tasks import HELD_OUT_SEEDS
 from scheduler.together import together
 from scheduler.tree import Tree
 from tools.evaluating import players
@@ -86,7 +85,7 @@ def _add_players(parser: argparse.ArgumentParser) -> None:
 
 def _add_games(games: Any) -> None:
     games.add_argument("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
-    games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS, help="first task seed (default: held-out)")
+    games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS.start, help="first task seed (default: held-out)")
     games.add_argument("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
     games.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="option of ENV, a TOML value")
     games.add_argument("--opponent", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)")

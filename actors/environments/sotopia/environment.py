@@ -9,15 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Tools, Transition
+from actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Action, Environment, Task, Tools, Transition
 from actors.environments.sotopia import conversation
 from actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
 from actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
 from wire.messages import JudgedTurn
 from wire.numbers import Count
 
-HELD_OUT = range(2**30, 2_000_000_000)
-"""The seeds of held-out tasks (scheduler/tasks.py); warm starts draw larger seeds."""
 HELD_OUT_EVERY = 4
 """Every fourth scenario is held out, so that held-out conversations are about goals that training never sees."""
 TRIES = 2
@@ -93,7 +91,7 @@ class Sotopia(Environment):
         return State(combos[number % len(combos)].pk, sides[self.side])
 
     def _drawn(self, seed: int) -> tuple[list[Combo], int]:
-        return (self._held_out, seed - HELD_OUT.start) if seed in HELD_OUT else (self._training, seed)
+        return (self._held_out, seed - HELD_OUT_SEEDS.start) if seed in HELD_OUT_SEEDS else (self._training, seed)
 
     # ------------------------------------------------------------------------------------------ turns
 

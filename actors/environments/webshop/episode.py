@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from actors.environments.base import HELD_OUT_SEEDS, SPLIT, Action, Environment, Task, Tools, Transition
 from actors.environments.webshop.replies import Think, command_of, read_reply
 from actors.environments.webshop.shop import SEARCH
 from wire.messages import JudgedTurn
@@ -17,9 +17,6 @@ PERFECT = 10.0
 """The outcome of a perfect purchase."""
 LONGEST_PROMPT = 13_000
 """The characters of a prompt above which earlier turns are left out."""
-HELD_OUT = range(2**30, 2_000_000_000)
-"""The seeds of held-out tasks (``scheduler.tasks``). Training and warm starts draw the others."""
-
 Pages = Literal["text", "text_rich"]
 Outcome = Literal["success", "score"]
 
@@ -64,8 +61,8 @@ class Shopping(Environment):
 
     def task(self, seed: int) -> Task:
         """Return the task of ``seed``. Seeds of held-out tasks give held-out goals, and consecutive ones give different goals."""
-        goals = self.held_out if seed in HELD_OUT else self.training
-        number = goals[(seed - HELD_OUT.start if seed in HELD_OUT else seed) % len(goals)]
+        goals = self.held_out if seed in HELD_OUT_SEEDS else self.training
+        number = goals[(seed - HELD_OUT_SEEDS.start if seed in HELD_OUT_SEEDS else seed) % len(goals)]
         return Task(f"{self.name}-{number}", seed=seed)
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.base import POLICY, SPLIT, Task, Transition
+from actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Transition
 from actors.environments.sotopia import conversation
 from actors.environments.sotopia.conversation import Conversation, Turn
 from actors.environments.sotopia.environment import Sotopia, State
 from actors.environments.sotopia.scenarios import OWN, Agent, load, shown
-from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
+from scheduler.tasks import GeneratedTasks
 from wire.messages import Passage
 
 AGENT = Agent("Ada", "Bell", 30, "pilot", "She/her", "Ada sings.", "Ada is calm.", "slowly", "Ada cannot swim.")
@@ -203,7 +203,7 @@ def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both
     held_out = [of(task) for task in tasks.held_out(20)]
     assert len(trained) == 2 * 30 and len(set(held_out)) == 20
     assert not {combo[:11] for combo, _ in trained} & {combo[:11] for combo, _ in held_out}
-    assert environment.task(HELD_OUT_SEEDS).source == "pay_rise"
+    assert environment.task(HELD_OUT_SEEDS.start).source == "pay_rise"
     assert {Sotopia(side="second").initial(tasks.at(position)).trained for position in range(9)} == {1}
     everything = Sotopia(split="all")
     assert {everything.initial(everything.task(seed)).combo for seed in range(40)} == {c.pk for c in load("").combos}

@@ -13,9 +13,9 @@ import pytest
 from actors.environments import registry
 from actors.environments.base import SPLIT, Task, Transition
 from actors.environments.webshop.environment import State, WebShop
-from actors.environments.webshop.episode import HELD_OUT, LONGEST_PROMPT, turn_text
+from actors.environments.webshop.episode import LONGEST_PROMPT, turn_text
 from actors.environments.webshop.replies import read_reply
-from scheduler.tasks import HELD_OUT_SEEDS, GeneratedTasks
+from scheduler.tasks import GeneratedTasks
 from tools.defaults.legal_play import FIRST_SEED
 from wire.faults import DataFault
 
@@ -224,10 +224,6 @@ def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_oth
     if split == "products":
         products = [{environment.goals[number].product.asin for number in part} for part in (drawn, held_out)]
         assert products[0].isdisjoint(products[1])
-
-
-def test_the_held_out_seeds_are_those_of_the_scheduler() -> None:
-    assert range(HELD_OUT_SEEDS, FIRST_SEED) == HELD_OUT
 
 
 def test_a_state_of_another_catalogue_is_a_data_fault() -> None:

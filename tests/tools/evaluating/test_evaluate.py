@@ -23,11 +23,10 @@ from hypothesis import strategies as st
 
 from actors.config import ActorProcess, ActorsConfig
 from actors.engines.endpoint import EndpointEngine, EndpointText, whole
-from actors.environments.base import SPLIT
+from actors.environments.base import HELD_OUT_SEEDS, SPLIT
 from actors.environments.sotopia.conversation import DIMENSIONS
 from scheduler.config import SchedulerConfig, SchedulerProcess
 from scheduler.journal import Journal
-from scheduler.tasks import HELD_OUT_SEEDS
 from tests import tiny
 from tests.pictures import Colours, squares
 from tools.evaluating.folder import Ledger, Spent, claim
@@ -128,7 +127,7 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     table = capsys.readouterr().out
     found = result(out)
     assert found["headline"] == "return"
-    assert [part["seed"] for part in found["by_seed"]] == [HELD_OUT_SEEDS, HELD_OUT_SEEDS + 4]
+    assert [part["seed"] for part in found["by_seed"]] == [HELD_OUT_SEEDS.start, HELD_OUT_SEEDS.start + 4]
     measures = found["overall"]["measures"]
     assert (measures["return"]["mean"], measures["return"]["n"]) == (-1.0, 8), "random weights say nothing legal"
     assert measures["return_first"]["n"] == measures["return_second"]["n"] == 4
