@@ -11,7 +11,7 @@ import msgspec
 
 from actors.environments.sotopia.conversation import Conversation
 from actors.environments.sotopia.scenarios import Condition
-from judges.base import Judge
+from judges.base import RuleJudge
 from wire.faults import DataFault
 from wire.messages import JudgedTurn, Judgement
 
@@ -30,20 +30,16 @@ def holds(condition: Condition, own: list[str], other: list[str]) -> bool:
     return bool(last[0]) and last[0] == last[1] and condition.least <= last[0][0] <= condition.most
 
 
-class SotopiaRules(Judge):
+class SotopiaRules(RuleJudge):
     """Columns of the trained side: outcome (goal / 10), goal and, where it can be checked, secret."""
 
     name = "sotopia_rules"
     columns = ("outcome", "goal", "secret")
     environments = ("sotopia",)
-    concurrency = 256
-    batch = 256
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """Raises DataFault for a conversation of a scenario without rules."""
-        return [self._one(msgspec.convert(turn.state, Conversation)) for turn in turns]
-
-    def _one(self, whole: Conversation) -> Judgement:
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        """Return the judgement of a conversation. Raises DataFault for a scenario without rules."""
+        whole = msgspec.convert(turn.state, Conversation)
         if whole.rules is None:
             raise DataFault("judge sotopia_rules: the scenario has no rules to check; use the judge sotopia")
         rules, side = whole.rules[whole.trained], whole.trained

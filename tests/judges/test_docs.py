@@ -59,7 +59,7 @@ async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_pa
 def test_the_table_of_built_in_judges_names_each_with_its_columns() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \|", TEXT.split("## Built in")[1], re.MULTILINE))
     asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
-    needs = {"slate": asks, "pprm": asks, "reward_model": {"model": "m"}}
+    needs = {"slate": asks, "pprm": asks, "sotopia": asks, "reward_model": {"model": "m"}}
     assert set(rows) == set(BUILT_IN)
     for name, columns in rows.items():
         judge = make_worker(name, needs.get(name, {}))
