@@ -28,7 +28,11 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--actors", type=int, help="actor processes (actors.count)")
     parser.add_argument("--learner", type=int, help="learner ranks (learner.count)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, e.g. learner.lr=1e-6"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key, e.g. learner.lr=1e-6; null takes a key or section away",
     )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
     parser.add_argument("--run-folder", type=Path, help="where to put the run (default: runs/<name>-<time>)")

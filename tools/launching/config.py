@@ -30,7 +30,8 @@ class ConfigError(ValueError):
 
 
 def load(path: Path, overrides: list[str]) -> Config:
-    """The config of a TOML file, over the file that it ``extends``, with ``a.b=value`` overrides. Raises ConfigError."""
+    """The config of a TOML file, over the file that it ``extends``, with ``a.b=value`` overrides (``a.b=null`` takes a key or section away).
+    Raises ConfigError."""
     return convert(_read(path), overrides)
 
 
@@ -141,7 +142,10 @@ def _set(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
-    tree[last] = value
+    if value == "null":
+        tree.pop(last, None)
+    else:
+        tree[last] = value
 
 
 def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:

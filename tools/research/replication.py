@@ -58,6 +58,15 @@ _EM_ONLY = [
 _OR = ["learner.scheme=outcome"]
 _MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.strategy_options={continuations=5}"]
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
+_SOKOBAN = "oprl-sokoban-cpu"
+_PRM = "learner.prm={threshold=0.0, lr=3e-4, "
+
+
+def _baseline(scheme: str, options: str) -> list[str]:
+    """Return the changes that replace OPRL's scheme by one without a reward model."""
+    return [f"learner.scheme={scheme}", f"learner.scheme_options={options}", "learner.prm=null"]
+
+
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 
 STUDIES = {
@@ -81,6 +90,28 @@ STUDIES = {
             "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
         }
         | {f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.strategy_options.k={k}"]) for k in (1, 3, 7)},
+    ),
+    "oprl-sokoban": Study(
+        "success",
+        {
+            "OPRL on RLOO": Arm(_SOKOBAN),
+            "RLOO": Arm(_SOKOBAN, _baseline("rloo", "{column='outcome'}")),
+            "GRPO": Arm(_SOKOBAN, _baseline("grpo", "{column='outcome'}")),
+            "REINFORCE++": Arm(_SOKOBAN, _baseline("reinforce_pp", "{column='outcome'}")),
+            "GiGPO": Arm(_SOKOBAN, _baseline("gigpo", "{column='step_reward'}")),
+            "PRIME": Arm(
+                _SOKOBAN, ["learner.scheme=prime", "learner.scheme_options={}", f"{_PRM}loss='cross_entropy'}}"]
+            ),
+        }
+        | {
+            f"OPRL, {variant}": Arm(_SOKOBAN, [f"learner.scheme_options={{base='rloo', variant='{variant}'}}"])
+            for variant in ("merged", "token", "process")
+        }
+        | {
+            "OPRL, environment": Arm(
+                _SOKOBAN, _baseline("oprl", "{base='rloo', variant='environment', step_reward='step_reward'}")
+            )
+        },
     ),
     "vpr-tictactoe": Study("return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}),
     "vpr-sudoku": Study(

@@ -88,6 +88,15 @@ def test_the_7b_config_holds_the_papers_settings() -> None:
     assert round(w.warmup_updates / s.updates, 3) == 0.284
 
 
+def test_null_takes_a_section_away() -> None:
+    path = ROOT / "configs" / "oprl-sokoban-cpu.toml"
+    changes = ["learner.scheme=rloo", "learner.scheme_options={column='outcome'}"]
+    with pytest.raises(ConfigError, match="has no effect"):
+        load(path, changes)
+    assert load(path, [*changes, "learner.prm=null"]).learner.prm is None
+    assert load(path, ["scheduler.updates=null"]).scheduler.updates == 100, "the default"
+
+
 def test_set_changes_a_key() -> None:
     config = load(DEFAULT, ["learner.lr=1e-6", "scheduler.strategy_options.selection=best-of-k", "learner.lora.rank=0"])
     assert config.learner.lr == 1e-6
