@@ -71,7 +71,10 @@ def _own(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tenso
 
 def _write_adapter(policy: Policy, whole: dict[str, torch.Tensor], folder: Path) -> str:
     settings = policy.model.peft_config["default"].to_dict()
-    settings["target_modules"] = sorted(settings["target_modules"])
+    adapted = {
+        name.partition(".lora_")[0].rpartition(".")[2] for name in whole
+    }  # PEFT also names layers that it excluded
+    settings["target_modules"] = sorted(adapted)
     (folder / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
     return _write({vision.stored(n.replace(".default", "")): p for n, p in whole.items()}, folder / FILES["lora"])
 

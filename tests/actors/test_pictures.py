@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from actors.config import ActorsConfig, SGLangConfig
 from actors.engines.local import LocalEngine
 from actors.engines.sglang import SGLangEngine
+from actors.engines.sglang_api import linear_layers
 from learner.model import Policy
 from learner.publish import publish
 from learner.ranks import Ranks
@@ -114,6 +116,9 @@ async def test_published_weights_come_into_force(seeing: Path, tmp_path: Path, r
         for parameter in learner.trained().values():
             parameter.add_(0.05 * torch.randn_like(parameter))
     published = publish(learner, 1, tmp_path, 3)
+    if rank and not train_vision:
+        settings = json.loads((Path(published.path) / "adapter_config.json").read_text())
+        assert settings["target_modules"] == linear_layers(seeing)  # SGLang refuses an adapter that names other layers
     await engine.load(LoadRequest(1, published.path, published.digest))
     after = await engine.generate(asked(1, 2))
     await engine.close()
