@@ -180,7 +180,11 @@ async def grown(tmp_path: Path, llama: Path, world: World, strategy: Any, trees:
     def emit(tree: Tree, turns: list[Turn]) -> None:
         journal.save_group(tree, len(groups), turns)
         nodes = journal.tree(next(row for row in journal.trees() if row.id == tree.id)).nodes
-        groups.append(TrainGroup(len(groups), tree.id, [node.travels() for node in nodes.values()], turns))
+        groups.append(
+            TrainGroup(
+                len(groups), tree.id, [node.travels(journal.pictures(node.tokens)) for node in nodes.values()], turns
+            )
+        )
 
     shop = Shop(services, journal, text, world.environment, settings, Counter(), emit, most=8)
     for i in range(trees):

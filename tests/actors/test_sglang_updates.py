@@ -38,6 +38,8 @@ class Scripted:
         self.finish = "length"
         self.aborted: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.let_go = asyncio.Event()
+        self.held = False
 
     async def start(self) -> None: ...
 
@@ -46,7 +48,7 @@ class Scripted:
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
-        await asyncio.sleep(0.05)  # on its way
+        await (self.let_go.wait() if self.held else asyncio.sleep(0.05))  # on its way
         if "/generate" in self.fails:
             raise self.fails.pop("/generate")
         while self.paused:
@@ -168,11 +170,13 @@ async def test_a_request_that_was_on_its_way_does_not_answer_with_half_an_update
     server: Scripted, tmp_path: Path, step: str
 ) -> None:
     engine = await started(tmp_path)
-    server.fails = {step: InfrastructureFault("injected")}
+    server.fails, server.held = {step: InfrastructureFault("injected")}, True
     running = asyncio.create_task(engine.generate(REQUEST))
-    await asyncio.sleep(0.01)
+    while not server.bodies:
+        await asyncio.sleep(0)
     with pytest.raises(InfrastructureFault, match="injected"):
         await engine.load(version(tmp_path, 2))
+    server.let_go.set()
     with pytest.raises(InfrastructureFault, match="failed"):
         await running
 

@@ -218,7 +218,7 @@ async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_
 
 def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> None:
     asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
-    needs = {"slate": asks, "pprm": asks, "reward_model": {"model": "m"}}
+    needs = {"slate": asks, "pprm": asks, "sotopia": asks, "reward_model": {"model": "m"}}
     for name in BUILT_IN:
         assert make_worker(name, needs.get(name, {})).name == name
 

@@ -168,8 +168,10 @@ def test_a_dead_actor_is_forgotten_with_its_prefixes() -> None:
     first = world.call(0, HEAD)
     assert world.start(first) == "a"
     world.end(first)
+    prompt = np.array(HEAD, np.int32).tobytes()
+    assert world.fleet.residency.expect("a", prompt) > 0
     world.fleet.left("a")
-    assert world.fleet.residency.resident("a") == 0
+    assert world.fleet.residency.expect("a", prompt) == 0
     assert world.start(world.call(0, [*HEAD, 1])) in ("a", "b")
 
 

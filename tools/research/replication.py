@@ -85,7 +85,10 @@ STUDIES = {
         "em",
         {
             "SLATE": Arm(_SLATE, _ALONE),
-            "(a) whole trajectories": Arm(_SLATE, [*_ALONE, "scheduler.strategy=full", "learner.scheme=slate_full"]),
+            "(a) whole trajectories": Arm(
+                _SLATE,  # a longer context, because one trajectory that outgrows it would take its whole question away
+                [*_ALONE, "scheduler.strategy=full", "learner.scheme=slate_full", "actors.max_context=640"],
+            ),
             "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
             "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
         }
