@@ -170,7 +170,8 @@ async def test_a_request_that_was_on_its_way_does_not_answer_with_half_an_update
     server: Scripted, tmp_path: Path, step: str
 ) -> None:
     engine = await started(tmp_path)
-    server.fails, server.held = {step: InfrastructureFault("injected")}, True
+    server.fails = {step: InfrastructureFault("injected")}
+    server.held = True
     running = asyncio.create_task(engine.generate(REQUEST))
     while not server.bodies:
         await asyncio.sleep(0)
