@@ -11,7 +11,7 @@ def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
     Raises ValueError with the remedy if spaCy or the pipeline is not installed.
     """
     try:
-        import spacy
+        import spacy  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError:
         raise ValueError(_remedy("spaCy is not installed")) from None
     try:
