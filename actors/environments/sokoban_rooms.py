@@ -109,7 +109,7 @@ def pushed(position: Position, direction: int) -> Position:
 def distances(size: int, floor: int, targets: int) -> dict[int, int]:
     """Return the fewest steps to the solution by ``Position.key``, for every position of the room from which it can be solved."""
     frontier = [targets << CELL_BITS | player for player in cells_of(floor & ~targets)]
-    found, steps = dict.fromkeys(frontier, 0), directions(size)
+    table, steps = dict.fromkeys(frontier, 0), directions(size)
     depth = 0
     while frontier:
         depth += 1
@@ -124,9 +124,9 @@ def distances(size: int, floor: int, targets: int) -> dict[int, int]:
                 reached.append(boxes << CELL_BITS | behind)  # walk back
                 if boxes >> ahead & 1:
                     reached.append((boxes ^ (1 << ahead | 1 << player)) << CELL_BITS | behind)  # and pull the box along
-        frontier = [key for key in dict.fromkeys(reached) if key not in found]
-        found.update(dict.fromkeys(frontier, depth))
-    return found
+        frontier = [key for key in dict.fromkeys(reached) if key not in table]
+        table.update(dict.fromkeys(frontier, depth))
+    return table
 
 
 def shortest(position: Position) -> int | None:
