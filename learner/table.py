@@ -1,6 +1,7 @@
 """The table of turns, which is all that a scheme sees of a batch: one row per turn, and one flat axis of action tokens."""
 
 import zlib
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -95,6 +96,13 @@ class TurnTable(msgspec.Struct, frozen=True):
         order = np.lexsort((self.turn, of))
         rows = np.split(order, np.cumsum(np.bincount(of, minlength=len(names)))[:-1])
         return Trajectories(of, names[:, 0], rows)
+
+    def questions(self, parts: int, seed: Sequence[int]) -> list[np.ndarray]:
+        """Return the questions (values of ``tree``) of each minibatch, int64: at most ``parts`` random parts of equal size, or one in order."""
+        trees = np.unique(self.tree)
+        if parts > 1:
+            trees = np.random.default_rng(seed).permutation(trees)
+        return np.array_split(trees, min(parts, len(trees)))
 
     def token_spans(self) -> list[np.ndarray]:
         """Return, for each trajectory, the indices of its tokens on the flat token axis in the order of their generation."""
