@@ -54,6 +54,7 @@ ATTEMPTS = 5
 
 class Shop(msgspec.Struct, frozen=True):
     """What all contexts of a run share. most: the largest number of samples in one generate call; more samples take several calls.
+    longest: the most tokens of a prefix and its continuation; 0 sets no limit.
 
     aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
     the tally of the run's judge.
@@ -70,6 +71,7 @@ class Shop(msgspec.Struct, frozen=True):
     aside: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(64))
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: Judged = msgspec.field(default_factory=Judged)
+    longest: int = 0
 
 
 class Context:
@@ -151,8 +153,12 @@ class Context:
         self.changed(nodes)
 
     async def step(self, node: Node) -> Node | None:
-        """Take a chosen action in the environment. Returns the node at which the policy acts next, None when the episode is over."""
-        if node.forced or "outcome" in node.scores or (self.environment.fresh and self._answer(node) is not None):
+        """Take a chosen action in the environment. Returns the node at which the policy acts next, None when the episode is over.
+
+        An episode is also over if its next prompt has no room in the context. It counts as ``Environment.outgrown`` says, or as its judge does.
+        """
+        answer, fresh = self._answer(node), self.environment.fresh
+        if node.forced or "outcome" in node.scores or (answer is not None and (fresh or not answer.chosen)):
             return None  # the last: an observation without a next prompt ended the episode before a crash
         transition = await self.environment.step(self.state(node), self.action(node), self)
         self.shop.counts["environment_steps"] += 1
@@ -162,12 +168,15 @@ class Context:
         if columns:
             node.scores |= columns
             self.changed([node])
-        fresh = self.environment.fresh
         if transition.observation and fresh:  # for readers of the tree: the policy reads the next prompt instead
             self._observe(node, transition)
         if transition.done:
             return None
-        return self._show(transition.state, node.trajectory, node.step) if fresh else self._observe(node, transition)
+        place = self._show(transition.state, node.trajectory, node.step) if fresh else self._observe(node, transition)
+        if self._fits(place):
+            return place
+        self._outgrown(node, place, transition.state)
+        return None
 
     async def onward(self, node: Node) -> Node | None:
         """The node at which the policy acts after ``node``, or None when the trajectory is over.
@@ -343,6 +352,22 @@ class Context:
         )
         self.changed([prompt])
         return prompt
+
+    def _fits(self, place: Node) -> bool:
+        """Whether the context has room for an action after ``place``, also if the action's opening is forced."""
+        opening = self.shop.text.encode(self.environment.forced_prefix) if self.environment.forced_prefix else ()
+        tokens = len(self.tree.prefix(place)) + len(opening) + self.settings.max_action_tokens
+        return not 0 < self.shop.longest < tokens
+
+    def _outgrown(self, action: Node, place: Node, state: Any) -> None:
+        """End the episode after ``action``, since nothing can follow ``place``."""
+        place.chosen = False
+        action.notes["ended"] = f"the next prompt and an action exceed the context of {self.shop.longest} tokens"
+        if not self.environment.outcome_judge:
+            end = self.environment.outgrown(state)
+            action.scores |= {"outcome": 0.0 if end.outcome is None else end.outcome, **end.measures}
+        self.shop.counts["outgrown_trajectories"] += 1
+        self.changed([action, place])
 
     def _sampling(self, stop: list[str]) -> Sampling:
         s = self.settings
