@@ -274,7 +274,8 @@ class Context:
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
         pictures = self.shop.journal.pictures(prefix)
-        requests = [GenerateRequest(prefix, size, self._sampling(stop), pictures) for size in sizes]
+        trained = self.tree.split == "train" and not beside
+        requests = [GenerateRequest(prefix, size, self._sampling(stop, trained), pictures) for size in sizes]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
@@ -344,9 +345,9 @@ class Context:
         self.changed([prompt])
         return prompt
 
-    def _sampling(self, stop: list[str]) -> Sampling:
-        s = self.settings
-        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed=self.rng.getrandbits(62))
+    def _sampling(self, stop: list[str], trained: bool = False) -> Sampling:
+        s, seed = self.settings, self.rng.getrandbits(62)
+        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed, support=trained)
 
     def _anchor(self, node: Node) -> int | None:
         text = self.environment.anchor(self.state(node))
@@ -366,6 +367,7 @@ class Context:
             logprobs=sample.logprobs,
             versions=sample.versions,
             sampled=np.ones(len(sample.tokens), bool),
+            support=sample.support,
             finish=sample.finish,
             **settings,
         )
