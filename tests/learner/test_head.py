@@ -26,7 +26,11 @@ def given(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> lis
 
 
 def full(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, support: Support | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    support: Support | None = None,
 ) -> list[torch.Tensor]:
     """Log-probabilities and entropies from all logits, in the wider dtype of double, over an explicit mask of the support."""
     scores = hidden.double() @ weight.double().T / temperature
