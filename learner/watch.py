@@ -100,8 +100,7 @@ class Watch:
 
         above(
             "watch/engine_gap_p99", "engine_gap_bfloat16" if self.bfloat16 else "engine_gap", "log-probability difference of engine and learner on fresh turns (p99)",
-            "equal weights should give equal values: compare dtype, temperature and attention of engine and learner, and with top-p or top-k whether the"
-            " engine gives Sample.support (tools/dump --json: left_to_sample); until then use correction = 'tis' or 'icepop'",
+            "equal weights should give equal values: compare dtype, temperature and attention of engine and learner; until then use correction = 'tis' or 'icepop'",
         )  # fmt: skip
         above(
             "learner/clip_share", "clip_share", "share of clipped tokens",

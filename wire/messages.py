@@ -145,7 +145,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     top: one entry per token if ``Sampling.top_logprobs`` asks for it: the most probable ids with their log-probabilities under the
     distribution that the token was sampled from, descending. An entry is shorter when fewer tokens have any probability.
     support: if ``Sampling.support`` asks for it, the tokens that top-p and top-k left at each place (``wire.support``), b"" if they cut
-    nothing anywhere.
+    nothing anywhere. None says that the engine does not report it.
     """
 
     tokens: np.ndarray
@@ -153,7 +153,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: np.ndarray
     finish: Literal["stop", "length", "abort"]
     top: list[dict[int, float]] | None = None
-    support: bytes = b""
+    support: bytes | None = None
 
 
 class GenerateResult(msgspec.Struct, frozen=True):
@@ -299,7 +299,7 @@ class TreeNode(msgspec.Struct, frozen=True):
 
     tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled bool [new]
     (False for a forced token, which has no sampling probability). The root has parent -1. images: the PNG bytes of the pictures among the
-    tokens, by number (``wire.vision``). support: as in ``Sample``.
+    tokens, by number (``wire.vision``). support: as in ``Sample``, b"" if nothing was cut.
     """
 
     id: int

@@ -111,8 +111,8 @@ class Running:
     def sample(self, finish: Any) -> Sample:
         """Return the sample as the caller gets it."""
         tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
-        logprobs = np.array(self.logprobs, np.float32)
-        return Sample(tokens, logprobs, versions, finish, self.top, encode(self.support))
+        left = encode(self.support) if self.owner.request.sampling.support else None
+        return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish, self.top, left)
 
 
 class StopStrings:

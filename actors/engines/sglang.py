@@ -273,10 +273,10 @@ class SGLangEngine:
         try:
             tokens = np.array(answer["output_ids"], np.int32)
             logprobs = np.array([row[0] for row in meta.get("output_token_logprobs") or []], np.float32)
-            left = b""
+            left = b"" if sampling.support else None
             if sampling.cuts and len(tokens):
                 logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32).reshape(-1)
-                left = self._support(meta["output_token_sampling_mask"], len(tokens)) if sampling.support else b""
+                left = self._support(meta["output_token_sampling_mask"], len(tokens)) if sampling.support else None
             finish = _FINISH[meta["finish_reason"]["type"]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None

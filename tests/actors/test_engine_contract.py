@@ -129,6 +129,7 @@ async def test_logprobs_are_of_the_softmax_over_the_support_that_is_reported(
     prompt, model = ids(3, 20), reference(llama)
     result = await engine.generate(GenerateRequest(prompt, n, Sampling(6, temperature=0.8, support=True, **cut)))
     for sample in result.samples:
+        assert sample.support is not None
         support, rows = decode(sample.support, len(sample.tokens)), forward(model, prompt, sample.tokens) / 0.8
         assert support is not None
         assert support.has(sample.tokens).all()

@@ -36,6 +36,7 @@ async def sampled(model: Path, dtype: str = "float32", **cut: float) -> Batch:
         own = [TreeNode(0, -1, "prompt", prompt)]
         for i, sample in enumerate(result.samples):
             record = sample.logprobs, sample.versions, np.ones(len(sample.tokens), bool)
+            assert sample.support
             own.append(TreeNode(i + 1, 0, "action", sample.tokens, *record, support=sample.support))
         turns = [Turn(i + 1, i, 1, {"reward": float(i), "outcome": float(i > 0)}) for i in range(CANDIDATES)]
         groups.append(TrainGroup(tree, tree, own, turns))
