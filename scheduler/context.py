@@ -27,6 +27,7 @@ from scheduler.text import Shown, Text
 from scheduler.together import together
 from scheduler.tree import Node, Tree
 from wire import vision
+from wire.faults import DataFault
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -278,14 +279,21 @@ class Context:
     ) -> tuple[list[Sample], int]:
         """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the prefix the engine had cached.
 
-        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first.
+        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first. Raises DataFault if the learner
+        could not score them, because the engine cuts the distribution and does not report what it left.
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
         pictures = self.shop.journal.pictures(prefix)
-        requests = [GenerateRequest(prefix, size, self._sampling(stop), pictures) for size in sizes]
+        trained = self.tree.split == "train" and not beside
+        requests = [GenerateRequest(prefix, size, self._sampling(stop, trained), pictures) for size in sizes]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
+        if trained and requests[0].sampling.cuts and any(sample.support is None for sample in samples):
+            raise DataFault(
+                f"scheduler.top_p = {self.settings.top_p} and top_k = {self.settings.top_k} with an engine that does not report which tokens they"
+                " left: expected Sample.support (docs/engines.md); set top_p = 1 and top_k = 0, or take another actors.engine"
+            )
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
         return samples, results[0].cached_tokens
 
@@ -369,9 +377,9 @@ class Context:
         self.shop.counts["outgrown_trajectories"] += 1
         self.changed([action, place])
 
-    def _sampling(self, stop: list[str]) -> Sampling:
-        s = self.settings
-        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed=self.rng.getrandbits(62))
+    def _sampling(self, stop: list[str], trained: bool = False) -> Sampling:
+        s, seed = self.settings, self.rng.getrandbits(62)
+        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed, support=trained)
 
     def _anchor(self, node: Node) -> int | None:
         text = self.environment.anchor(self.state(node))
@@ -391,6 +399,7 @@ class Context:
             logprobs=sample.logprobs,
             versions=sample.versions,
             sampled=np.ones(len(sample.tokens), bool),
+            support=sample.support or b"",
             finish=sample.finish,
             **settings,
         )
