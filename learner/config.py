@@ -29,7 +29,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 
 class AdaptiveKl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019, section 2.2).
+    """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019; learner/kl.py).
 
     target: the KL to the initial policy that is aimed at, in nats per token. horizon: the number of trajectories over which an error of the
     KL changes the coefficient by about as much.

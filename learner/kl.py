@@ -28,6 +28,7 @@ def estimated(estimator: Estimator, current: Tensor, reference: Tensor) -> Tenso
 
 def adapted(factor: float, kl: float, config: AdaptiveKl, trajectories: int) -> float:
     """Return the next factor of the KL's coefficients, factor x (1 + clip(kl / target - 1, -0.2, 0.2) x trajectories / horizon) (Ziegler et al.
-    2019, section 2.2). kl: nats per token in the update just made, which had this many trajectories; more than the horizon count as the horizon."""
+    2019, in the form of their released code). kl: nats per token in the update just made, which had this many trajectories; more trajectories
+    than the horizon count as the horizon."""
     error = min(0.2, max(-0.2, kl / config.target - 1))
     return factor * (1 + error * min(1.0, trajectories / config.horizon))
