@@ -1,7 +1,7 @@
 """Batches from the stream: the first ``questions`` closed trees, in the order in which they closed, form one update.
 
-A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. This file is pure: it uses
-neither sockets nor a model.
+A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. A tree that dynamic sampling
+replaced is no question; its groups leave without their turns. This file is pure: it uses neither sockets nor a model.
 """
 
 from collections import OrderedDict
@@ -23,6 +23,7 @@ class Inbox:
         self._nodes: dict[int, dict[int, TreeNode]] = {}
         self._groups: dict[int, TrainGroup] = {}
         self._closed: OrderedDict[int, list[int]] = OrderedDict()
+        self._replaced: OrderedDict[int, list[int]] = OrderedDict()
         self._done_trees: set[int] = set()
 
     def add(self, group: TrainGroup) -> bool:
@@ -44,24 +45,31 @@ class Inbox:
     def close(self, closed: TreeClosed) -> None:
         """Record that a tree is complete. Repeated calls for one tree count once."""
         if closed.tree not in self._done_trees:
-            self._closed[closed.tree] = closed.groups
+            (self._replaced if closed.replaced else self._closed)[closed.tree] = closed.groups
 
     def ready(self) -> list[int] | None:
         """Return the trees of the next batch, or None while there are too few complete trees."""
-        whole = [
-            tree
-            for tree, groups in self._closed.items()
-            if all(group in self._groups or group in self.trained for group in groups)
-        ]
+        whole = self._whole(self._closed)
         return whole[: self.questions] if len(whole) >= self.questions else None
 
     def take(self, trees: list[int], version: int) -> Batch:
-        """Remove the trees from the inbox and return them as a batch. Its groups belong to the frontier from now on."""
+        """Remove the trees, and all complete replaced trees, from the inbox and return them as a batch. Its groups belong to the frontier from
+        now on."""
+        replaced = [group.id for tree in self._whole(self._replaced) for group in self._leave(tree, self._replaced)[0]]
         groups, nodes = [], []
         for tree in trees:
-            waiting = [g for g in self._closed.pop(tree) if g in self._groups]
-            groups += [self._groups.pop(group) for group in waiting]
-            nodes += [(tree, node) for node in self._nodes.pop(tree, {}).values()]
-            self._done_trees.add(tree)
-        self.trained.update(group.id for group in groups)
-        return Batch(version, len(trees), groups, nodes)
+            left = self._leave(tree, self._closed)
+            groups += left[0]
+            nodes += [(tree, node) for node in left[1].values()]
+        self.trained.update(replaced, (group.id for group in groups))
+        return Batch(version, len(trees), groups, nodes, replaced)
+
+    def _whole(self, closed: OrderedDict[int, list[int]]) -> list[int]:
+        """Return the trees whose groups are all here or trained."""
+        here = (self._groups.keys(), self.trained)
+        return [tree for tree, groups in closed.items() if all(any(group in one for one in here) for group in groups)]
+
+    def _leave(self, tree: int, closed: OrderedDict[int, list[int]]) -> tuple[list[TrainGroup], dict[int, TreeNode]]:
+        groups = [self._groups.pop(group) for group in closed.pop(tree) if group in self._groups]
+        self._done_trees.add(tree)
+        return groups, self._nodes.pop(tree, {})

@@ -22,13 +22,14 @@ from wire import atomic
 class State(msgspec.Struct, frozen=True):
     """The frontier. trained: every group whose gradient is part of the version. prm_updates: steps that the implicit reward model made.
 
-    lengths: the first trajectory lengths, with which the watch compares later lengths.
+    lengths: the first trajectory lengths, with which the watch compares later lengths. kl_factor: the adaptive factor of the KL's weights.
     """
 
     version: int
     trained: list[int]
     prm_updates: int = 0
     lengths: dict[str, list[float]] = {}
+    kl_factor: float = 1.0
 
 
 class CheckpointError(OSError):
@@ -78,7 +79,9 @@ def _attempt(step: Callable[[], object], ranks: Ranks) -> Exception | None:
 def _finish(trainer: Trainer, draft: Path, folder: Path, trained: set[int], keep: int) -> None:
     prm = trainer.prm.updates if trainer.prm is not None else 0
     (draft / "state.json").write_bytes(
-        msgspec.json.encode(State(trainer.version, sorted(trained), prm, trainer.watch.lengths.first))
+        msgspec.json.encode(
+            State(trainer.version, sorted(trained), prm, trainer.watch.lengths.first, trainer.kl_factor)
+        )
     )
     atomic.finish(draft, folder, durable=True)
     for old in sorted(folder.parent.glob("v??????"))[:-keep]:
@@ -126,6 +129,6 @@ def restore(trainer: Trainer, folder: Path) -> State:
         raise CheckpointError(damaged.format(error)) from error
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
-    trainer.version = state.version
+    trainer.version, trainer.kl_factor = state.version, state.kl_factor
     trainer.watch.lengths.first |= state.lengths
     return state

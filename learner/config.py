@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from wire.numbers import Count, Discount, Natural, NotNegative, Positive
+from wire.numbers import Count, Discount, Natural, NotNegative, Positive, Share
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -15,7 +15,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True):
-    """AdamW. The learning rate rises linearly over warmup_updates. It then stays constant, or falls by a cosine to 0 at decay_updates."""
+    """AdamW and its learning rate (``Stepper.rate``). frozen_updates: updates at the run's beginning that make no step and are not counted."""
 
     lr: float
     warmup_updates: int
@@ -23,16 +23,42 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
     betas: tuple[float, float]
     weight_decay: float
     grad_clip: float
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_ratio: float = 0.0
+    frozen_updates: int = 0
+
+
+class AdaptiveKl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019; learner/kl.py).
+
+    target: the KL to the initial policy that is aimed at, in nats per token. horizon: the number of trajectories over which an error of the
+    KL changes the coefficient by about as much.
+    """
+
+    target: Positive
+    horizon: Positive = 10_000.0
+
+
+class SoftOverlong(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [learner.soft_overlong]: the soft overlong punishment (DAPO, Yu et al. 2025, eq. 13), one per action.
+
+    max_tokens: the length from which an action's reward is lowered by 1. cache_tokens: the punishment rises linearly over this many tokens below.
+    """
+
+    max_tokens: Count
+    cache_tokens: Count
 
 
 class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.critic]: the value model of schemes with targets (gae, ppr, oprl on ppo), which starts from the policy's weights.
 
-    value_clip: PPO's value-clip range around the value before the update (methods.md 2.4).
+    warmup_updates: the critic's learning rate rises linearly over them. policy_frozen_updates: the critic's warm-up, in which the critic
+    trains alone: the version advances, and the policy makes no step. value_clip: PPO's value-clip range around the value before the update (methods.md 2.4).
     """
 
     lr: Positive = 1e-5
     warmup_updates: Natural = 0
+    policy_frozen_updates: Natural = 0
     value_clip: Positive = 0.5
     loss_factor: Positive = 0.5
     grad_clip: Positive = 1.0
@@ -92,11 +118,15 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: the number of ranks. sharding: whether each rank holds the whole model ("replicate") or a part of it ("fsdp"). scheme: a module of
     learner/schemes; correction: a function of learner/corrections.py; *_options: their keyword arguments.
     aggregation: how token terms are weighted (learner/objective.py). constant_tokens: the divisor of aggregation "constant".
-    epochs, minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the questions. kl_coef: weight of the k3
-    KL to the initial policy in the loss. entropy_coef: weight of the entropy bonus. attention: the backend that computes attention over a
+    epochs, minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the questions. target_kl: the update's
+    remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0: never). kl_coef, kl_estimator: weight and
+    estimator of the KL to the initial policy in the loss (learner/kl.py). kl_reward_coef: weight of the k1 KL that is subtracted from the
+    reward. adaptive_kl: adapts all weights of the KL. reward_scale, reward_clip, soft_overlong: change the reward before the scheme reads it
+    (learner/rewards.py). advantage_scale, advantage_clip: change the advantages after the scheme. A clip of 0 clips nothing.
+    overlong_filter: a trajectory with an action that the token limit cut carries no loss. entropy_coef: weight of the entropy bonus. attention: the backend that computes attention over a
     forest ("auto": cascade on a CPU, flex on CUDA). micro_tokens: the largest number of packed tokens in one forward. warmup_updates,
-    decay_updates: the learning rate rises linearly, then stays, or falls by a cosine to 0 at decay_updates (if set). checkpoint_every: updates
-    between checkpoints. keep: how many checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for
+    lr_schedule, decay_updates, lr_min_ratio: the learning rate rises linearly, then stays constant, or falls linearly or by a cosine to
+    lr_min_ratio x lr at decay_updates (0: at scheduler.updates). checkpoint_every: updates between checkpoints. keep: how many checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for
     longer. publish: where a version's complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs
     take them), or "both". publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the
     scheme needs; refused if it needs none. train_vision: train the vision tower of a model that reads pictures too; otherwise it stays as it is.
@@ -113,11 +143,23 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mean_over_steps: bool = False
     epochs: Count = 1
     minibatches: Count = 1
+    target_kl: NotNegative = 0.0
     kl_coef: NotNegative = 0.001
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_reward_coef: NotNegative = 0.0
+    adaptive_kl: AdaptiveKl | None = None
+    reward_scale: Positive = 1.0
+    reward_clip: NotNegative = 0.0
+    soft_overlong: SoftOverlong | None = None
+    overlong_filter: bool = False
+    advantage_scale: Positive = 1.0
+    advantage_clip: NotNegative = 0.0
     entropy_coef: float = 0.0
     lr: Positive = 1e-6
     warmup_updates: Natural = 0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     decay_updates: Natural = 0
+    lr_min_ratio: Share = 0.0
     betas: tuple[Discount, Discount] = (0.9, 0.999)
     weight_decay: NotNegative = 0.0
     grad_clip: Positive = 1.0
@@ -140,9 +182,11 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def optimizer(self) -> OptimizerConfig:
         """The settings of the policy's optimizer."""
+        frozen = self.critic.policy_frozen_updates if self.critic is not None else 0
         return OptimizerConfig(
-            self.lr, self.warmup_updates, self.decay_updates, self.betas, self.weight_decay, self.grad_clip
-        )
+            self.lr, self.warmup_updates, self.decay_updates, self.betas, self.weight_decay, self.grad_clip,
+            self.lr_schedule, self.lr_min_ratio, frozen,
+        )  # fmt: skip
 
 
 class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

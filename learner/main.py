@@ -130,8 +130,8 @@ class Leader:
         self.durable = self.trainer.version
 
     def _answer(self, batch: Batch, metrics: dict[str, float]) -> None:
-        for group in batch.groups:
-            future = self._waiting.pop(group.id, None)
+        for group in [*(group.id for group in batch.groups), *batch.replaced]:
+            future = self._waiting.pop(group, None)
             if future is not None and not future.done():
                 future.set_result(self._trained(metrics))
         log.info("version %d: %d groups of %d questions", self.trainer.version, len(batch.groups), batch.questions)

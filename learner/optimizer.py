@@ -19,14 +19,21 @@ class Stepper:
         )
 
     def rate(self, version: int) -> float:
-        """Return the learning rate of the update version -> version + 1: a linear warm-up, then constant or a cosine to 0 at decay_updates."""
+        """Return the learning rate of the update version -> version + 1: a linear warm-up, then constant, or a linear or cosine decay that
+        reaches min_ratio x lr at decay_updates. It is a function of the version alone, so a resumed run goes on where it stopped."""
         c = self.config
-        if c.warmup_updates and version < c.warmup_updates:
+        version, last = max(0, version - c.frozen_updates), c.decay_updates - c.frozen_updates
+        if version < c.warmup_updates:
             return c.lr * (version + 1) / c.warmup_updates
-        if c.decay_updates:
-            done = (version - c.warmup_updates) / max(1, c.decay_updates - c.warmup_updates)
-            return c.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        return c.lr
+        done = min(1.0, (version - c.warmup_updates) / max(1, last - c.warmup_updates))
+        left = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[c.schedule]
+        return c.lr * (c.min_ratio + (1 - c.min_ratio) * left)
+
+    def local_square(self) -> float:
+        """Return the squared norm of the gradient that this rank has so far. Sharded ranks hold a part of the common gradient."""
+        held = [p.grad for p in self.parameters.values() if p.grad is not None]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
+        return float(torch.stack([grad.float().square().sum() for grad in local]).sum()) if local else 0.0
 
     def step(self, version: int) -> float:
         """Make one step on the accumulated gradients. Returns their norm before clipping; raises RuntimeError if the norm is not finite."""

@@ -11,6 +11,7 @@ import torch
 from learner import watch
 from learner.config import LearnerConfig
 from learner.corrections import Corrected, Logprobs, Segments, Surrogate, k3
+from learner.kl import estimated
 from learner.model import Policy
 from learner.optimizer import Stepper
 from learner.passes import Plan, Rows, plan
@@ -24,18 +25,19 @@ MEASURES = 6
 class Known(msgspec.Struct, frozen=True):
     """The values of a batch's tokens before the policy steps, each [tokens], float32 unless said otherwise.
 
-    segment: int64, the turn or trajectory over which the correction takes its ratio. proximal, reference: if nothing reads them, they are the
-    behaviour policy's log-probabilities. standing: the policy's log-probabilities before this optimizer step, for the tokens of a segment
-    that lie in another micro-batch.
+    segment: int64, the turn or trajectory over which the correction takes its ratio. proximal: if nothing reads it, the behaviour policy's
+    log-probabilities. reference: None if nothing reads it. standing: the policy's log-probabilities before this optimizer step, for the
+    tokens of a segment that lie in another micro-batch. kl_coef: weight of the KL in the loss.
     """
 
     rows: Rows
     advantages: np.ndarray
     weights: np.ndarray
     proximal: np.ndarray
-    reference: np.ndarray
+    reference: np.ndarray | None
     segment: np.ndarray
     standing: np.ndarray
+    kl_coef: float = 0.0
 
 
 class PolicyStep:
@@ -57,22 +59,39 @@ class PolicyStep:
     def step(
         self, known: Known, steps: Plan, scale: float, version: int, noted: torch.Tensor | None
     ) -> dict[str, float]:
-        """Backward all forests and make one optimizer step. Weights are multiplied by ``scale``. noted: is filled for the watch."""
-        total = torch.zeros(1, dtype=torch.float64)
-        for chosen, filler in steps.mine:
-            total += self._micro_batch(known, chosen, 0.0 if filler else scale, None if filler else noted)
+        """Backward all forests and make one optimizer step. Weights are multiplied by ``scale``. noted: is filled for the watch.
+
+        If KL(proximal || current) exceeds target_kl, no step is made, and the metrics hold only this KL.
+        """
+        sums = torch.zeros(7, dtype=torch.float64)
+        for number, (chosen, filler) in enumerate(steps.mine):
+            part = self._micro_batch(known, chosen, 0.0 if filler else scale, None if filler else noted)
+            sums[:4] += torch.zeros(4, dtype=torch.float64) if filler else torch.tensor(part, dtype=torch.float64)
+            if number == 0:
+                sums[4:] = torch.tensor([self.stepper.local_square(), sums[3], sums[3] ** 2])
+        objective, kl, tokens, weight, square, first, squares = self.ranks.add(sums).tolist()
+        metrics = {"learner/proximal_kl": kl / max(1.0, tokens)} if self.config.target_kl else {}
+        if self.config.target_kl and metrics["learner/proximal_kl"] > self.config.target_kl:
+            self.stepper.adamw.zero_grad(set_to_none=True)
+            return metrics
         norm = self.stepper.step(version)
-        return {
+        share = first / weight
+        parts = share**2 if self.ranks.sharded else squares / weight**2
+        metrics |= watch.gradient_noise(norm**2, square, share, parts)
+        return metrics | {
             "learner/grad_norm": norm,
-            "learner/surrogate": float(self.ranks.add(total)),
+            "learner/surrogate": objective,
             "learner/lr": self.stepper.rate(version),
             "learner/forwarded_tokens": float(steps.forwarded),
             "learner/path_tokens": float(sum(len(p.tokens) for p in known.rows.paths)),
             "learner/trunk_repeat": steps.forwarded / max(1, steps.whole),
         }
 
-    def _micro_batch(self, known: Known, chosen: list[int], scale: float, noted: torch.Tensor | None) -> float:
-        """Backward one forest's share of the objective, and return this share."""
+    def _micro_batch(
+        self, known: Known, chosen: list[int], scale: float, noted: torch.Tensor | None
+    ) -> tuple[float, float, int, float]:
+        """Backward one forest's share of the objective. Returns this share, the sum of KL(proximal || current) over the tokens, their number
+        and the sum of their weights."""
         c, device = self.config, self.policy.device
         index = known.rows.index(chosen)
         sampled = known.rows.sampled[index]
@@ -84,9 +103,9 @@ class PolicyStep:
 
         surrogate = self.correct(self._compared(known, index, current), here(known.advantages))
         term, kl = surrogate.term, torch.zeros_like(current)
-        if c.kl_coef > 0:
-            kl = k3(current, here(known.reference))
-            term = term - c.kl_coef * kl
+        if known.reference is not None:
+            kl = estimated(c.kl_estimator, current, here(known.reference))
+            term = term - known.kl_coef * kl
         if c.entropy_coef > 0:
             # d entropy = -E[(log pi + entropy) d log pi], estimated on the sampled tokens; unbiased if on-policy
             term = term - c.entropy_coef * (current.detach() + entropy) * (current - current.detach())
@@ -94,7 +113,8 @@ class PolicyStep:
         (-objective).backward()
         if noted is not None:
             _note(noted, index, current, entropy, kl, surrogate)
-        return float(objective.detach())
+        moved = k3(here(known.proximal), current.detach()).sum()
+        return float(objective.detach()), float(moved), len(index), float(known.weights[index].sum())
 
     def _compared(self, known: Known, index: np.ndarray, current: torch.Tensor) -> Logprobs:
         """Return the log-probabilities that the correction compares, with the part of each segment outside this micro-batch."""

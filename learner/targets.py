@@ -69,8 +69,13 @@ def retrace(
     return advantages, values + cut * advantages
 
 
-def needs(targets: Kind, kl_coef: float) -> set[str]:
-    """Return the token columns that ``estimate`` reads."""
+def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.0) -> set[str]:
+    """Return the token columns that ``estimate`` reads. Raises ValueError if V-trace's bounds are set without V-trace, or c_max > rho_max."""
+    bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
+    if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
+        raise ValueError(f"{bounds} have no effect with targets = {targets!r}: remove them, or set targets = 'vtrace'")
+    if c_max > rho_max:
+        raise ValueError(f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, section 4.1)")
     return {"value"} | ({"kl"} if kl_coef else set()) | ({"log_ratio"} if targets != "gae" else set())
 
 
@@ -82,10 +87,13 @@ def estimate(
     whiten: bool,
     targets: Kind,
     kl_coef: float = 0.0,
+    rho_max: float = 1.0,
+    c_max: float = 1.0,
 ) -> Estimate:
     """Return the advantages and value targets of every trajectory. whiten: whiten the advantages over the sampled tokens of the batch.
 
     rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, which is subtracted from each sampled token's reward.
+    rho_max, c_max: V-trace's bounds (rho-bar and c-bar).
     """
     if kl_coef:
         rewards = rewards - kl_coef * table.token_column("kl") * table.mask()
@@ -95,7 +103,7 @@ def estimate(
         if targets == "gae":
             advantages[span], returns[span] = gae(rewards[span], values[span], gamma, lam)
         else:
-            off_policy = {"vtrace": vtrace, "retrace": retrace}[targets]
-            log_ratio = table.token_column("log_ratio")[span]
-            advantages[span], returns[span] = off_policy(rewards[span], values[span], log_ratio, gamma, lam)
+            of_span = (rewards[span], values[span], table.token_column("log_ratio")[span], gamma, lam)
+            vtraces = targets == "vtrace"
+            advantages[span], returns[span] = vtrace(*of_span, rho_max, c_max) if vtraces else retrace(*of_span)
     return Estimate(whiten_tokens(advantages, table.mask()) if whiten else advantages, returns)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from learner import corrections, schemes, watch
+from learner import corrections, kl, rewards, schemes, watch
 from learner.config import CriticConfig, LearnerProcess, PrmConfig
 from learner.critic import Critic
 from learner.model import Policy, TreeModel
@@ -27,12 +27,14 @@ from wire.messages import TrainGroup, TreeNode
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The input of one update. questions: the number of closed trees, including those without groups."""
+    """The input of one update. questions: the number of closed trees, including those without groups. replaced: ids of the groups of replaced
+    trees, which enter the frontier with this update and carry no loss."""
 
     version: int
     questions: int
     groups: list[TrainGroup]
     nodes: list[tuple[int, TreeNode]]
+    replaced: list[int] = []
 
 
 class Trainer:
@@ -50,8 +52,8 @@ class Trainer:
         self.needs_reference = "kl" in self.scheme.needs.models or (
             "prm" in self.scheme.needs.models and prm.reference == "initial"
         )
-        reference = c.kl_coef > 0 or self.needs_reference
-        self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=reference)
+        self.needs_reference |= c.kl_coef > 0 or c.kl_reward_coef > 0
+        self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=self.needs_reference)
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks)
         self.critic = (
@@ -64,6 +66,7 @@ class Trainer:
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
         self.version = 0
+        self.kl_factor = 1.0
         self.checked = False
         self._busy_s = 0.0
         self._since: float | None = None
@@ -108,27 +111,37 @@ class Trainer:
             self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
         columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
-        estimate = self.scheme(table)
+        column, shapes = self.scheme.needs.reward_column, c.reward_scale != 1 or c.reward_clip or c.soft_overlong
+        estimate = self.scheme(rewards.shaped(table, column, c) if shapes or c.kl_reward_coef else table)
         _check_finite(self.scheme.name, estimate)
-        weights = token_weights(table, rows.sampled, questions, c.aggregation, c.mean_over_steps, c.constant_tokens)
+        trained = rows.sampled
+        if c.overlong_filter:
+            trained = trained & ~table.per_token(rewards.truncated(table))
+        weights = token_weights(table, trained, questions, c.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
-        metrics = _table_metrics(table, rows, known.advantages, self.version) | prm_metrics
-        metrics |= self.scheme.metrics(table)
-        return metrics | self._steps(table, known, estimate, everything)
+        metrics = _table_metrics(table, rows, known, self.version) | prm_metrics
+        metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
+        metrics |= self._steps(table, known, estimate, everything)
+        if c.adaptive_kl is not None and "learner/kl" in metrics:
+            metrics["learner/kl_factor"] = self.kl_factor
+            trajectories = len(table.trajectories().tree)
+            self.kl_factor = kl.adapted(self.kl_factor, metrics["learner/kl"], c.adaptive_kl, trajectories)
+        return metrics
 
     def _token_columns(
         self, table: TurnTable, rows: Rows, steps: Plan
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Return the token columns that scheme, correction or KL term read from the learner's models, and the reward model's metrics."""
         needs, columns, metrics = self.scheme.needs.models, {}, {}
-        if "log_ratio" in needs or self.correct.needs_proximal or self.prm_reference == "recomputed":
+        recomputed = self.prm_reference == "recomputed" or bool(self.config.target_kl)
+        if "log_ratio" in needs or self.correct.needs_proximal or recomputed:
             columns["proximal"] = self._proximal(rows, steps)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
-        if self.needs_reference or self.config.kl_coef > 0:
+        if self.needs_reference:
             with self.policy.inference():
                 columns["reference"] = sweep(rows, steps, self.ranks, self.policy.reference_logprobs)
-            # The k1 estimate is the log-ratio itself. It enters the reward of schemes with a critic.
-            columns["kl"] = np.where(rows.sampled, rows.behaviour - columns["reference"], 0.0)
+            # The k1 estimate is the log-ratio itself. Here the adaptive factor reaches every weight of the KL in a reward.
+            columns["kl"] = self.kl_factor * np.where(rows.sampled, rows.behaviour - columns["reference"], 0.0)
         if self.critic is not None:
             columns["value"] = self.critic.values(rows, steps)
         if self.prm is not None:
@@ -148,46 +161,63 @@ class Trainer:
         turn = table.row()
         by_level = {"token": turn, "turn": turn, "sequence": table.trajectories().of[turn]}
         proximal = columns.get("proximal", rows.behaviour).astype(np.float32)
+        advantages = estimate.advantages * self.config.advantage_scale
+        if clip := self.config.advantage_clip:
+            advantages = np.clip(advantages, -clip, clip)
         return Known(
             rows,
-            estimate.advantages.astype(np.float32),
+            advantages.astype(np.float32),
             weights.astype(np.float32),
             proximal,
-            columns.get("reference", rows.behaviour).astype(np.float32),
+            columns["reference"].astype(np.float32) if "reference" in columns else None,
             by_level[self.correct.level],
             proximal,
+            self.config.kl_coef * self.kl_factor,
         )
 
     def _steps(self, table: TurnTable, known: Known, estimate: Estimate, everything: Plan) -> dict[str, float]:
-        """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is one. Returns their metrics."""
+        """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is one. Returns their metrics.
+
+        The policy makes none while the critic warms up, and none after a step that would begin further than target_kl from the proximal policy.
+        """
         c, rows = self.config, known.rows
         noted = torch.zeros(MEASURES, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
-        stepped, untouched = False, np.zeros(len(table), bool)
+        stepped, stopped, untouched, questions = False, 0, np.zeros(len(table), bool), 0
+        frozen = self.critic is not None and self.version < self.critic.config.policy_frozen_updates
         for epoch in range(c.epochs):
-            for turns, scale in self._minibatches(table, epoch):
-                steps = self.policy_step.plan(known, turns)
+            for turns, scale in self._minibatches(table, known.weights, epoch):
+                steps = None if frozen else self.policy_step.plan(known, turns)
                 untouched[turns] |= not stepped
-                if steps is not None:
+                if steps is not None and stopped:
+                    stopped += 1
+                elif steps is not None:
                     if stepped and self.correct.follows:
                         known = msgspec.structs.replace(known, standing=self._proximal(rows, everything))
                     stepped = True
-                    metrics = self.policy_step.step(known, steps, scale, self.version, noted if epoch == 0 else None)
+                    result = self.policy_step.step(known, steps, scale, self.version, noted if epoch == 0 else None)
+                    if "learner/grad_norm" in result:
+                        metrics, questions = result, len(np.unique(table.tree[turns]))
+                    else:
+                        metrics, stopped = metrics | result, 1
                 if self.critic is not None:
                     assert estimate.returns is not None, "a scheme that needs a critic has targets for it"
-                    chosen = np.isin(table.row(), turns) & rows.sampled
+                    chosen = np.isin(table.row(), turns) & (known.weights > 0)
                     steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
                     metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
+        if c.target_kl:
+            metrics["learner/stopped_steps"] = float(stopped)
+        metrics |= self.watch.noise_scale(metrics, questions)
         return metrics | watch.metrics(measured(table, known, untouched, self.ranks.add(noted).numpy(), self.version))
 
-    def _minibatches(self, table: TurnTable, epoch: int) -> list[tuple[list[int], float]]:
+    def _minibatches(self, table: TurnTable, weights: np.ndarray, epoch: int) -> list[tuple[list[int], float]]:
         """Return the turns of each optimizer step and the factor of their weights. The turns of a question stay together."""
         minibatches, parts = [], table.questions(self.config.minibatches, [self.process.seed, self.version, epoch])
         for part in parts:
             chosen = np.isin(table.tree, part)
             if self.config.aggregation == "token":
-                scale = table.mask().sum() / max(1, (table.mask() & table.per_token(chosen)).sum())
+                scale = (weights > 0).sum() / max(1, ((weights > 0) & table.per_token(chosen)).sum())
             else:
                 scale = sum(map(len, parts)) / len(part)
             minibatches.append((np.flatnonzero(chosen).tolist(), float(scale)))
@@ -204,12 +234,12 @@ def _check_finite(scheme: str, estimate: Estimate) -> None:
             )
 
 
-def _table_metrics(table: TurnTable, rows: Rows, advantages: np.ndarray, version: int) -> dict[str, float]:
+def _table_metrics(table: TurnTable, rows: Rows, known: Known, version: int) -> dict[str, float]:
     stale = version - rows.versions
     metrics = {
         "learner/turns": float(len(table)),
-        "learner/trained_tokens": float(rows.sampled.sum()),
-        "learner/zero_advantage_share": float(np.mean(advantages == 0)),
+        "learner/trained_tokens": float((known.weights > 0).sum()),
+        "learner/zero_advantage_share": float(np.mean(known.advantages == 0)),
         "learner/staleness_mean": float(stale.mean()),
         "learner/staleness_max": float(stale.max()),
     }

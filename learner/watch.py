@@ -11,12 +11,13 @@ import numpy as np
 
 from learner.config import WatchConfig
 from learner.lengths import Lengths
+from learner.table import TurnTable
 
 
 class Measured(msgspec.Struct, frozen=True):
     """Measurements of the policy pass, each [tokens that carried weight].
 
-    current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (k3; 0 if not measured). coefficient: the correction's
+    current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (0 if not measured). coefficient: the correction's
     coefficient. clipped, masked: bool. staleness: updates between sampling and training. turn: number of the token's turn. fresh: bool,
     whether the version being trained sampled the whole turn. Engine and learner must agree only on fresh turns, since a turn that spans a
     weight update attends to keys and values of the older weights.
@@ -81,13 +82,61 @@ def _group(name: str, chosen: np.ndarray, gap: np.ndarray, ratio: np.ndarray, m:
     }
 
 
+def gradient_noise(whole: float, parts: float, share: float, squared_shares: float) -> dict[str, float]:
+    """Return unbiased estimates of |mean gradient|^2 and of the noise in |gradient|^2 (McCandlish et al. 2018, appendix A.1, for unequal parts).
+
+    whole: squared norm of an optimizer step's gradient. parts: the sum of the squared norms of disjoint parts of it, which carry the shares
+    s of the loss weights. share, squared_shares: sum of s and of s^2. E whole = signal + noise and E parts = signal sum s^2 + noise sum s.
+    Undefined, so empty, where one part is the whole.
+    """
+    if share - squared_shares < 1e-6:
+        return {}
+    signal = (share * whole - parts) / (share - squared_shares)
+    return {"watch/gradient_signal": signal, "watch/gradient_noise": whole - signal}
+
+
+def explained_variance(table: TurnTable, outcome: str = "outcome") -> dict[str, float]:
+    """Return the share of the outcome's variance that each score column explains: r^2 of a trajectory's mean score and its outcome.
+
+    A column is left out if it or the outcome is constant, or if fewer than 3 trajectories have both.
+    """
+    if outcome not in table.scores:
+        return {}
+    trajectories = table.trajectories()
+
+    def mean(column: np.ndarray) -> np.ndarray:
+        scored = np.bincount(trajectories.of, weights=~np.isnan(column), minlength=len(trajectories.tree))
+        return np.where(scored > 0, trajectories.total(column) / np.maximum(1, scored), np.nan)
+
+    results, outcomes = {}, mean(table.column(outcome))
+    for name in sorted(set(table.scores) - {outcome}):
+        scores = mean(table.column(name))
+        both = ~np.isnan(scores) & ~np.isnan(outcomes)
+        if both.sum() >= 3 and np.ptp(scores[both]) > 0 and np.ptp(outcomes[both]) > 0:
+            results[f"watch/explained_{name}"] = float(np.corrcoef(scores[both], outcomes[both])[0, 1] ** 2)
+    return results
+
+
 class Watch:
     """Keeps the thresholds, the last gradient norms and the first lengths. Call ``warnings`` once after each update, in order."""
 
     def __init__(self, config: WatchConfig, bfloat16: bool = False):
         self.config, self.bfloat16 = config, bfloat16
         self._norms: deque[float] = deque(maxlen=20)
+        self._noise: deque[tuple[float, float]] = deque(maxlen=20)
         self.lengths = Lengths()
+
+    def noise_scale(self, values: dict[str, float], questions: int) -> dict[str, float]:
+        """Return the simple noise scale B = tr(Sigma) / |G|^2 in questions: at this batch size, noise and signal of the gradient are equal
+        (McCandlish et al. 2018, eq. 2.9). It is the ratio of the means over the last 20 updates, because a ratio of two noisy numbers is biased.
+
+        values: metrics of an optimizer step on this many questions. Empty where the step has no estimate, or where the mean signal is not positive.
+        """
+        if "watch/gradient_noise" not in values:
+            return {}
+        self._noise.append((values["watch/gradient_signal"], values["watch/gradient_noise"] * questions))
+        signal, noise = np.mean(self._noise, axis=0)
+        return {"watch/noise_scale": float(noise / signal)} if signal > 0 else {}
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """Return one sentence for each value beyond its threshold. The sentence names value, threshold and remedy."""

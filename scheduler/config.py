@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from scheduler.dispatch import DispatchConfig
+from wire.declared import Equal
 from wire.numbers import Count, Natural, NotNegative, Positive
 
 UNJUDGED = "none"
@@ -41,7 +42,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: a module of scheduler/strategies, or module:grow; strategy_options: the keyword arguments of grow. budget: the largest
     number of steps, B. judge: the service judge.<judge>, or "none". max_action_tokens: the limit of one action. thinking: ask for a
     thinking block, if the chat template has that switch. updates: how many the run makes. questions_per_update: trees per update.
-    max_staleness: see scheduler/pacing.py. Deadlines and timeouts are in seconds.
+    max_staleness: see scheduler/pacing.py. dynamic_sampling_budget: how many questions without any spread of the reward may be replaced for
+    an update (scheduler/dynamic_sampling.py; 0: none). Deadlines and timeouts are in seconds.
     """
 
     strategy: str = "slate"
@@ -56,6 +58,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     updates: Count = 100
     questions_per_update: Count = 32
     max_staleness: Natural = 1
+    dynamic_sampling_budget: Natural = 0
     evaluation: EvaluationConfig = EvaluationConfig()
     dispatch: DispatchConfig = DispatchConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -72,6 +75,7 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment, options: see actors/environments/registry.py. train, heldout: one task file or several ("" if the environment makes
     its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call. longest: the
     most tokens of a prompt and its action; 0 sets no limit.
+    reward, equal: the column that dynamic sampling reads, and how it compares (``wire.declared.SchemeNeeds``).
     """
 
     name: str
@@ -87,3 +91,5 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most: int
     scheduler: SchedulerConfig
     longest: int = 0
+    reward: str = ""
+    equal: Equal = "returns"

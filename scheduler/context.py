@@ -232,7 +232,7 @@ class Context:
     def emit(self, trajectories: Sequence[Sequence[Node]]) -> None:
         """Send one finished group to the learner now. trajectories: each is a list of scored actions."""
         turns = [
-            Turn(node.id, index, node.step, _finite(node.scores), self._anchor(node))
+            Turn(node.id, index, node.step, _finite(node.scores) | _cut(node), self._anchor(node))
             for index, nodes in enumerate(trajectories)
             for node in nodes
         ]
@@ -459,6 +459,11 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
+
+
+def _cut(node: Node) -> dict[str, float]:
+    """The column "truncated": whether the token limit cut the action."""
+    return {"truncated": float(node.finish == "length")}
 
 
 def _finite(scores: dict[str, float]) -> dict[str, float]:

@@ -36,7 +36,7 @@ class JournalError(OSError):
 
 
 class TreeRow(msgspec.Struct, frozen=True):
-    """A row of the table of trees. status: growing, closed or quarantined. position: the draw that gave the task."""
+    """A row of the table of trees. status: growing, closed, replaced or quarantined. position: the draw that gave the task."""
 
     id: int
     position: int

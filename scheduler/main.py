@@ -22,6 +22,7 @@ from scheduler import report, strategies, terminal
 from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
 from scheduler.context import ATTEMPTS, Context, Shop
 from scheduler.dispatch import Dispatcher, Worker
+from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
 from scheduler.fleet import Fleet
 from scheduler.journal import Journal, JournalError, TreeRow
@@ -111,6 +112,7 @@ class Run:
         self.moved = asyncio.Event()
         self.begun = asyncio.Event()
         self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
+        self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.totals: Counter[str] = Counter()
         self.outcomes: list[float] = []
         self.next_tree = self.journal.next_tree()
@@ -224,7 +226,8 @@ class Run:
         unfinished = self.journal.untrained_trees()
         s = self.settings
         version = self.spread.weights.version
-        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version, len(unfinished))
+        admitted = sum(row.status != "replaced" for row in unfinished)
+        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version, admitted)
         self.metrics.counters(self.dispatcher.workers())
         first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), time.monotonic()
         for row in unfinished:
@@ -289,7 +292,7 @@ class Run:
             if trained is None:
                 self.stream.resend(tree, group)
         if row.status != "growing":
-            self.stream.close(tree)
+            self.stream.close(tree, row.status == "replaced")
             return
         context = self._context(self.tasks.at(row.position), tree, self.settings, row.position)
         self._spawn(tree, context)
@@ -318,11 +321,22 @@ class Run:
         except DataFault as fault:
             self._quarantine(tree, str(fault))
             return
-        self.journal.close_tree(tree)
-        self.stream.close(tree)
-        self.pacing.close(started)
+        replaced = self._replaces(tree)
+        self.journal.close_tree(tree, "replaced" if replaced else "closed")
+        self.stream.close(tree, replaced)
+        if replaced:
+            self.counts["replaced"] += 1
+            self.pacing.withdraw()
+        else:
+            self.pacing.close(started)
         tips = {node.trajectory for node in tree.nodes.values()}
         self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
+
+    def _replaces(self, tree: Tree) -> bool:
+        """Whether another question takes the tree's place: no group has a spread, and the update that comes next may replace one more."""
+        if not tree.groups or len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
+            return False
+        return not differs(map(self.journal.turns, tree.groups), self.process.reward, self.process.equal)
 
     async def _attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
         """Plant and grow a tree, again after an infrastructure fault. Raises DataFault, or the InfrastructureFault of the last attempt."""

@@ -38,7 +38,8 @@ class Pacing:
         self.admitted += 1
 
     def withdraw(self) -> None:
-        """Take back the admission of a tree that was quarantined before it gave a group, so that another tree takes its place."""
+        """Take back the admission of a tree that counts in no update (quarantined before it gave a group, or replaced), so that another tree
+        takes its place."""
         self.admitted -= 1
 
     def trained(self, version: int) -> None:

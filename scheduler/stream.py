@@ -21,11 +21,15 @@ _RESEND_WAIT_S = 1.0
 
 
 class Stream:
-    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each new version, in order."""
+    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each new version, in order.
+
+    replaced: trees that dynamic sampling replaced and whose groups no update has taken yet.
+    """
 
     def __init__(self, dispatcher: Dispatcher, journal: Journal, on_trained: Callable[[Trained], Awaitable[None]]):
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
         self.version = 0
+        self.replaced: set[int] = set()
         self._next_group = journal.next_group()
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -47,9 +51,11 @@ class Stream:
         """Send a journaled group again on which no version was trained."""
         self._spawn(self._send(tree, group, self.journal.turns(group)))
 
-    def close(self, tree: Tree) -> None:
-        """Tell the learner that the tree will emit no more groups."""
-        self._spawn(self._close(TreeClosed(tree.id, list(tree.groups))))
+    def close(self, tree: Tree, replaced: bool = False) -> None:
+        """Tell the learner that the tree will emit no more groups, and whether another question takes its place."""
+        if replaced:
+            self.replaced.add(tree.id)
+        self._spawn(self._close(TreeClosed(tree.id, list(tree.groups), replaced)))
 
     def failure(self) -> BaseException | None:
         """The error that ended a send, or None."""
@@ -85,6 +91,7 @@ class Stream:
                 log.warning("group %d is sent again: %s", group, fault)
                 whole = True
                 await asyncio.sleep(_RESEND_WAIT_S)
+        self.replaced.discard(tree.id)
         async with self._order:
             self.journal.mark_trained(group, trained.version)
             if trained.version > self.version:

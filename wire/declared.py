@@ -7,6 +7,8 @@ import msgspec
 Group = Literal["step", "task", "batch"]
 """What is compared: "step": candidates sampled from one prefix; "task": whole trajectories of one task; "batch": all trajectories of a batch."""
 
+Equal = Literal["returns", "turns"]
+
 
 class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What an advantage scheme reads.
@@ -14,7 +16,9 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     columns: score columns of the turns. group: what the scheme compares. least: the smallest group whose advantages can differ from 0.
     models: columns that the learner's models compute, one value per token: "value" (critic), "prm" (implicit reward model), "kl"
     (divergence from the initial policy), "log_ratio" (log-probability under the policy at the start of the update minus that under the
-    policy that sampled). prm_loss: the loss that must train the implicit reward model; "" allows any loss.
+    policy that sampled). prm_loss: the loss that must train the implicit reward model; "" allows any loss. reward: the one of several
+    columns that is the reward. equal: which trajectories of a group teach nothing by comparison: those with equal "returns" (sums of rewards),
+    or only those whose "turns" have equal rewards.
     """
 
     columns: frozenset[str]
@@ -22,6 +26,13 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     least: int = 1
     models: frozenset[str] = frozenset()
     prm_loss: str = ""
+    reward: str = ""
+    equal: Equal = "returns"
+
+    @property
+    def reward_column(self) -> str:
+        """The column that holds the reward, or "" if the scheme reads several columns and declares none of them as the reward."""
+        return self.reward or (next(iter(self.columns)) if len(self.columns) == 1 else "")
 
 
 class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):

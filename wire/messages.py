@@ -340,10 +340,14 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class TreeClosed(msgspec.Struct, frozen=True):
-    """Service ``close``: tree ``tree`` emits no more groups. ``groups`` are the ids of all that it emitted (possibly none)."""
+    """Service ``close``: tree ``tree`` emits no more groups. ``groups`` are the ids of all that it emitted (possibly none).
+
+    replaced: another question takes the place of this one. Its groups go into the frontier with the next update, without loss.
+    """
 
     tree: int
     groups: list[int]
+    replaced: bool = False
 
 
 class Trained(msgspec.Struct, frozen=True):

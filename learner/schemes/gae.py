@@ -1,6 +1,7 @@
 """PPO with a critic: GAE on the outcome at the last token of a trajectory, whitened (methods.md 2.4 without step rewards).
 
-targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/targets.py). kl_coef weighs the k1 KL to the initial
+targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/targets.py); rho_max and c_max are V-trace's
+bounds, rho-bar and c-bar. kl_coef weighs the k1 KL to the initial
 policy, which is subtracted from the reward.
 """
 
@@ -8,12 +9,14 @@ from learner.table import TurnTable
 from learner.targets import Estimate, Kind, estimate
 from learner.targets import needs as target_needs
 from wire.declared import SchemeNeeds
-from wire.numbers import NotNegative, Share
+from wire.numbers import NotNegative, Positive, Share
 
 
-def needs(column: str, targets: Kind, kl_coef: float, **_: object) -> SchemeNeeds:
+def needs(column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object) -> SchemeNeeds:
     """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
-    return SchemeNeeds(columns=frozenset({column}), group="batch", models=frozenset(target_needs(targets, kl_coef)))
+    return SchemeNeeds(
+        columns=frozenset({column}), group="batch", models=frozenset(target_needs(targets, kl_coef, rho_max, c_max))
+    )
 
 
 def advantages(
@@ -24,8 +27,10 @@ def advantages(
     whiten: bool = True,
     targets: Kind = "gae",
     kl_coef: NotNegative = 0.0,
+    rho_max: Positive = 1.0,
+    c_max: Positive = 1.0,
 ) -> Estimate:
     """Return advantages and value targets. Each score of ``column`` rewards the last token of its turn; a missing score counts as 0."""
     rewards = table.at_last_token(table.column(column))
     rewards[rewards != rewards] = 0.0
-    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef)
+    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max)

@@ -2,7 +2,7 @@
 
 r_hat in [0, 1] is the judge's score of a turn (all turns but the last are judged), and r_o is the outcome at the last token. normalisation:
 "constant" (ReNorm) is r_hat + r_o - 1; "sample" (ReNorm) is (r_hat - mu) + (r_o - pi) with means over the judged turns of the batch; "none" is
-r_hat; "rescale" is r_hat / judged turns of the trajectory; "reduced" gives no step rewards, but r_o + sum r_hat at the end.
+r_hat; "rescale" is r_hat / judged turns of the trajectory; "reduced" gives no step rewards, but r_o + sum r_hat at the end. rho_max, c_max: V-trace's bounds.
 """
 
 from typing import Literal
@@ -13,15 +13,20 @@ from learner.table import Trajectories, TurnTable
 from learner.targets import Estimate, Kind, estimate
 from learner.targets import needs as target_needs
 from wire.declared import SchemeNeeds
-from wire.numbers import NotNegative, Share
+from wire.numbers import NotNegative, Positive, Share
 
 Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 
 
-def needs(process: str, outcome: str, targets: Kind, kl_coef: float, **_: object) -> SchemeNeeds:
+def needs(
+    process: str, outcome: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object
+) -> SchemeNeeds:
     """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
     return SchemeNeeds(
-        columns=frozenset({process, outcome}), group="batch", models=frozenset(target_needs(targets, kl_coef))
+        columns=frozenset({process, outcome}),
+        reward=outcome,
+        group="batch",
+        models=frozenset(target_needs(targets, kl_coef, rho_max, c_max)),
     )
 
 
@@ -36,10 +41,12 @@ def advantages(
     whiten: bool = True,
     targets: Kind = "gae",
     kl_coef: NotNegative = 0.0,
+    rho_max: Positive = 1.0,
+    c_max: Positive = 1.0,
 ) -> Estimate:
     """Return advantages and value targets. Whitening and critic use only the policy's own tokens (in methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))
-    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef)
+    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max)
 
 
 def turn_rewards(

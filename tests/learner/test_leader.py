@@ -127,6 +127,27 @@ async def test_a_tree_without_groups_counts_as_a_question(tmp_path: Path, llama:
         assert (first.metrics["learner/questions"], first.metrics["learner/groups"]) == (3, 2)
 
 
+async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_without_changing_it(
+    tmp_path: Path, llama: Path
+) -> None:
+    answers: list[Trained] = []
+    for run, more in ((tmp_path / "a", 0), (tmp_path / "b", 1)):
+        run.mkdir()
+        async with learner(llama, run) as (leader, dispatcher):
+            some, _ = groups(0, trees=3 + more)
+            calls = send(dispatcher, some)
+            for group in some[3:]:
+                await dispatcher.call("close", TreeClosed(group.tree, [group.id], replaced=True), deadline=LONG_S)
+            await close(dispatcher, some[:3])
+            answers = await asyncio.gather(*calls)
+            assert [answer.version for answer in answers] == [1] * (3 + more)
+            assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
+            assert leader.inbox.trained == {group.id for group in some}
+    assert [answer.digest for answer in answers] == [answers[0].digest] * 4
+    first = msgspec.json.decode((tmp_path / "a" / "learner.json").read_bytes(), type=Published)
+    assert first.digest == answers[0].digest
+
+
 async def test_stopping_leaves_a_checkpoint_of_the_last_version(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
         some, _ = groups(0)

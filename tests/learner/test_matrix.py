@@ -365,7 +365,7 @@ def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]])
             made = leaf[torch.as_tensor(batch.rows.index(chosen))]
             return made, torch.zeros_like(made)
 
-    stepper: Any = SimpleNamespace(step=lambda version: 0.0, rate=lambda version: 0.0)
+    stepper: Any = SimpleNamespace(step=lambda version: 0.0, rate=lambda version: 0.0, local_square=lambda: 0.0)
     policy: Any = Says()
     step = PolicyStep(policy, stepper, correct, LearnerConfig(kl_coef=0.0, entropy_coef=0.0), Ranks(60))
     step.step(known, Plan([], [(list(rows), False) for rows in forwards], 1, 1), 1.0, 0, None)

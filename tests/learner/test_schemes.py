@@ -213,6 +213,13 @@ def test_gae_corrects_its_targets_with_vtrace_or_retrace() -> None:
     made = gae.advantages(t, whiten=False, targets="vtrace")
     np.testing.assert_allclose(targets(made), [0.875, 0.875, 0.875])
     np.testing.assert_allclose(made.advantages, [0.375, 0.625, 0.25])
+    # With the last ratio 4 and rho-bar 2 the last target is .75 + 2 (1 - .75) = 1.25; c-bar .5
+    # passes half of a gap on: deltas -.25, .5, .25 give gaps .125, .75, .5
+    t_far = critic_case(log_ratio=np.log([1.0, 1, 4.0]).tolist())
+    made = gae.advantages(t_far, whiten=False, targets="vtrace", rho_max=2.0)
+    np.testing.assert_allclose(targets(made), [1.25, 1.25, 1.25])
+    made = gae.advantages(t_far, whiten=False, targets="vtrace", rho_max=2.0, c_max=0.5)
+    np.testing.assert_allclose(targets(made), [0.625, 1.0, 1.25])
     # Retrace: A_2 = .25; A_1 = .75 + .5 x .25 - .25 = .625; A_0 = .25 + .625 - .5
     made = gae.advantages(t, whiten=False, targets="retrace")
     np.testing.assert_allclose(made.advantages, [0.375, 0.625, 0.25])

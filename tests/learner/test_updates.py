@@ -174,6 +174,27 @@ def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
     assert inbox.ready() is None
 
 
+def test_the_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question_of_it() -> None:
+    some, _ = groups(0, trees=4)
+    inbox = Inbox(1, {3})
+    inbox.close(TreeClosed(0, [0], replaced=True))
+    inbox.close(TreeClosed(1, [1], replaced=True))
+    inbox.close(TreeClosed(3, [3], replaced=True))  # its group is in the frontier, its closing comes again
+    assert inbox.add(some[0])
+    assert inbox.ready() is None
+    inbox.add(some[2])
+    inbox.close(TreeClosed(2, [2]))
+    first = inbox.take([2], 0)
+    assert (first.questions, [g.id for g in first.groups], first.replaced) == (1, [2], [0])
+    assert {tree for tree, _ in first.nodes} == {2}
+    assert inbox.trained == {0, 2, 3}
+    assert not inbox.add(some[0])
+    inbox.close(TreeClosed(0, [0], replaced=True))
+    assert inbox.add(some[1])  # it was still on its way
+    inbox.close(TreeClosed(4, []))
+    assert inbox.take([4], 1).replaced == [1]
+
+
 def test_a_group_without_its_ancestors_is_asked_for_again() -> None:
     some, _ = groups(0, trees=1)
     orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])

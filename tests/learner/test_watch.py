@@ -1,5 +1,8 @@
 """The numerics watch: what it measures, and that each warning speaks exactly when its threshold is passed."""
 
+import itertools
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config import WatchConfig
-from learner.watch import Measured, Watch, effective_share, metrics
+from learner.table import TurnTable
+from learner.watch import Measured, Watch, effective_share, explained_variance, gradient_noise, metrics
+from tests.updates import batch, trainer
 
 
 def measured(gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None) -> Measured:
@@ -156,3 +161,59 @@ def test_a_threshold_of_zero_switches_the_gradient_norm_warning_off_and_a_skippe
         on.warnings({}, None)
     assert off.warnings({}, 1e6) == []
     assert on.warnings({}, 1e6) == []
+
+
+def test_signal_and_noise_of_a_gradient_are_those_of_two_batch_sizes() -> None:
+    # Two ranks with gradients 3 and 1: |G|^2 = 16 at size b, mean |2 g|^2 = 20 at size b / 2, so 2 x 16 - 20 = 12 is the signal.
+    made = gradient_noise(16.0, 10.0, 1.0, 0.5)
+    assert (made["watch/gradient_signal"], made["watch/gradient_noise"]) == (12.0, 4.0)
+    assert gradient_noise(16.0, 16.0, 1.0, 1.0) == {}  # one part is the whole
+
+
+@pytest.mark.parametrize("parts", [[[0], [1, 2]], [[0, 1]], [[0], [1], [2]]])
+def test_signal_and_noise_are_unbiased_for_unequal_parts_and_for_a_part_alone(parts: list[list[int]]) -> None:
+    # Three questions with gradients 2 +- 1, each a third of the loss: the mean is 2, the variance of their mean 1 / 3.
+    found = []
+    for signs in itertools.product([-1, 1], repeat=3):
+        each = (2 + np.array(signs)) / 3
+        shares = np.array([len(part) / 3 for part in parts])
+        squares = sum(each[part].sum() ** 2 for part in parts)
+        made = gradient_noise(each.sum() ** 2, squares, shares.sum(), (shares**2).sum())
+        found.append([made["watch/gradient_signal"], made["watch/gradient_noise"]])
+    np.testing.assert_allclose(np.mean(found, axis=0), [4, 1 / 3])
+
+
+def test_the_noise_scale_is_the_ratio_of_the_means_in_questions() -> None:
+    watch = Watch(WatchConfig())
+    made = [
+        watch.noise_scale({"watch/gradient_signal": signal, "watch/gradient_noise": noise}, 8)
+        for signal, noise in ((-1.0, 2.0), (3.0, 2.0), (4.0, 1.0))
+    ]
+    assert made == [{}, {"watch/noise_scale": 16.0}, {"watch/noise_scale": pytest.approx(40 / 6)}]
+    assert watch.noise_scale({}, 8) == {}
+
+
+def test_one_rank_has_a_noise_scale_once_its_step_has_several_micro_batches(tmp_path: Path, llama: Path) -> None:
+    one, several = (trainer(llama, tmp_path, micro_tokens=tokens).update(batch(0, 0)) for tokens in (4096, 24))
+    assert "watch/gradient_noise" not in one
+    whole = several["watch/gradient_signal"] + several["watch/gradient_noise"]
+    assert whole == pytest.approx(several["learner/grad_norm"] ** 2, rel=1e-6)
+    assert several["learner/grad_norm"] == pytest.approx(one["learner/grad_norm"], rel=1e-4)
+
+
+def test_a_column_explains_its_squared_correlation_with_the_outcome() -> None:
+    nan = float("nan")
+    columns = {
+        "outcome": [0, nan, 1, 0, 1],
+        "process": [nan, 1, 3, 2, 4],  # the first trajectory has two turns
+        "same": [1.0] * 5,
+        "rare": [nan, nan, 3, 2, nan],
+    }
+    trajectory = np.array([0, 0, 1, 2, 3])
+    table = TurnTable(
+        tree=np.zeros(5, np.int64), group=np.zeros(5, np.int64), trajectory=trajectory, turn=np.array([1, 2, 1, 1, 1]),
+        tokens=np.ones(5, np.int64), scores={name: np.array(values, np.float64) for name, values in columns.items()},
+    )  # fmt: skip
+    # Outcomes 0, 1, 0, 1 and scores 1, 3, 2, 4: covariance 2, sums of squares 1 and 5
+    assert explained_variance(table) == {"watch/explained_process": pytest.approx(0.8)}
+    assert explained_variance(msgspec.structs.replace(table, scores={"process": table.scores["process"]})) == {}

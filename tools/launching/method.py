@@ -11,6 +11,7 @@ from actors.environments.base import Environment
 from judges.base import Judge
 from judges.serve import Worker
 from learner import corrections, schemes
+from learner.config import LearnerConfig
 from learner.schemes import Scheme
 from scheduler import strategies
 from scheduler.config import UNJUDGED
@@ -65,6 +66,7 @@ def check_method(config: Config, served: Served, environment: Environment) -> No
     _check_strategy(config, strategy, environment)
     _check_columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
     _check_models(config, scheme)
+    _check_rewards(config, scheme, strategy)
 
 
 def _check_judge(name: str, judge: Worker | None, environment: Environment) -> None:
@@ -145,7 +147,7 @@ def columns_of(config: Config, gives: StrategyGives, served: Served, environment
     elif not judged >= COMPONENTS:
         reward = f"it is made of {sorted(COMPONENTS)}, of which judge {s.judge!r} lacks {sorted(COMPONENTS - judged)}"
     outside = s.judge in config.judges.outside or environment.outcome_judge in config.judges.outside
-    return Columns({"valid", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
+    return Columns({"valid", "truncated", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
 
 
 def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Columns) -> None:
@@ -198,6 +200,30 @@ def _check_models(config: Config, scheme: Scheme) -> None:
         raise ValueError(
             f"learner.scheme = {w.scheme!r} {_shown(scheme.options)} has the KL in its reward, and learner.kl_coef = {w.kl_coef} would"
             " count it again in the loss: set one of them to 0"
+        )
+
+
+def _check_rewards(config: Config, scheme: Scheme, strategy: Strategy) -> None:
+    """Settings of the reward need a scheme that says which column it is, and dynamic sampling a scheme that compares within a group."""
+    s, w, needs = config.scheduler, config.learner, scheme.needs
+    keys = {key: getattr(w, key) for key in ("reward_scale", "reward_clip", "soft_overlong", "kl_reward_coef")}
+    changed = [f"learner.{key} = {value}" for key, value in keys.items() if value != getattr(LearnerConfig(), key)]
+    if s.dynamic_sampling_budget:
+        changed.append(f"scheduler.dynamic_sampling_budget = {s.dynamic_sampling_budget}")
+        if needs.group == "batch" or strategy.gives.size < 2:
+            raise ValueError(
+                f"{changed[-1]} has no effect: learner.scheme = {w.scheme!r} and scheduler.strategy = {s.strategy!r} do not compare several"
+                " trajectories of one task or step: set it to 0"
+            )
+    if changed and not needs.reward_column:
+        raise ValueError(
+            f"{changed[0]}: learner.scheme = {w.scheme!r} reads {sorted(needs.columns)} and does not say which column is the reward: declare"
+            " SchemeNeeds.reward (docs/extend.md)"
+        )
+    if w.kl_reward_coef and "kl_coef" in signature(scheme.function).parameters:
+        raise ValueError(
+            f"learner.kl_reward_coef = {w.kl_reward_coef}: learner.scheme = {w.scheme!r} charges each token its own KL: set"
+            " learner.scheme_options.kl_coef instead"
         )
 
 

@@ -11,6 +11,7 @@ from actors.config import ActorProcess
 from judges.config import with_served_model
 from judges.retriever.worker import RetrieverProcess
 from judges.serve import PLAYERS, JudgeProcess, built_in_service
+from learner import schemes
 from learner.config import LearnerProcess
 from scheduler.config import SchedulerProcess
 from tools.launching.assets import Assets
@@ -36,7 +37,10 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     """Write the process files and return the plan, the scheduler first."""
     folder = run / "processes"
     folder.mkdir(parents=True, exist_ok=True)
-    r, w = str(run), config.learner
+    r, s = str(run), config.scheduler
+    # A schedule without an end of its own ends with the run.
+    w = msgspec.structs.replace(config.learner, decay_updates=config.learner.decay_updates or s.updates)
+    needs = schemes.load(w.scheme, w.scheme_options).needs
     # A plug-in announces its own name, so only built-in services are waited for.
     services = [service for service in map(built_in_service, config.judges.use) if service]
     services += ["retrieve"] if assets.retriever else []
@@ -49,12 +53,12 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     files: dict[str, Any] = {
         "scheduler": SchedulerProcess(
             "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
-            assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), config.scheduler,
-            config.actors.max_context,
+            assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), s,
+            config.actors.max_context, needs.reward_column, needs.equal,
         ),
         "judges": JudgeProcess("judges", r, judges),
         "learner": LearnerProcess(
-            "learner", r, config.seed, assets.model, config.scheduler.questions_per_update, config.scheduler.temperature, w
+            "learner", r, config.seed, assets.model, s.questions_per_update, s.temperature, w
         ),
     }  # fmt: skip
     players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}

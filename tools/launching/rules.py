@@ -48,7 +48,12 @@ def check(config: Config) -> None:
 def doubts(config: Config) -> list[str]:
     """Warnings, printed when a run starts, about legal settings that do not do what their names promise."""
     w = config.learner
-    return corrections.load(w.correction, w.correction_options).doubts(w.epochs * w.minibatches, w.aggregation)
+    doubts = corrections.load(w.correction, w.correction_options).doubts(w.epochs * w.minibatches, w.aggregation)
+    if w.kl_estimator == "k1" and w.kl_coef:
+        doubts.append(
+            "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation; take 'k2' or 'k3', or learner.kl_reward_coef"
+        )
+    return doubts
 
 
 def _check_engine(config: Config) -> None:
@@ -253,8 +258,27 @@ def _check_learner(w: LearnerConfig) -> None:
             f"learner.correction_options {idle} have no effect with one optimizer step per update, where current and proximal"
             " policy are equal: raise learner.epochs or learner.minibatches, or remove them"
         )
+    _check_objective(w)
     if w.sharding == "fsdp" and w.count == 1:
         raise ValueError("learner.sharding = 'fsdp' has no effect with learner.count = 1: remove it")
+
+
+def _check_objective(w: LearnerConfig) -> None:
+    """Refuse settings of the KL, of the learning rate and of lengths that do nothing or count twice."""
+    one_step, long = w.epochs * w.minibatches == 1, w.soft_overlong
+    constant, decay = w.lr_schedule == "constant", w.decay_updates or w.lr_min_ratio
+    kl, reward_kl = w.kl_coef > 0, w.kl_reward_coef > 0 or bool(w.scheme_options.get("kl_coef"))
+    refused = [
+        (w.target_kl and one_step, f"target_kl = {w.target_kl} has no effect with one optimizer step per update: remove it"),
+        (w.adaptive_kl and not (kl or reward_kl), "adaptive_kl has no effect without a KL: set learner.kl_coef or kl_reward_coef"),
+        (w.kl_estimator != "k3" and not kl, f"kl_estimator = {w.kl_estimator!r} has no effect with learner.kl_coef = 0: remove it"),
+        (kl and w.kl_reward_coef, f"kl_coef = {w.kl_coef} and learner.kl_reward_coef = {w.kl_reward_coef}: expected 0 for one of them"),
+        (constant and decay, "decay_updates and lr_min_ratio have no effect with learner.lr_schedule = 'constant': remove them"),
+        (long and long.cache_tokens > long.max_tokens, f"soft_overlong = {long}: expected cache_tokens of at most max_tokens"),
+    ]  # fmt: skip
+    for applies, fault in refused:
+        if applies:
+            raise ValueError(f"learner.{fault}")
 
 
 def _check_schedule(config: Config) -> None:
@@ -262,8 +286,19 @@ def _check_schedule(config: Config) -> None:
     decay, updates = config.learner.decay_updates, config.scheduler.updates
     if 0 < decay < updates:
         raise ValueError(
-            f"learner.decay_updates = {decay} leaves a learning rate of 0 for the rest of scheduler.updates ="
-            f" {updates}: expected 0 (no decay) or at least as many"
+            f"learner.decay_updates = {decay} leaves the smallest learning rate for the rest of scheduler.updates ="
+            f" {updates}: expected 0 (just as many) or more"
+        )
+    critic, long = config.learner.critic, config.learner.soft_overlong
+    if critic is not None and critic.policy_frozen_updates >= updates:
+        raise ValueError(
+            f"learner.critic.policy_frozen_updates = {critic.policy_frozen_updates}: expected less than scheduler.updates = {updates}, or the"
+            " policy never trains"
+        )
+    if long is not None and long.max_tokens > config.scheduler.max_action_tokens:
+        raise ValueError(
+            f"learner.soft_overlong.max_tokens = {long.max_tokens} is never reached: expected at most scheduler.max_action_tokens ="
+            f" {config.scheduler.max_action_tokens}"
         )
     if config.data.train != "default" and config.warm_start.steps and config.data.corpus != "default":
         raise ValueError(

@@ -74,7 +74,7 @@ class Run:
         collected, skipped = [], Counter[str]()
         for row in self.journal.trees("split=?", self.split):
             task = self.tasks.get(row.task)
-            if row.status != "closed":
+            if row.status not in ("closed", "replaced"):
                 skipped[f"the tree is {row.status}"] += 1
             elif task is None:
                 skipped["its question is not in the run's task file"] += 1

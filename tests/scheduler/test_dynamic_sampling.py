@@ -1,0 +1,242 @@
+"""Dynamic sampling: a question without spread is replaced, its groups are trained exactly once, and an update has the questions that it names.
+
+The run, its dispatcher, its journal and the learner's inbox are real. The engine answers by rule, and the learner trains nothing.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from learner.batches import Inbox
+from learner.trainer import Batch
+from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from scheduler.dispatch import DispatchConfig
+from scheduler.dynamic_sampling import differs
+from scheduler.journal import Journal
+from scheduler.main import Run
+from tests.scheduler.test_begin import publish
+from wire.messages import (
+    Closed,
+    GenerateRequest,
+    GenerateResult,
+    LoadRequest,
+    LoadResult,
+    Sample,
+    Trained,
+    TrainGroup,
+    TreeClosed,
+    Turn,
+)
+from wire.service import Call, Service
+from wire.sockets import RunKeys
+
+QUESTIONS, UPDATES, BUDGET = 2, 4, 2
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The only state of a coin."""
+
+    flat: bool
+
+
+class Coin(Environment):
+    """One action ends the episode, and the letter B earns 1. Two of three tasks are flat: there the engine always says A."""
+
+    name = "coin"
+
+    def task(self, seed: int) -> Task:
+        return Task(f"{'flat' if seed % 3 else 'mixed'}-{seed}", seed=seed)
+
+    def initial(self, task: Task) -> Place:
+        return Place(task.id.startswith("flat"))
+
+    def prompt(self, task: Task, state: Place) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{task.id}{SPLIT}?"}]
+
+    def read(self, state: Place, text: str) -> Action:
+        return Action("move", text, move=(0,))
+
+    async def step(self, state: Place, action: Action, tools: Tools) -> Transition:
+        return Transition(state, "", True, float(action.text == "B"))
+
+
+class House:
+    """A run with an actor and a learner whose updates take two questions. riding: the replaced groups of each update."""
+
+    def __init__(
+        self, folder: Path, model: Path, trained: set[int] | None = None, version: int = 0, budget: int = BUDGET
+    ):
+        settings = SchedulerConfig(
+            strategy="full",
+            strategy_options={"k": 2},
+            judge="none",
+            updates=UPDATES,
+            questions_per_update=QUESTIONS,
+            dynamic_sampling_budget=budget,
+            max_action_tokens=4,
+            evaluation=EvaluationConfig(questions=0),
+            dispatch=DispatchConfig(dead_after_s=300.0),  # all share one thread, which a busy machine may hold up
+        )
+        process = SchedulerProcess(
+            "scheduler", str(folder), 0, str(model), f"{__name__}:Coin", {}, "", "", 1, [], 16, settings, "outcome"
+        )
+        self.folder, self.run, self.version = folder, Run(process), version
+        self.inbox = Inbox(QUESTIONS, set(trained or ()))
+        self.waiting: dict[int, asyncio.Future[Trained]] = {}
+        self.batches: list[Batch] = []
+        self.asked: defaultdict[str, int] = defaultdict(int)
+
+    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+        """The trajectories of a mixed task alternate between A and B; those of a flat task all say A."""
+        text, samples = self.run.shop.text, []
+        for _ in range(request.n):
+            prompt = text.decode(request.tokens)
+            tokens = text.encode("B" if "mixed" in prompt and self.asked[prompt] % 2 else "A")
+            self.asked[prompt] += 1
+            versions = np.full(len(tokens), self.version, np.int32)
+            samples.append(Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
+        return GenerateResult(samples, len(request.tokens), 0)
+
+    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+        return LoadResult(request.version, request.digest, 0.0)
+
+    async def train(self, group: TrainGroup, call: Call) -> Trained:
+        if not self.inbox.add(group) and group.id not in self.waiting:
+            return self.answer()
+        future = self.waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
+        self.update()
+        return await asyncio.shield(future)
+
+    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+        self.inbox.close(closed)
+        self.update()
+        return Closed()
+
+    def answer(self) -> Trained:
+        weights = publish(self.folder, self.version)
+        return Trained(weights.version, weights.path, weights.digest, {}, [])
+
+    def update(self) -> None:
+        """As the learner's rank 0, with a checkpoint after each update."""
+        while (trees := self.inbox.ready()) is not None:
+            batch = self.inbox.take(trees, self.version)
+            self.batches.append(batch)
+            self.version += 1
+            folder = self.folder / "checkpoints" / f"v{self.version:06d}"
+            folder.mkdir(parents=True)
+            frontier = {"version": self.version, "trained": sorted(self.inbox.trained)}
+            (folder / "state.json").write_bytes(msgspec.json.encode(frontier))
+            for group in [*(group.id for group in batch.groups), *batch.replaced]:
+                self.waiting.pop(group).set_result(self.answer())
+
+    async def live(self, until: Callable[["House"], bool] = lambda house: False) -> None:
+        """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
+        keys, endpoint = RunKeys.load(self.folder / "keys"), self.run.dispatcher.endpoint
+        actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
+        learner = Service("learner", {"train": self.train, "close": self.close}, 64)
+        main = asyncio.create_task(self.run.main())
+        workers = [asyncio.create_task(each.run(endpoint, keys, signals=False)) for each in (actor, learner)]
+        try:
+            async with asyncio.timeout(300):
+                while not main.done() and not until(self):
+                    await asyncio.sleep(0.001)
+                if main.done():
+                    main.result()
+        finally:
+            for task in (main, *workers):
+                task.cancel()
+            await asyncio.gather(main, *workers, return_exceptions=True)
+            await self.run.close()
+
+
+def check(folder: Path, batches: list[Batch], budget: int = BUDGET) -> None:
+    """Every draw is made once, every group is in one update, and every update has its questions and at most its budget of replaced ones."""
+    journal = Journal(folder / "journal.sqlite", readonly=True)
+    rows = journal.trees("split='train'")
+    assert [row.position for row in rows] == list(range(len(rows)))
+    taken = [group for batch in batches for group in [*(g.id for g in batch.groups), *batch.replaced]]
+    assert sorted(taken) == [group for row in rows for group, _ in journal.groups(row.id)]
+    assert [batch.questions for batch in batches] == [QUESTIONS] * UPDATES
+    assert all(len(batch.groups) == QUESTIONS and len(batch.replaced) <= budget for batch in batches)
+    status = {group: row.status for row in rows for group, _ in journal.groups(row.id)}
+    flat = {group: row.task.startswith("flat") for row in rows for group, _ in journal.groups(row.id)}
+    for batch in batches:
+        assert {status[group] for group in batch.replaced} <= {"replaced"}
+        assert all(flat[group] for group in batch.replaced)
+        assert {status[group.id] for group in batch.groups} == {"closed"}
+    versions = {group: version for row in rows for group, version in journal.groups(row.id)}
+    assert versions == {
+        group: batch.version + 1 for batch in batches for group in [*(g.id for g in batch.groups), *batch.replaced]
+    }
+
+
+def turns(*trajectories: list[float | None]) -> list[Turn]:
+    """A group whose trajectories have these rewards turn by turn, None for no score."""
+    return [
+        Turn(0, number, step, {} if reward is None else {"reward": reward})
+        for number, rewards in enumerate(trajectories)
+        for step, reward in enumerate(rewards, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("group", "returns", "by_turn"),
+    [
+        (turns([0.0, 1.0], [1.0]), False, True),
+        (turns([None, 1.0], [1.0]), False, False),
+        (turns([1.0], [0.0]), True, True),
+        (turns([1.0], [None]), False, False),  # an unknown reward is no spread
+        (turns([0.1, 0.2], [0.2, 0.1]), False, True),
+        ([], False, False),
+    ],
+)
+def test_a_group_has_a_spread_if_its_returns_or_for_some_schemes_its_turns_differ(
+    group: list[Turn], returns: bool, by_turn: bool
+) -> None:
+    assert differs([group], "reward", "returns") == returns
+    assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
+
+
+async def test_questions_without_spread_are_replaced_up_to_the_budget_and_trained_once(
+    tmp_path: Path, llama: Path
+) -> None:
+    house = House(tmp_path, llama)
+    await house.live()
+    check(tmp_path, house.batches)
+    replaced = sum(len(batch.replaced) for batch in house.batches)
+    assert replaced > 0
+    summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
+    assert summary["counts"]["replaced"] == replaced
+
+
+async def test_without_a_budget_nothing_is_replaced(tmp_path: Path, llama: Path) -> None:
+    house = House(tmp_path, llama, budget=0)
+    await house.live()
+    check(tmp_path, house.batches, budget=0)
+
+
+async def test_a_budget_that_suffices_leaves_only_questions_with_spread(tmp_path: Path, llama: Path) -> None:
+    house = House(tmp_path, llama, budget=1000)
+    await house.live()
+    check(tmp_path, house.batches, budget=1000)
+    rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees("split='train'")
+    assert {(row.task.split("-")[0], row.status) for row in rows} == {("mixed", "closed"), ("flat", "replaced")}
+
+
+@pytest.mark.parametrize("updates_before", [0, 1, 2])
+async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_nothing(
+    tmp_path: Path, llama: Path, updates_before: int
+) -> None:
+    dead = House(tmp_path, llama)
+    await dead.live(until=lambda house: len(house.batches) == updates_before and len(house.run.stream.replaced) > 0)
+    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
+    assert any(row.status == "replaced" for row in journal.untrained_trees())
+    resumed = House(tmp_path, llama, dead.inbox.trained, dead.version)
+    await resumed.live()
+    check(tmp_path, [*dead.batches, *resumed.batches])

@@ -1,0 +1,71 @@
+"""Settings of the objective and of dynamic sampling: those without effect or counted twice are refused, and the processes get them resolved."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from learner.config import LearnerProcess
+from scheduler.config import SchedulerProcess
+from tools.launching import processes, rules
+from tools.launching.assets import Assets
+from tools.launching.config import ConfigError, load
+
+SLATE = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
+FULL = ["scheduler.strategy=full"]
+GAE = [*FULL, "learner.scheme=gae"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["learner.target_kl=0.1"], "one optimizer step"),
+        (["learner.kl_coef=0", "learner.adaptive_kl.target=0.1"], "without a KL"),
+        (["learner.kl_coef=0", "learner.kl_estimator=k2"], "no effect"),
+        (["learner.kl_reward_coef=0.1"], "expected 0 for one of them"),
+        (["learner.lr_min_ratio=0.1"], "lr_schedule"),
+        (["learner.decay_updates=1000"], "lr_schedule"),
+        (["learner.soft_overlong={max_tokens=20, cache_tokens=30}"], "cache_tokens of at most"),
+        (["learner.soft_overlong={max_tokens=100000, cache_tokens=30}"], "never reached"),
+        ([*GAE, "learner.kl_coef=0", "learner.kl_reward_coef=0.1"], "scheme_options.kl_coef"),
+        ([*GAE, "learner.scheme_options.rho_max=2.0"], "targets = 'vtrace'"),
+        ([*GAE, "learner.scheme_options={targets='vtrace', c_max=2.0}"], "at most rho_max"),
+        ([*GAE, "learner.critic.policy_frozen_updates=100000"], "never trains"),
+        ([*GAE, "scheduler.dynamic_sampling_budget=4"], "no effect"),
+        ([*FULL, "scheduler.strategy_options={k=1}", "learner.scheme=outcome", "scheduler.dynamic_sampling_budget=4"], "no effect"),
+        (["learner.kl_estimator=k4"], "expected one of"),
+    ],
+)  # fmt: skip
+def test_a_setting_without_effect_or_counted_twice_is_refused(settings: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load(SLATE, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["learner.target_kl=0.1", "learner.epochs=2"],
+        ["learner.kl_coef=0", "learner.kl_reward_coef=0.1", "learner.adaptive_kl={target=0.1, horizon=1000}"],
+        ["learner.soft_overlong={max_tokens=30, cache_tokens=30}", "learner.overlong_filter=true"],
+        [*GAE, "learner.kl_coef=0", "learner.adaptive_kl.target=0.1", "learner.scheme_options.kl_coef=0.1"],
+        [*GAE, "learner.scheme_options={targets='vtrace', rho_max=2.0}", "learner.critic.policy_frozen_updates=3"],
+        [*FULL, "learner.scheme=grpo", "scheduler.dynamic_sampling_budget=4", "learner.reward_clip=1.0"],
+        [*FULL, "learner.scheme=oprl", "learner.scheme_options.variant=step", "learner.reward_scale=0.5"],
+    ],
+)
+def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
+    load(SLATE, settings)
+
+
+def test_k1_in_the_loss_is_a_doubt() -> None:
+    assert not rules.doubts(load(SLATE, ["learner.kl_estimator=k2"]))
+    assert "0 in expectation" in rules.doubts(load(SLATE, ["learner.kl_estimator=k1"]))[-1]
+
+
+def test_the_schedule_ends_with_the_run_and_the_scheduler_knows_the_reward(tmp_path: Path) -> None:
+    config = load(SLATE, [*FULL, "learner.scheme=gigpo", "learner.lr_schedule=linear", "scheduler.updates=7"])
+    processes.make(config, Assets(str(tmp_path), "", "", "", ""), tmp_path)
+    learner = msgspec.json.decode((tmp_path / "processes" / "learner.json").read_bytes(), type=LearnerProcess)
+    scheduler = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
+    assert (learner.learner.decay_updates, learner.learner.optimizer.schedule) == (7, "linear")
+    assert (scheduler.reward, scheduler.equal) == ("reward", "turns")
