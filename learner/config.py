@@ -26,13 +26,15 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 
 class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.critic]: the value model of schemes with targets (gae, ppr, oprl on ppo), which starts from the policy's weights.
+    """Section [learner.critic]: the value model of schemes with targets (gae, ppr, sao, oprl on ppo), which starts from the policy's weights.
 
-    value_clip: PPO's value-clip range around the value before the update (methods.md 2.4).
+    steps: optimizer steps of the critic for each of the policy. value_clip: PPO's value-clip range around the value before the update
+    (methods.md 2.4).
     """
 
     lr: Positive = 1e-5
     warmup_updates: Natural = 0
+    steps: Count = 1
     value_clip: Positive = 0.5
     loss_factor: Positive = 0.5
     grad_clip: Positive = 1.0

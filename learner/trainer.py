@@ -175,7 +175,8 @@ class Trainer:
                     chosen = np.isin(table.row(), turns) & rows.sampled
                     steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
-                    metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
+                    for _ in range(self.critic.config.steps):
+                        metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
         return metrics | watch.metrics(measured(table, known, untouched, self.ranks.add(noted).numpy(), self.version))
 
     def _minibatches(self, table: TurnTable, epoch: int) -> list[tuple[list[int], float]]:

@@ -25,7 +25,7 @@ from scheduler.judged import Judged
 from scheduler.placement import Place
 from scheduler.text import Shown, Text
 from scheduler.together import together
-from scheduler.tree import Node, Tree
+from scheduler.tree import Fork, Node, Tree
 from wire import vision
 from wire.messages import (
     GenerateRequest,
@@ -75,10 +75,12 @@ class Shop(msgspec.Struct, frozen=True):
 class Context:
     """One tree's view of the system. ``settings`` may differ from the run's: an evaluation has its own temperature.
 
-    Call ``plant`` first; strategies do the rest. attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one.
+    Call ``plant`` first; strategies do the rest. attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one. top: actions that
+    are sampled from now on keep the entropy of the ``top`` most probable tokens at each token; 0: none.
     """
 
     attempt = 0
+    top = 0
 
     def __init__(self, shop: Shop, settings: SchedulerConfig, task: Task, tree: Tree, rng: random.Random):
         self.shop, self.settings, self.task, self.tree, self.rng = shop, settings, task, tree, rng
@@ -112,6 +114,23 @@ class Context:
         actions = [self._sampled(node, sample, trajectory=trajectory) for sample in samples]
         actions[0].cached = cached
         return actions
+
+    async def branch(self, fork: Fork, trajectory: int) -> Node:
+        """Sample another action where ``fork`` says, and add it as the first action of a new trajectory. The kept tokens have the
+        log-probabilities with which they were sampled. Fewer are kept if the engine would otherwise not see the beginning of a stop string.
+        """
+        action, kept, stop = fork.action, fork.kept, self.environment.stop
+        openings = tuple(text[:end] for text in stop for end in range(1, len(text)))
+        while kept and self.shop.text.decode(action.tokens[:kept]).endswith(openings):
+            kept -= 1
+        place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
+        assert place is not None, "an action has a prompt above it"
+        prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
+        (sample,), cached = await self.sample(prefix, 1, stop, kept=kept)
+        new = [sample.tokens, sample.logprobs, sample.versions]
+        tokens, logprobs, versions = (np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True))
+        whole = msgspec.structs.replace(sample, tokens=tokens, logprobs=logprobs, versions=versions)
+        return self._sampled(place, whole, trajectory=trajectory, cached=cached, kept=kept)
 
     def action(self, node: Node) -> Action:
         """The parsed action of an action node. Each node is parsed once."""
@@ -247,7 +266,7 @@ class Context:
     def aside(self, purpose: str) -> "Context":
         """A context of the same tree with its own randomness, so that concurrent work draws the same in any order."""
         context = Context(self.shop, self.settings, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
-        context.state_type, context.attempt = self.state_type, self.attempt
+        context.state_type, context.attempt, context.top = self.state_type, self.attempt, self.top
         return context
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
@@ -265,16 +284,17 @@ class Context:
         return self.shop.text.encode(part.text, [(self.shop.journal.picture(png), png) for png in part.pictures])
 
     async def sample(
-        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False
+        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False, kept: int = 0
     ) -> tuple[list[Sample], int]:
         """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the prefix the engine had cached.
 
-        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first.
+        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first. kept: how many tokens at the end
+        of the prefix count towards the length of the action.
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
         pictures = self.shop.journal.pictures(prefix)
-        requests = [GenerateRequest(prefix, size, self._sampling(stop), pictures) for size in sizes]
+        requests = [GenerateRequest(prefix, size, self._sampling(stop, kept), pictures) for size in sizes]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
@@ -344,9 +364,11 @@ class Context:
         self.changed([prompt])
         return prompt
 
-    def _sampling(self, stop: list[str]) -> Sampling:
-        s = self.settings
-        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed=self.rng.getrandbits(62))
+    def _sampling(self, stop: list[str], kept: int = 0) -> Sampling:
+        s, seed = self.settings, self.rng.getrandbits(62)
+        return Sampling(
+            s.max_action_tokens - kept, s.temperature, s.top_p, s.top_k, stop, seed=seed, top_logprobs=self.top
+        )
 
     def _anchor(self, node: Node) -> int | None:
         text = self.environment.anchor(self.state(node))
@@ -367,6 +389,7 @@ class Context:
             versions=sample.versions,
             sampled=np.ones(len(sample.tokens), bool),
             finish=sample.finish,
+            entropies=None if sample.top is None else _entropies(sample.top),
             **settings,
         )
 
@@ -425,6 +448,11 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
+
+
+def _entropies(top: list[dict[int, float]]) -> np.ndarray:
+    """-sum p log p over the most probable tokens at each token, float32 [tokens]."""
+    return np.array([-math.fsum(math.exp(x) * x for x in one.values()) for one in top], np.float32)
 
 
 def _finite(scores: dict[str, float]) -> dict[str, float]:

@@ -105,7 +105,7 @@ def _check_groups(scheme: Scheme, strategy: Strategy) -> None:
 
 def _check_strategy(config: Config, strategy: Strategy, environment: Environment) -> None:
     s, gives = config.scheduler, strategy.gives
-    if gives.size > config.actors.max_batch:
+    if gives.group == "step" and gives.size > config.actors.max_batch:
         raise ValueError(
             f"scheduler.strategy = {s.strategy!r} samples groups of {gives.size}, which cannot decode together in actors.max_batch ="
             f" {config.actors.max_batch}"
