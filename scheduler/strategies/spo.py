@@ -6,9 +6,6 @@ node is the mean over its children, also where some paths end early.
 """
 
 import math
-from typing import Annotated
-
-from msgspec import Meta
 
 from scheduler.context import Context
 from scheduler.forks import emit, grown, widened
@@ -16,15 +13,17 @@ from scheduler.tree import Tree
 from wire.declared import StrategyGives
 from wire.numbers import Count
 
-Branching = Annotated[tuple[Count, ...], Meta(min_length=1)]
-
 
 def gives(branching: tuple[int, ...], **_: object) -> StrategyGives:
     """Declare whole trajectories, as many per task as the product of the branchings if no path ends early."""
+    if not branching:
+        raise ValueError(
+            "scheduler.strategy_options.branching = []: expected the number of children at one level or more"
+        )
     return StrategyGives(group="task", size=math.prod(branching), columns=frozenset({"weight"}))
 
 
-async def grow(tree: Tree, ctx: Context, branching: Branching = (6, 6, 6), segment: Count = 66) -> None:
+async def grow(tree: Tree, ctx: Context, branching: tuple[Count, ...] = (6, 6, 6), segment: Count = 66) -> None:
     """Grow the tree to its leaves, then emit them as one group."""
     leaves = await grown(tree, ctx, dict.fromkeys(range(branching[0])))
     weight = dict.fromkeys(leaves, 1 / branching[0])
