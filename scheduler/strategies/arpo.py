@@ -18,11 +18,11 @@ from wire.declared import StrategyGives
 from wire.numbers import Count, NotNegative, Share
 
 
-def gives(budget: int, initial: int, **_: object) -> StrategyGives:
+def gives(budget: int, initial: int, top: int, **_: object) -> StrategyGives:
     """Declare ``budget`` whole trajectories per task."""
     if initial > budget:
         raise ValueError(f"scheduler.strategy_options.initial = {initial}: expected at most budget = {budget}")
-    return StrategyGives(group="task", size=budget)
+    return StrategyGives(group="task", size=budget, needs_top=top > 0)
 
 
 async def grow(
