@@ -15,7 +15,7 @@ from tools.launching.method import mismatch
 SLATE, PPR, GAME = (ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu"))
 ARPO, SPO = (ROOT / "configs" / f"{name}.toml" for name in ("arpo-tiny", "spo-tiny"))
 FULL = ["scheduler.strategy=full"]
-SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null"]
+SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 EACH_0 = "so every advantage would be 0"
 
 
