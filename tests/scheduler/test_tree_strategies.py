@@ -126,7 +126,8 @@ async def test_a_fork_inside_an_action_keeps_its_tokens_with_their_log_probabili
     assert action.logprobs[:kept].tolist() == start.logprobs[:kept].tolist()
     assert action.versions is not None
     assert len(action.logprobs) == len(action.versions) == len(action.tokens)
-    request = next(r for r in stage.services.requests if len(r.tokens) == len(stage.tree.nodes[0].tokens) + kept)
+    asked = [r for r in stage.services.requests if isinstance(r, GenerateRequest)]
+    request = next(r for r in asked if len(r.tokens) == len(stage.tree.nodes[0].tokens) + kept)
     assert request.tokens.tolist() == [*stage.tree.nodes[0].tokens, *start.tokens[:kept]]
     assert request.sampling.max_tokens == stage.settings.max_action_tokens - kept
 
