@@ -50,15 +50,18 @@ class SoftOverlong(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.critic]: the value model of schemes with targets (gae, ppr, oprl on ppo), which starts from the policy's weights.
+    """Section [learner.critic]: the value model of schemes with targets (gae, ppr, sao, oprl on ppo), which starts from the policy's weights.
 
     warmup_updates: the critic's learning rate rises linearly over them. policy_frozen_updates: the critic's warm-up, in which the critic
-    trains alone: the version advances, and the policy makes no step. value_clip: PPO's value-clip range around the value before the update (methods.md 2.4).
+    trains alone: the version advances, and the policy makes no step.
+    steps: optimizer steps of the critic for each of the policy. value_clip: PPO's value-clip range around the value before the update
+    (methods.md 2.4).
     """
 
     lr: Positive = 1e-5
     warmup_updates: Natural = 0
     policy_frozen_updates: Natural = 0
+    steps: Count = 1
     value_clip: Positive = 0.5
     loss_factor: Positive = 0.5
     grad_clip: Positive = 1.0

@@ -39,7 +39,7 @@ class TurnTable(msgspec.Struct, frozen=True):
     the action tokens of each turn. scores: name -> float64, NaN where a turn lacks the score. anchor: int64, equal for turns of a tree in which
     the policy answered the same observation, or in which the environment says that it did. sampled: bool [tokens], False for forced tokens. token_scores: name -> float64 [tokens], values
     that the learner's models give each token: "value" (critic), "prm" (beta x log-ratio of the implicit reward model), "kl" (log behaviour
-    - log reference), "log_ratio" (log proximal - log behaviour).
+    - log reference), "log_ratio" (log proximal - log behaviour). actions: the tokens of each turn, for schemes that compare token by token.
     """
 
     tree: np.ndarray
@@ -51,6 +51,7 @@ class TurnTable(msgspec.Struct, frozen=True):
     anchor: np.ndarray | None = None
     sampled: np.ndarray | None = None
     token_scores: dict[str, np.ndarray] = {}
+    actions: list["TurnTokens"] = []
 
     def __len__(self) -> int:
         return len(self.tree)
@@ -141,6 +142,7 @@ def build(groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode]) -> t
         scores={n: np.array([turn.scores.get(n, np.nan) for _, turn, _ in rows], np.float64) for n in names},
         anchor=np.array([_anchor(turn, nodes[group.tree, node.parent]) for group, turn, node in rows], np.int64),
         sampled=np.concatenate([turn.sampled for turn in turns]) if turns else np.zeros(0, bool),
+        actions=turns,
     )
     return table, turns
 

@@ -205,7 +205,8 @@ class Trainer:
                     chosen = np.isin(table.row(), turns) & (known.weights > 0)
                     steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
-                    metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
+                    for _ in range(self.critic.config.steps):
+                        metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
         if c.target_kl:
             metrics["learner/stopped_steps"] = float(stopped)
         metrics |= self.watch.noise_scale(metrics, questions)

@@ -25,8 +25,8 @@ from scheduler.judged import Judged
 from scheduler.placement import Place
 from scheduler.text import Shown, Text
 from scheduler.together import together
-from scheduler.tree import Node, Tree
-from wire import vision
+from scheduler.tree import Fork, Node, Tree
+from wire import support, vision
 from wire.faults import DataFault
 from wire.messages import (
     GenerateRequest,
@@ -78,10 +78,12 @@ class Shop(msgspec.Struct, frozen=True):
 class Context:
     """One tree's view of the system. ``settings`` may differ from the run's: an evaluation has its own temperature.
 
-    Call ``plant`` first; strategies do the rest. attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one.
+    Call ``plant`` first; strategies do the rest. attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one. top: actions that
+    are sampled from now on keep the entropy of the ``top`` most probable tokens at each token; 0: none.
     """
 
     attempt = 0
+    top = 0
 
     def __init__(self, shop: Shop, settings: SchedulerConfig, task: Task, tree: Tree, rng: random.Random):
         self.shop, self.settings, self.task, self.tree, self.rng = shop, settings, task, tree, rng
@@ -115,6 +117,24 @@ class Context:
         actions = [self._sampled(node, sample, trajectory=trajectory) for sample in samples]
         actions[0].cached = cached
         return actions
+
+    async def branch(self, fork: Fork, trajectory: int) -> Node:
+        """Sample another action where ``fork`` says, and add it as the first action of a new trajectory. The kept tokens have the
+        log-probabilities with which they were sampled. Fewer are kept if the engine would otherwise not see the beginning of a stop string.
+        """
+        action, kept, stop = fork.action, fork.kept, self.environment.stop
+        openings = tuple(text[:end] for text in stop for end in range(1, len(text)))
+        while kept and self.shop.text.decode(action.tokens[:kept]).endswith(openings):
+            kept -= 1
+        place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
+        assert place is not None, "an action has a prompt above it"
+        prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
+        (sample,), cached = await self.sample(prefix, 1, stop, kept=kept)
+        new = [sample.tokens, sample.logprobs, sample.versions]
+        tokens, logprobs, versions = (np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True))
+        left = support.spliced(action.support, len(action.tokens), kept, sample.support or b"", len(sample.tokens))
+        whole = msgspec.structs.replace(sample, tokens=tokens, logprobs=logprobs, versions=versions, support=left)
+        return self._sampled(place, whole, trajectory=trajectory, cached=cached, kept=kept)
 
     def action(self, node: Node) -> Action:
         """The parsed action of an action node. Each node is parsed once."""
@@ -257,7 +277,7 @@ class Context:
     def aside(self, purpose: str) -> "Context":
         """A context of the same tree with its own randomness, so that concurrent work draws the same in any order."""
         context = Context(self.shop, self.settings, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
-        context.state_type, context.attempt = self.state_type, self.attempt
+        context.state_type, context.attempt, context.top = self.state_type, self.attempt, self.top
         return context
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
@@ -275,18 +295,19 @@ class Context:
         return self.shop.text.encode(part.text, [(self.shop.journal.picture(png), png) for png in part.pictures])
 
     async def sample(
-        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False
+        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False, kept: int = 0
     ) -> tuple[list[Sample], int]:
         """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the prefix the engine had cached.
 
-        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first. Raises DataFault if the learner
-        could not score them, because the engine cuts the distribution and does not report what it left.
+        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first. kept: how many tokens at the end
+        of the prefix count towards the length of the action. Raises DataFault if the learner could not score the samples, because the engine
+        cuts the distribution and does not report what it left.
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
         pictures = self.shop.journal.pictures(prefix)
         trained = self.tree.split == "train" and not beside
-        requests = [GenerateRequest(prefix, size, self._sampling(stop, trained), pictures) for size in sizes]
+        requests = [GenerateRequest(prefix, size, self._sampling(stop, trained, kept), pictures) for size in sizes]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
         if trained and requests[0].sampling.cuts and any(sample.support is None for sample in samples):
@@ -377,9 +398,10 @@ class Context:
         self.shop.counts["outgrown_trajectories"] += 1
         self.changed([action, place])
 
-    def _sampling(self, stop: list[str], trained: bool = False) -> Sampling:
+    def _sampling(self, stop: list[str], trained: bool = False, kept: int = 0) -> Sampling:
         s, seed = self.settings, self.rng.getrandbits(62)
-        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed, support=trained)
+        tokens = s.max_action_tokens - kept
+        return Sampling(tokens, s.temperature, s.top_p, s.top_k, stop, seed, top_logprobs=self.top, support=trained)
 
     def _anchor(self, node: Node) -> int | None:
         text = self.environment.anchor(self.state(node))
@@ -401,6 +423,7 @@ class Context:
             sampled=np.ones(len(sample.tokens), bool),
             support=sample.support or b"",
             finish=sample.finish,
+            entropies=None if sample.top is None else _entropies(sample.top),
             **settings,
         )
 
@@ -464,6 +487,11 @@ class Context:
 def _cut(node: Node) -> dict[str, float]:
     """The column "truncated": whether the token limit cut the action."""
     return {"truncated": float(node.finish == "length")}
+
+
+def _entropies(top: list[dict[int, float]]) -> np.ndarray:
+    """-sum p log p over the most probable tokens at each token, float32 [tokens]."""
+    return np.array([-math.fsum(math.exp(x) * x for x in one.values()) for one in top], np.float32)
 
 
 def _finite(scores: dict[str, float]) -> dict[str, float]:

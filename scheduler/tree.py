@@ -18,7 +18,9 @@ class Node(msgspec.Struct):
 
     scores: named columns; invalid: columns that a judge could not give; notes: explanations, by judge. state: the environment
     state after the node, as plain values. The pictures of a prompt are among its tokens by their numbers in the journal (``wire.vision``). step: the number of actions up to and including this node. trajectory: which of
-    several whole trajectories the node belongs to. cached: prompt tokens that the engine had in its cache. support: as in ``wire.messages.Sample``.
+    several whole trajectories the node belongs to. cached: prompt tokens that the engine had in its cache. kept: the first tokens of an action
+    that it shares with the action from which it was forked. entropies: float32 [tokens] of an action, if the strategy asked for them. support: as in
+    ``wire.messages.Sample``.
     """
 
     id: int
@@ -40,11 +42,20 @@ class Node(msgspec.Struct):
     finish: str = ""
     cached: int = 0
     support: bytes = b""
+    kept: int = 0
+    entropies: np.ndarray | None = None
 
     def travels(self, images: dict[int, bytes]) -> TreeNode:
         """The node as the learner receives it, with its pictures by number."""
         record = self.logprobs, self.versions, self.sampled
         return TreeNode(self.id, self.parent, self.kind, self.tokens, *record, images, self.support)
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """Where a trajectory leaves another one: after the first ``kept`` tokens of ``action``, and with kept = 0 at the prompt of the action."""
+
+    action: Node
+    kept: int = 0
 
 
 class Tree:
@@ -96,8 +107,12 @@ class Tree:
         return spine[-1] if spine else self.nodes[0]
 
     def actions(self, trajectory: int = 0) -> list[Node]:
-        """The actions of one trajectory's spine in order, including forced ones."""
-        return [n for n in self.nodes.values() if n.kind == "action" and n.chosen and n.trajectory == trajectory]
+        """The actions of one trajectory in order, including forced ones and those before its fork, which belong to another trajectory."""
+        own = [n for n in self.nodes.values() if n.kind == "action" and n.chosen and n.trajectory == trajectory]
+        start = self.parent(own[0]) if own else None
+        if start is None or start.trajectory == trajectory or not start.step:
+            return own
+        return [action for action in self.actions(start.trajectory) if action.step <= start.step] + own
 
     def state_before(self, node: Node) -> Any:
         """The environment state in which ``node`` was added: the state of the nearest ancestor that has one."""

@@ -1,5 +1,6 @@
 """Every strategy runs in every environment, and every scheme trains on what they emit together: real rules and oracles, random actions."""
 
+import inspect
 import random
 import re
 from collections import Counter
@@ -46,6 +47,9 @@ from wire.messages import (
 )
 
 BUDGET = 4
+SMALL: dict[str, Any] = {
+    "k": 2, "continuations": 2, "trees": 2, "branching": [2, 3], "segment": 9, "leaves": 5, "initial": 2, "budget": 4
+}  # fmt: skip
 MODELS = ("prm", "value", "kl", "log_ratio")
 
 
@@ -153,7 +157,8 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
     tmp_path: Path, llama: Path, name: str, strategy: str
 ) -> None:
     world, loaded = WORLDS[name], strategies.load(strategy)
-    options = {key: 2 for key in ("k", "continuations") if key in loaded.options}
+    takes = inspect.signature(loaded.function).parameters
+    options = {key: value for key, value in SMALL.items() if key in takes}
     if loaded.gives.needs_outcome_judge and not world.environment.outcome_judge:
         pytest.skip("the strategy asks the judge of the outcome")
     groups = await grown(tmp_path, llama, world, strategies.load(strategy, options), trees=2)

@@ -42,7 +42,8 @@ class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
     columns: score columns that the strategy writes itself. purpose: columns that are the reason to use the strategy; the scheme must read
     one of them. judged: the turns get the judge's columns. rewarded: the turns also get a column "reward" made from the judge's columns.
     reward_options: options of the strategy that only SLATE's composite reward reads. outcome: the last turn of each trajectory has the
-    outcome. needs_judge: the strategy works only with a judge. needs_outcome_judge: the environment's outcomes must come from a judge.
+    outcome. needs_judge: the strategy works only with a judge. needs_outcome_judge: the environment's outcomes must come from a judge. needs_top: the engine
+    must report the most probable tokens (``Sampling.top_logprobs``).
     """
 
     group: Literal["step", "task"]
@@ -55,3 +56,4 @@ class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
     outcome: bool = True
     needs_judge: bool = False
     needs_outcome_judge: bool = False
+    needs_top: bool = False

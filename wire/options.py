@@ -119,6 +119,8 @@ def _is_struct(hint: Any) -> bool:
 def _shown(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) in (tuple, list):
+        return f"a list, each member {_shown(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(_shown(part) for part in typing.get_args(hint) if part is not types.NoneType)
     if typing.get_origin(hint) is typing.Annotated:

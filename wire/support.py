@@ -55,6 +55,16 @@ def encode(left: Sequence[np.ndarray | Sequence[int]]) -> bytes:
     return b"".join(map(_leb128, [np.array([len(ids) for ids in left]), *rows]))
 
 
+def spliced(first: bytes, places: int, kept: int, second: bytes, more: int) -> bytes:
+    """Return, as bytes, the first ``kept`` of the ``places`` of one support, followed by the ``more`` places of another."""
+    return encode([*_rows(first, places)[:kept], *_rows(second, more)])
+
+
+def _rows(blob: bytes, places: int) -> Sequence[np.ndarray | Sequence[int]]:
+    support = decode(blob, places)
+    return [()] * places if support is None else np.split(support.ids, np.cumsum(support.counts)[:-1])
+
+
 def _leb128(numbers: np.ndarray) -> bytes:
     parts = numbers[:, None] >> _BITS * np.arange(_MOST)
     used, follows = parts > 0, np.pad(parts[:, 1:] > 0, ((0, 0), (0, 1)))

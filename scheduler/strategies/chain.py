@@ -8,7 +8,7 @@ from collections.abc import Callable
 from scheduler.context import Context
 from scheduler.rewards import judge
 from scheduler.together import Beside
-from scheduler.tree import Node, Tree
+from scheduler.tree import Fork, Node, Tree
 from wire.declared import StrategyGives
 
 
@@ -29,20 +29,28 @@ async def episode(
     bonus: float = 0.1,
     trajectory: int = 0,
     acting: Callable[[Node], object] = lambda action: None,
+    fork: Fork | None = None,
 ) -> list[Node]:
     """Continue one trajectory to its end. Returns its trained actions in order: none
-    if its outcome could not be judged. ``acting`` is called with each action once it is sampled."""
+    if its outcome could not be judged. ``acting`` is called with each action once it is sampled. fork: where the trajectory begins, if it leaves
+    another one; its actions then include those that both share."""
     async with Beside() as beside:
-        for action in tree.actions(trajectory):  # there are some if the tree is half-grown
+
+        def sampled(action: Node) -> Node:
+            action.chosen = True
+            ctx.save([action])
+            beside.start(judge(ctx, [action], bonus))
+            acting(action)
+            return action
+
+        known = tree.actions(trajectory)  # there are some if the tree is half-grown
+        for action in known:
             if "valid" not in action.scores and not action.forced:
                 beside.start(judge(ctx, [action], bonus))
             acting(action)
-        node = await ctx.tip(trajectory)
+        node = await ctx.tip(trajectory) if fork is None or known else sampled(await ctx.branch(fork, trajectory))
         while (place := await ctx.onward(node)) is not None:
-            (node,) = await ctx.generate(place, 1, trajectory)
-            node.chosen = True
-            ctx.save([node])
-            beside.start(judge(ctx, [node], bonus))
-            acting(node)
+            (action,) = await ctx.generate(place, 1, trajectory)
+            node = sampled(action)
     judged = await ctx.finish(trajectory)
     return [action for action in tree.actions(trajectory) if judged and not action.forced]

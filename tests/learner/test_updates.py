@@ -200,3 +200,11 @@ def test_a_group_without_its_ancestors_is_asked_for_again() -> None:
     orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])
     with pytest.raises(InfrastructureFault, match="resent"):
         Inbox(1, set()).add(orphan)
+
+
+def test_a_critic_of_several_steps_is_nearer_to_the_returns_after_an_update(tmp_path: Path, llama: Path) -> None:
+    losses = []
+    for steps in (1, 4):
+        model = trainer(llama, tmp_path, scheme="sao", correction="icepop", critic={"lr": 1e-2, "steps": steps})
+        losses.append([model.update(episodes(8, version))["critic/loss"] for version in range(2)])
+    assert losses[1][1] < losses[0][1]

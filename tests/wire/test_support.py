@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.support import Support, decode, encode, joined
+from wire.support import Support, decode, encode, joined, spliced
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20, unique=True)
 
@@ -63,3 +63,13 @@ def test_has_says_at_which_places_a_token_was_left() -> None:
     support = Support(np.array([2, 0, 1]), np.array([4, 7, 5]))
     assert support.has(np.array([7, 99, 5])).tolist() == [True, True, True]
     assert support.has(np.array([5, 99, 4])).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [([[1, 5], [], [7]], [[2], [3, 9]]), ([[], [], []], [[2], []]), ([[4], [], [6]], [[], []])]
+)
+@pytest.mark.parametrize("kept", [0, 2, 3])
+def test_a_forked_action_has_the_support_of_what_it_kept_and_of_what_was_sampled(
+    first: list[list[int]], second: list[list[int]], kept: int
+) -> None:
+    assert spliced(encode(first), 3, kept, encode(second), 2) == encode(first[:kept] + second)

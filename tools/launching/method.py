@@ -107,10 +107,15 @@ def _check_groups(scheme: Scheme, strategy: Strategy) -> None:
 
 def _check_strategy(config: Config, strategy: Strategy, environment: Environment) -> None:
     s, gives = config.scheduler, strategy.gives
-    if gives.size > config.actors.max_batch:
+    if gives.group == "step" and gives.size > config.actors.max_batch:
         raise ValueError(
             f"scheduler.strategy = {s.strategy!r} samples groups of {gives.size}, which cannot decode together in actors.max_batch ="
             f" {config.actors.max_batch}"
+        )
+    if gives.needs_top and config.actors.engine == "sglang":
+        raise ValueError(
+            f"scheduler.strategy = {s.strategy!r} needs the most probable tokens, which actors.engine = 'sglang' does not report: expected"
+            " actors.engine = 'local', or scheduler.strategy_options.top = 0 with a strategy that has this option"
         )
     if gives.needs_judge and s.judge == UNJUDGED:
         raise ValueError(

@@ -46,9 +46,10 @@ class Study(msgspec.Struct, frozen=True):
     seeds: int = 5
 
 
-_PPR, _SLATE = "ppr-cpu", "slate-tiny"
+_PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
 _ALONE = ["actors.count=1", "learner.count=1", "scheduler.max_staleness=0"]
 """Arms are compared with each other: synchronous, so that no arm trains on older data than another."""
+_GRPO = ["learner.scheme=grpo", "learner.scheme_options.column=outcome"]
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = [
     "scheduler.judge=slate_em",
@@ -92,6 +93,20 @@ STUDIES = {
             "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
         }
         | {f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.strategy_options.k={k}"]) for k in (1, 3, 7)},
+    ),
+    "trees": Study(
+        "em",
+        {
+            "SLATE": Arm(_SLATE, _ALONE),
+            "Tree-GRPO": Arm(_TREES, _ALONE),
+            "GRPO": Arm(
+                _TREES,  # as many whole trajectories as Tree-GRPO has leaves
+                [*_ALONE, "scheduler.strategy=full", "scheduler.strategy_options.k=6", *_GRPO],
+            ),
+            "VinePPO": Arm("vineppo-tiny", _ALONE),
+            "PPR": Arm(_PPR, ["scheduler.updates=168", "scheduler.evaluation.every=42"]),
+            "SAO": Arm("sao-tiny", _ALONE[:2]),  # trains on arrival, so its data may be stale
+        },
     ),
     "oprl-sokoban": Study(
         "success",

@@ -13,7 +13,9 @@ from tools.launching.config import ConfigError, load
 from tools.launching.method import mismatch
 
 SLATE, PPR, GAME = (ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu"))
+ARPO, SPO = (ROOT / "configs" / f"{name}.toml" for name in ("arpo-tiny", "spo-tiny"))
 FULL = ["scheduler.strategy=full"]
+SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 EACH_0 = "so every advantage would be 0"
 
 
@@ -48,6 +50,8 @@ EACH_0 = "so every advantage would be 0"
         ),
         (SLATE, ["scheduler.judge=none"], "leaves scheduler.strategy = 'slate' without scores: name a judge"),
         (GAME, ["learner.scheme=mc_pr"], "scheduler.strategy of ['mc_value'] gives it"),
+        (ARPO, SGLANG, "strategy_options.top = 0"),
+        (SPO, ["scheduler.strategy_options.branching=[1]", "actors.max_batch=2"], EACH_0),
         (SLATE, ["scheduler.strategy=slat"], "did you mean 'slate'?"),
         (SLATE, ["scheduler.judge=slate_rule"], "did you mean 'slate_rules'"),
         (SLATE, ["learner.scheme=gaee"], "did you mean 'gae'?"),
@@ -141,3 +145,10 @@ def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
     several = ["learner.correction=icepop", "learner.correction_options={}", "learner.epochs=2"]
     (icepop,) = rules.doubts(load(SLATE, several))
     assert "nothing limits how far the policy moves" in icepop
+
+
+def test_only_candidates_of_one_prefix_must_decode_together() -> None:
+    config = load(SPO, ["scheduler.strategy_options.branching=[6, 6, 6]", "actors.max_batch=8"])
+    assert strategies.load("spo", config.scheduler.strategy_options).gives.size == 216
+    with pytest.raises(ConfigError, match="cannot decode together"):
+        load(SLATE, ["scheduler.strategy_options.k=9", "actors.max_batch=8"])

@@ -1,0 +1,33 @@
+"""ARPO: GRPO over the leaves of a tree; tokens that several leaves share get each leaf's advantage or their mean (arXiv 2507.19849).
+
+sharing = "soft" trains a shared token once in each leaf with that leaf's advantage, which is plain GRPO and the paper's default; "hard" gives
+it the mean of the advantages of the leaves below it.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from learner.schemes import grpo
+from learner.segments import segments
+from learner.statistics import standardise, within
+from learner.table import TurnTable
+from wire.declared import SchemeNeeds
+from wire.numbers import Positive
+
+
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """The scheme needs at least two whole trajectories of each task."""
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
+
+
+def advantages(
+    table: TurnTable, column: str = "outcome", sharing: Literal["soft", "hard"] = "soft", eps: Positive = 1e-6
+) -> np.ndarray:
+    """Return float64 [tokens]. A missing score counts as 0."""
+    if sharing == "soft":
+        return grpo.advantages(table, column, True, 1, eps)
+    shared, trajectories = segments(table), table.trajectories()
+    returns = trajectories.total(table.column(column))
+    leaves = within(trajectories.tree, returns, lambda group: standardise(group, True, 1, eps))
+    return shared.mean(leaves)[shared.of]

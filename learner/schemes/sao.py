@@ -1,0 +1,35 @@
+"""SAO: one trajectory per question and a critic; longer trajectories trust the outcome more (arXiv 2607.07508).
+
+The outcome rewards the last token. The critic learns the return (lambda = 1). The policy's advantage is GAE with lambda = 1 - 1 / (alpha l)
+for a trajectory of l sampled tokens, at least 0. Observations are no steps: the value after a turn is that before the next turn's first token.
+The paper's mask of stale tokens is the correction ``icepop`` at level "token".
+"""
+
+import numpy as np
+
+from learner.statistics import whiten as whiten_tokens
+from learner.table import TurnTable
+from learner.targets import Estimate, gae
+from wire.declared import SchemeNeeds
+from wire.numbers import Positive, Share
+
+
+def needs(column: str, **_: object) -> SchemeNeeds:
+    """The scheme needs whole trajectories and a critic."""
+    return SchemeNeeds(columns=frozenset({column}), group="batch", models=frozenset({"value"}))
+
+
+def advantages(
+    table: TurnTable, column: str = "outcome", gamma: Share = 1.0, alpha: Positive = 0.05, whiten: bool = True
+) -> Estimate:
+    """Return advantages and value targets. A missing score counts as 0. alpha: not published; the default is VAPO's (arXiv 2504.05118)."""
+    rewards, values = (
+        table.at_last_token(np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)),
+        table.token_column("value"),
+    )
+    result, returns = np.zeros_like(rewards), np.zeros_like(rewards)
+    for span in table.token_spans():
+        lam = max(0.0, 1 - 1 / (alpha * len(span)))
+        result[span] = gae(rewards[span], values[span], gamma, lam)[0]
+        returns[span] = gae(rewards[span], values[span], gamma, 1.0)[1]
+    return Estimate(whiten_tokens(result, table.mask()) if whiten else result, returns)

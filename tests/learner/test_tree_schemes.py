@@ -1,0 +1,228 @@
+"""The tree methods' schemes: every expected number was worked by hand beside its test."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner import schemes
+from learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
+from learner.segments import segments
+from learner.table import TurnTable, TurnTokens
+from learner.targets import Estimate
+
+SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
+
+
+def leaves(
+    paths: list[list[list[int]]], outcomes: list[float], groups: list[int] | None = None, fresh: bool = False
+) -> TurnTable:
+    """One question's trajectories, each a list of turns of tokens. Observations are the token 99; a negative token was sampled surely.
+
+    fresh: a turn has a prompt of its own, which is its number.
+    """
+    rows = [(i, t, turn) for i, path in enumerate(paths) for t, turn in enumerate(path)]
+    actions = [_tokens(paths[i], t, fresh) for i, t, _ in rows]
+    outcome = [outcomes[i] if t == len(paths[i]) - 1 else np.nan for i, t, _ in rows]
+    return TurnTable(
+        tree=np.full(len(rows), 7),
+        group=np.array([(groups or [0] * len(paths))[i] for i, _, _ in rows]),
+        trajectory=np.array([i for i, _, _ in rows]),
+        turn=np.array([t + 1 for _, t, _ in rows]),
+        tokens=np.array([len(turn) for _, _, turn in rows]),
+        scores={"outcome": np.array(outcome)},
+        actions=actions,
+    )
+
+
+def _tokens(path: list[list[int]], t: int, fresh: bool) -> TurnTokens:
+    before = [[t]] if fresh else [[0], *([abs(x) for x in turn] + [99] for turn in path[:t])]
+    turn = path[t]
+    return TurnTokens(
+        np.concatenate(before).astype(np.int32),
+        np.abs(turn).astype(np.int32),
+        np.array([SURE if token < 0 else UNSURE for token in turn], np.float32),
+        np.zeros(len(turn), np.int32),
+        np.ones(len(turn), bool),
+    )
+
+
+# Four leaves: A and B share two tokens of their first turn, A and C the whole first turn but one token; D is alone.
+#   root -- 1 -- 2 -- 3, 99, 5 (A, 1)
+#    |      |     `-- 4        (B, 0)
+#    |      `-- 6              (C, 1)
+#    `-- 8                     (D, 0)
+TREE = [[[1, 2, 3], [5]], [[1, 2, 4]], [[1, 6]], [[8]]]
+OUTCOMES = [1.0, 0.0, 1.0, 0.0]
+
+
+def test_segments_end_where_trajectories_part_also_inside_a_turn() -> None:
+    tree = segments(leaves(TREE, OUTCOMES))
+    # The tokens in order: A 1, 2, 3, 5; B 1, 2, 4; C 1, 6; D 8. Tokens 1 and 2 are one segment for A and B only up to C's departure.
+    one, two, three, five, *_ = tree.of
+    assert three == five  # A alone, over the end of its turn
+    assert tree.of.tolist() == [one, two, three, three, one, two, tree.of[6], one, tree.of[8], tree.of[9]]
+    assert len(set(tree.of.tolist())) == 6
+    assert tree.leaves[[one, two, three, tree.of[6], tree.of[8], tree.of[9]]].tolist() == [3, 2, 1, 1, 1, 1]
+    assert tree.parent[[two, three, tree.of[6], tree.of[8]]].tolist() == [one, two, two, one]
+    root = tree.parent[one]
+    assert tree.parent[root] == -1
+    assert (root, tree.parent[tree.of[9]]) == (0, root)
+    assert tree.leaves[root] == 4
+    assert tree.mean(np.array(OUTCOMES))[[root, one, two]].tolist() == [0.5, pytest.approx(2 / 3), 0.5]
+    weighted = tree.mean(np.array(OUTCOMES), np.array([1.0, 3.0, 1.0, 1.0]))
+    assert weighted[[root, one, two]].tolist() == [pytest.approx(2 / 6), pytest.approx(2 / 5), 0.25]
+
+
+def test_a_turn_with_its_own_prompt_is_shared_only_if_all_turns_before_it_are() -> None:
+    same, other = [[[1], [5]], [[1], [5]]], [[[1], [5]], [[2], [5]]]
+    assert segments(leaves(same, [0, 1], fresh=True)).of.tolist() == [0, 0, 0, 0]  # what all share is the root's
+    assert len(set(segments(leaves(other, [0, 1], fresh=True)).of.tolist())) == 2
+
+
+def test_a_table_without_tokens_has_no_segments() -> None:
+    with pytest.raises(ValueError, match=r"learner\.table\.build"):
+        segments(msgspec.structs.replace(leaves(TREE, OUTCOMES), actions=[]))
+
+
+def test_tree_grpo_adds_the_comparison_with_all_leaves_to_that_within_the_tree() -> None:
+    # Tree 1 has outcomes 1, 0, 1; tree 2 has 0. All: mean 1/2, sample std sqrt(1/3). Tree 1: mean 2/3, sample std sqrt(1/3).
+    # A = (1/2 + 1/3) sqrt 3 = 1.4434 (wins), (-1/2 - 2/3) sqrt 3 = -2.0207; D is alone in its tree: -sqrt 3 / 2 + 0.
+    table = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2])
+    expected = [1.4434] * 4 + [-2.0207] * 3 + [1.4434] * 2 + [-0.8660]
+    np.testing.assert_allclose(tree_grpo.advantages(table), expected, atol=1e-4)
+
+
+def test_tree_grpo_takes_a_lone_leaf_of_a_tree_with_mean_0_and_std_1() -> None:
+    table = leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2])
+    # All: mean 1/2, std sqrt(1/2): +-0.7071; trees of one: 1 and 0.
+    np.testing.assert_allclose(tree_grpo.advantages(table), [1.7071, -0.7071], atol=1e-4)
+
+
+def test_treerl_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> None:
+    # Leave one out: wins 1 - 1/3 = 2/3, losses -2/3. V: (A, B) 0, (A, B, C) 2/9, C 2/3, D -2/3.
+    # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B: -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
+    a, b, c = [0.2566, -0.1571, 1.3333, 1.3333], [0.2566, -0.1571, -1.3333], [0.2566, 1.1111]
+    np.testing.assert_allclose(treerl.advantages(leaves(TREE, OUTCOMES)), [*a, *b, *c, -1.3333], atol=1e-4)
+
+
+def test_treerl_gives_a_step_without_any_gain_the_advantage_of_the_step_before() -> None:
+    # Leave one out of 1, 0, 2, -3 (mean 0) is 4/3 of each. V: ABC 4/3, AB 2/3, so 2 V(AB) - V(ABC) = 0 and AB takes ABC's 8/3 / sqrt 3.
+    # A: 8/3 - 2/3 = 2; B: 0 - 2/3; C: 16/3 - 4/3 = 4; D: -8.
+    shared = 8 / 3 / 3**0.5
+    expected = [shared, shared, 2, 2, shared, shared, -2 / 3, shared, 4, -8]
+    np.testing.assert_allclose(treerl.advantages(leaves(TREE, [1.0, 0.0, 2.0, -3.0])), expected, atol=1e-12)
+
+
+def test_treepo_averages_the_differences_to_all_subtrees_by_size_and_whitens() -> None:
+    # Differences to the means of root (1/2, 4 leaves), ABC (2/3, 3 leaves), AB (1/2, 2 leaves), each weighted by its leaves:
+    # A: (4 (1/2) + 3 (1/3) + 2 (1/2)) / 9 = 4/9; B: (-2 - 2 - 1) / 9 = -5/9; C: (2 + 1) / 7 = 3/7; D: -1/2.
+    raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [3 / 7] * 2 + [-1 / 2])
+    np.testing.assert_allclose(treepo.advantages(leaves(TREE, OUTCOMES)), (raw - raw.mean()) / raw.std(), atol=1e-6)
+
+
+def test_treepo_with_equal_weights() -> None:
+    # A: (1/2 + 1/3 + 1/2) / 3 = 4/9; B: (-1/2 - 2/3 - 1/2) / 3 = -5/9; C: (1/2 + 1/3) / 2 = 5/12; D: -1/2.
+    raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [5 / 12] * 2 + [-1 / 2])
+    result = treepo.advantages(leaves(TREE, OUTCOMES), weighting="plain")
+    np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(), atol=1e-6)
+
+
+def test_spo_gives_a_segment_the_gain_of_its_end_over_its_start() -> None:
+    # V: root 1/2, ABC 2/3, AB 1/2. A(1) = 1/6, A(2) = -1/6, A(3, 5) = 1/2, B: -1/2, C: 1/3, D: -1/2.
+    result = spo.advantages(leaves(TREE, OUTCOMES), whiten=False)
+    expected = [1 / 6, -1 / 6, 1 / 2, 1 / 2, 1 / 6, -1 / 6, -1 / 2, 1 / 6, 1 / 3, -1 / 2]
+    np.testing.assert_allclose(result, expected, atol=1e-12)
+
+
+def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
+    # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4, 1/2.
+    # V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
+    table = leaves(TREE, OUTCOMES)
+    table.scores["weight"] = np.where(np.isnan(table.scores["outcome"]), np.nan, [0, 1 / 8, 1 / 8, 1 / 4, 1 / 2])
+    result = spo.advantages(table, whiten=False)
+    expected = [3 / 8, -1 / 4, 1 / 2, 1 / 2, 3 / 8, -1 / 4, -1 / 2, 3 / 8, 1 / 4, -3 / 8]
+    np.testing.assert_allclose(result, expected, atol=1e-12)
+
+
+def test_spo_leaves_tokens_out_that_the_policy_was_sure_of_and_whitens_the_others() -> None:
+    table = leaves([[[1, -2]], [[3, 4]]], [1.0, 0.0])
+    # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest: 1/2, -1/2, -1/2, mean -1/6, std .4714.
+    np.testing.assert_allclose(spo.advantages(table), [1.4142, 0, -0.7071, -0.7071], atol=1e-4)
+    np.testing.assert_allclose(spo.advantages(table, certain=1.1, whiten=False), [0.5, 0.5, -0.5, -0.5])
+
+
+def test_arpo_is_grpo_over_the_leaves_or_its_mean_on_shared_tokens() -> None:
+    table = leaves(TREE, OUTCOMES)
+    np.testing.assert_array_equal(arpo.advantages(table), grpo.advantages(table, "outcome"))
+    # GRPO: +-1/2 / sqrt(1/3) = +-0.8660. ABC: a third of it, 0.2887; AB: 0.
+    a, b, c = [0.2887, 0, 0.8660, 0.8660], [0.2887, 0, -0.8660], [0.2887, 0.8660]
+    np.testing.assert_allclose(arpo.advantages(table, sharing="hard"), [*a, *b, *c, -0.8660], atol=1e-4)
+
+
+def test_vineppo_takes_the_differences_of_monte_carlo_values() -> None:
+    table = leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0])
+    table.scores["mc_value"] = np.array([0.25, 0.75, 0.5])
+    np.testing.assert_allclose(vineppo.advantages(table, whiten=False), [0.5, 0.5, 0.25, -0.5])
+    # Whitened over the four tokens: mean 3/16, std 0.4100.
+    np.testing.assert_allclose(vineppo.advantages(table), [0.7625, 0.7625, 0.1525, -1.6775], atol=1e-3)
+
+
+def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
+    table = leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0])
+    table.scores["mc_value"] = np.array([0.25, np.nan, 0.5])
+    np.testing.assert_allclose(vineppo.advantages(table, whiten=False), [0, 0, 0, -0.5])
+    assert np.isfinite(vineppo.advantages(table)).all()
+
+
+def sao_estimate(paths: list[list[list[int]]], outcomes: list[float], values: list[float], **options: Any) -> Estimate:
+    table = msgspec.structs.replace(leaves(paths, outcomes), token_scores={"value": np.array(values)})
+    return sao.advantages(table, whiten=False, **options)
+
+
+def test_saos_lambda_grows_with_the_length_and_its_critic_learns_the_return() -> None:
+    # alpha = 1, four sampled tokens: lambda = 3/4. Values .5 .5 .5 .5, outcome 1: deltas 0, 0, 0, 1/2. A = (3/4)^3 / 2 .. 1/2.
+    estimate = sao_estimate([[[1, 2], [3, 4]]], [1.0], [0.5] * 4, alpha=1.0)
+    np.testing.assert_allclose(estimate.advantages, [27 / 128, 9 / 32, 3 / 8, 1 / 2])
+    assert estimate.returns is not None
+    np.testing.assert_allclose(estimate.returns, [1, 1, 1, 1])
+
+
+def test_saos_value_after_a_turn_is_that_before_the_next_turn() -> None:
+    # alpha = 1/4: lambda = max(0, 1 - 1) = 0, so A is the one-step difference: .4 - .1, .6 - .4 over the observation, 1 - .6.
+    estimate = sao_estimate([[[1, 2], [3]]], [1.0], [0.1, 0.4, 0.6], alpha=0.25)
+    np.testing.assert_allclose(estimate.advantages, [0.3, 0.2, 0.4])
+
+
+@pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo"])
+@given(seed=st.integers(0, 2**16), outcome=st.sampled_from([0.0, 1.0, -0.3]))
+def test_equal_outcomes_teach_nothing(name: str, seed: int, outcome: float) -> None:
+    rng = np.random.default_rng(seed)
+    paths = [[[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 3))] for _ in range(5)]
+    table = leaves(paths, [outcome] * 5)
+    np.testing.assert_allclose(schemes.load(name, {})(table).advantages, 0, atol=1e-9)
+
+
+@given(seed=st.integers(0, 2**16))
+def test_means_over_leaves_agree_with_a_count_by_prefixes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    paths = [[[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 4))] for _ in range(6)]
+    outcomes = rng.random(6)
+    table = leaves(paths, outcomes.tolist())
+    tree, at = segments(table), 0
+    value = tree.mean(outcomes)
+    flat = [[x for turn in path for x in [*turn, 99]] for path in paths]
+    for path in paths:
+        before: list[int] = []
+        for turn in path:
+            for token in turn:
+                before.append(token)
+                below = [
+                    outcome for other, outcome in zip(flat, outcomes, strict=True) if other[: len(before)] == before
+                ]
+                assert value[tree.of[at]] == pytest.approx(np.mean(below))
+                at += 1
+            before.append(99)
