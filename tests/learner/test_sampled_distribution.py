@@ -1,6 +1,7 @@
 """The learner scores the distribution that was sampled, also where top-p or top-k cut it: real samples of the embedded engine."""
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -19,12 +20,13 @@ from tests.updates import trainer
 from wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
 from wire.support import Support, encode
 
+Dtype = Literal["float32", "bfloat16"]
 CUTS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 7}, "both": {"top_p": 0.8, "top_k": 20}}
 TEMPERATURE = 0.8
 CANDIDATES = 3
 
 
-async def sampled(model: Path, dtype: str = "float32", **cut: float) -> Batch:
+async def sampled(model: Path, dtype: Dtype = "float32", **cut: float) -> Batch:
     """Two questions of one step, whose candidates the embedded engine sampled from ``model``."""
     engine = LocalEngine(str(model), ActorsConfig(dtype=dtype, max_context=256))
     await engine.start()
@@ -101,7 +103,7 @@ async def test_logprobs_and_gradients_are_those_of_the_masked_softmax(
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 5e-5), ("bfloat16", 0.4)])
 async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(
-    tmp_path: Path, llama: Path, cut: str, dtype: str, rounding: float
+    tmp_path: Path, llama: Path, cut: str, dtype: Dtype, rounding: float
 ) -> None:
     some = await sampled(llama, dtype, **CUTS[cut])
     made = tempered(llama, tmp_path, dtype=dtype, kl_coef=0.01)
