@@ -71,8 +71,10 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     loss: "dpo" over all positive x negative pairs of a question, or "cross_entropy" against the outcome. outcome: the score column that is
     compared with threshold; a trajectory above threshold is positive. score: a trajectory's score is the sum or the mean of its step scores.
-    order: "score_first" scores the batch with the old model and then updates the model; "update_first" does the reverse. reference: the
-    policy that sampled the tokens ("behaviour"), or the policy at version 0 ("initial").
+    order: "score_first" scores the batch with the old model and then updates the model; "update_first" does the reverse. epochs, minibatches:
+    an update makes epochs x minibatches optimizer steps, each on its share of the questions. reference: the log-probabilities that the engine
+    recorded ("behaviour"), those of the policy before the update, computed by the learner ("recomputed"), or those of the policy at version 0
+    ("initial"). "auto" is "recomputed" where the learner computes in bfloat16, whose rounding differs from the engine's, else "behaviour".
     """
 
     beta: Positive = 0.05
@@ -81,7 +83,9 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threshold: float = 0.0
     score: Literal["sum", "mean"] = "sum"
     order: Literal["score_first", "update_first"] = "score_first"
-    reference: Literal["behaviour", "initial"] = "behaviour"
+    epochs: Count = 1
+    minibatches: Count = 1
+    reference: Literal["auto", "behaviour", "recomputed", "initial"] = "auto"
     lr: Positive = 1e-6
     warmup_updates: Natural = 0
     grad_clip: Positive = 10.0

@@ -13,7 +13,7 @@ import torch
 from learner.config import LearnerConfig, OptimizerConfig, PrmConfig
 from learner.model import Policy
 from learner.optimizer import Stepper
-from learner.passes import Plan, Rows, sweep
+from learner.passes import Plan, Rows, plan, sweep
 from learner.ranks import Ranks
 from learner.table import TurnTable
 
@@ -63,7 +63,7 @@ class ImplicitPrm:
     def __init__(
         self, folder: str, learner: LearnerConfig, config: PrmConfig, ranks: Ranks, seed: int, temperature: float
     ):
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.seed, self.micro_tokens = config, ranks, seed, learner.micro_tokens
         self.updates = 0
         self.model = Policy(folder, learner, temperature, ranks, seed, config.lora)
         optimizer = OptimizerConfig(config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip)
@@ -78,42 +78,67 @@ class ImplicitPrm:
     def score_and_learn(
         self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray, version: int
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """Return token rewards for the scheme [tokens] and metrics. Makes one optimizer step before or after the scoring (methods.md 4.2).
+        """Return token rewards for the scheme [tokens] and metrics. Learns before or after the scoring (methods.md 4.2).
 
         Before its first step the model equals the policy, so its rewards would be numerical noise. They are exactly 0 then.
         """
         before = self.rewards(rows, steps, reference)
         guarded = before if self.updates else np.zeros_like(before)
-        metrics = self._learn(table, rows, steps, before, version)
+        metrics = self._learn(table, rows, steps, reference, before, version)
         if self.config.order == "update_first" and self.updates:
             return self.rewards(rows, steps, reference), metrics
         return guarded, metrics
 
-    def preference(self, table: TurnTable, rewards: np.ndarray) -> tuple[Preference, np.ndarray]:
-        """Return the loss of a batch, and dL / d(log pi_phi) per token [tokens]."""
+    def preference(
+        self, table: TurnTable, rewards: np.ndarray, questions: np.ndarray | None = None
+    ) -> tuple[Preference, np.ndarray]:
+        """Return the loss of a batch, or of some of its ``questions``, and dL / d(log pi_phi) per token [tokens]."""
         trajectories = table.trajectories()
         scores = trajectories.total(table.per_turn(rewards))
         scale = np.ones(len(scores))
         if self.config.score == "mean":
             scale = 1.0 / np.array([len(r) for r in trajectories.rows])
         positive = trajectories.total(table.column(self.config.outcome)) > self.config.threshold
+        tree = trajectories.tree
+        some = np.ones(len(tree), bool) if questions is None else np.isin(tree, questions)
         if self.config.loss == "dpo":
-            loss = dpo(scores * scale, positive, trajectories.tree)
+            loss = dpo((scores * scale)[some], positive[some], tree[some])
         else:
-            loss = cross_entropy(scores * scale, positive)
-        slope = (loss.slope * scale * self.config.beta)[trajectories.of]
-        return loss, table.per_token(slope) * table.mask()
+            loss = cross_entropy((scores * scale)[some], positive[some])
+        slope = np.zeros(len(tree))
+        slope[some] = loss.slope * scale[some] * self.config.beta
+        return loss, table.per_token(slope[trajectories.of]) * table.mask()
 
-    def _learn(self, table: TurnTable, rows: Rows, steps: Plan, rewards: np.ndarray, version: int) -> dict[str, float]:
-        loss, slope = self.preference(table, rewards)
-        metrics = {"prm/loss": loss.loss, "prm/accuracy": loss.accuracy, "prm/comparisons": float(loss.used)}
-        if not loss.used:
-            return metrics | {"prm/skipped": 1.0}
+    def _learn(
+        self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray, rewards: np.ndarray, version: int
+    ) -> dict[str, float]:
+        """Make epochs x minibatches optimizer steps. Metrics are those of the batch before the first; a part without a comparison has no step."""
+        loss, _ = self.preference(table, rewards)
+        metrics = {
+            "prm/loss": loss.loss,
+            "prm/accuracy": loss.accuracy,
+            "prm/comparisons": float(loss.used),
+            "prm/step_score_std": float(table.per_turn(rewards).std()),
+        }
+        skipped = True
+        for epoch in range(self.config.epochs):
+            parts = table.questions(self.config.minibatches, [self.seed, version, epoch, 1])
+            for part in parts:
+                if len(parts) > 1:
+                    turns = np.flatnonzero(np.isin(table.tree, part)).tolist()
+                    steps = plan(rows.trie, turns, self.micro_tokens, self.ranks)
+                if not skipped:
+                    rewards = self.rewards(rows, steps, reference)
+                loss, slope = self.preference(table, rewards, part)
+                if loss.used:
+                    metrics["prm/grad_norm"], skipped = self._step(rows, steps, slope, version), False
+        return metrics | ({"prm/skipped": 1.0} if skipped else {})
+
+    def _step(self, rows: Rows, steps: Plan, slope: np.ndarray, version: int) -> float:
+        """Backward the linear pass, make an optimizer step, and return the norm of the gradient."""
         for some, filler in steps.mine:
             current = self.model.logprobs(rows.forest(some))[0]
             pull = torch.as_tensor(slope[rows.index(some)], dtype=torch.float32, device=self.ranks.device)
             ((0.0 if filler else 1.0) * pull * current).sum().backward()
-        norm = self.stepper.step(version)
         self.updates += 1
-        steps_r = table.per_turn(rewards)
-        return metrics | {"prm/grad_norm": norm, "prm/step_score_std": float(steps_r.std())}
+        return self.stepper.step(version)

@@ -48,6 +48,7 @@ class Trainer:
         self.correct = corrections.load(c.correction, c.correction_options)
         prm = c.prm or PrmConfig()
         self.prm: ImplicitPrm | None = None
+        self.prm_reference = ""
         self.needs_reference = "kl" in self.scheme.needs.models or (
             "prm" in self.scheme.needs.models and prm.reference == "initial"
         )
@@ -60,6 +61,8 @@ class Trainer:
         )
         if "prm" in self.scheme.needs.models:
             self.prm = ImplicitPrm(folder, c, prm, ranks, seed, process.temperature)
+            rounds = self.policy.compute == torch.bfloat16  # the engine then rounds otherwise than the learner
+            self.prm_reference = {"auto": "recomputed" if rounds else "behaviour"}.get(prm.reference, prm.reference)
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
         self.version = 0
@@ -130,7 +133,8 @@ class Trainer:
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Return the token columns that scheme, correction or KL term read from the learner's models, and the reward model's metrics."""
         needs, columns, metrics = self.scheme.needs.models, {}, {}
-        if "log_ratio" in needs or self.correct.needs_proximal or self.config.target_kl:
+        recomputed = self.prm_reference == "recomputed"
+        if "log_ratio" in needs or self.correct.needs_proximal or recomputed or self.config.target_kl:
             columns["proximal"] = self._proximal(rows, steps)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.needs_reference:
@@ -141,8 +145,8 @@ class Trainer:
         if self.critic is not None:
             columns["value"] = self.critic.values(rows, steps)
         if self.prm is not None:
-            initial = self.prm.config.reference == "initial"
-            reference = columns["reference"] if initial else rows.behaviour
+            column = {"recomputed": "proximal", "initial": "reference"}.get(self.prm_reference, "")
+            reference = columns.get(column, rows.behaviour)
             columns["prm"], metrics = self.prm.score_and_learn(table, rows, steps, reference, self.version)
         return {name: values.astype(np.float64) for name, values in columns.items()}, metrics
 
@@ -209,16 +213,13 @@ class Trainer:
 
     def _minibatches(self, table: TurnTable, weights: np.ndarray, epoch: int) -> list[tuple[list[int], float]]:
         """Return the turns of each optimizer step and the factor of their weights. The turns of a question stay together."""
-        trees = np.unique(table.tree)
-        if self.config.minibatches > 1:
-            trees = np.random.default_rng([self.process.seed, self.version, epoch]).permutation(trees)
-        minibatches = []
-        for part in np.array_split(trees, min(self.config.minibatches, len(trees))):
+        minibatches, parts = [], table.questions(self.config.minibatches, [self.process.seed, self.version, epoch])
+        for part in parts:
             chosen = np.isin(table.tree, part)
             if self.config.aggregation == "token":
                 scale = (weights > 0).sum() / max(1, ((weights > 0) & table.per_token(chosen)).sum())
             else:
-                scale = len(trees) / len(part)
+                scale = sum(map(len, parts)) / len(part)
             minibatches.append((np.flatnonzero(chosen).tolist(), float(scale)))
         return minibatches
 

@@ -58,7 +58,7 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
         # A fresh model against its own log-probabilities, as when the policy that samples is the one phi starts from.
         rewards = prm.rewards(rows, steps, reference(rows, steps))
         if learn:
-            prm._learn(table, rows, steps, rewards, 0)
+            prm._learn(table, rows, steps, reference(rows, steps), rewards, 0)
         return prm.preference(table, rewards)[0].accuracy, table.per_turn(rewards)
 
     def reference(rows: Rows, steps: Plan) -> np.ndarray:
@@ -73,6 +73,36 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
     assert after >= 0.8
     assert after >= before + 0.2
     assert np.corrcoef(scores, values)[0, 1] > 0.7
+
+
+def test_the_reward_model_makes_epochs_times_minibatches_steps_and_learns_more_from_them(
+    tmp_path: Path, llama: Path
+) -> None:
+    def after(folder: str, **more: int) -> tuple[int, float]:
+        made = trainer(
+            llama, tmp_path / folder, scheme="oprl", kl_coef=0.0, lr=1e-9, prm={"lr": 1e-2, "beta": 0.5} | more
+        )
+        assert made.prm is not None
+        batch, _ = planted(0)
+        made.update(batch)
+        return made.prm.updates, made.update(Batch(1, batch.questions, batch.groups, batch.nodes))["prm/loss"]
+
+    one, six = after("one"), after("six", epochs=2, minibatches=3)
+    assert (one[0], six[0]) == (1, 6)
+    assert six[1] < one[1]
+
+
+@pytest.mark.parametrize(("dtype", "recomputed"), [("float32", False), ("bfloat16", True)])
+def test_the_reference_is_computed_again_where_the_engine_rounds_otherwise(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, recomputed: bool
+) -> None:
+    made = trainer(llama, tmp_path, scheme="oprl", kl_coef=0.0, dtype=dtype, prm={"lr": 1e-3})
+    assert made.prm is not None
+    seen = []
+    monkeypatch.setattr(made.prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1])
+    batch, _ = planted(0)
+    made.update(batch)
+    assert np.any(seen[0] != -5.5) == recomputed  # what ``planted`` says that the engine recorded
 
 
 def test_a_model_that_never_stepped_gives_exactly_no_step_advantage(tmp_path: Path, llama: Path) -> None:

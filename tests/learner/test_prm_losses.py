@@ -28,9 +28,11 @@ def two_trajectories() -> TurnTable:
     )
 
 
-def preference(table: TurnTable, rewards: np.ndarray, config: PrmConfig) -> tuple[Preference, np.ndarray]:
+def preference(
+    table: TurnTable, rewards: np.ndarray, config: PrmConfig, questions: np.ndarray | None = None
+) -> tuple[Preference, np.ndarray]:
     """The loss of a batch; only the settings of the model are read."""
-    return ImplicitPrm.preference(cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards)
+    return ImplicitPrm.preference(cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions)
 
 
 @pytest.mark.parametrize(("score", "loss"), [("sum", 0.5981), ("mean", 0.6523)])
@@ -145,6 +147,23 @@ def test_the_slope_of_each_token_is_that_of_the_loss_in_its_log_probability(loss
     assert np.abs(slope).max() > 1e-3
     np.testing.assert_allclose(slope, expected.numpy(), atol=1e-12)
     assert (slope[~sampled] == 0).all()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
+def test_the_losses_of_two_halves_of_the_questions_are_parts_of_the_whole_loss(loss: str) -> None:
+    config = PrmConfig(beta=0.3, loss=loss, score="mean")  # pyright: ignore[reportArgumentType]
+    tree, trajectory = np.repeat([4, 7, 9], 4), np.tile([0, 0, 1, 2], 3)
+    outcome = np.array([np.nan, 1, 0, 1, np.nan, 0, 1, 0, np.nan, 1, 1, 0])
+    table = TurnTable(tree, tree, trajectory, np.tile([1, 2, 1, 1], 3), np.ones(12, np.int64), {"outcome": outcome})
+    rewards = np.random.default_rng(5).normal(0, 1, 12)
+    whole, slope = preference(table, rewards, config)
+    first, second = (preference(table, rewards, config, np.array(part)) for part in ([4, 9], [7]))
+    uses = np.array([first[0].used, second[0].used])
+    assert uses.sum() == whole.used
+    assert (first[1][4:8] == 0).all()
+    assert (second[1][[0, 1, 2, 3, 8, 9, 10, 11]] == 0).all()
+    np.testing.assert_allclose((first[1] * uses[0] + second[1] * uses[1]) / uses.sum(), slope, atol=1e-12)
+    assert (first[0].loss * uses[0] + second[0].loss * uses[1]) / uses.sum() == pytest.approx(whole.loss)
 
 
 def test_a_trajectory_is_positive_when_its_outcome_is_above_the_threshold() -> None:

@@ -84,7 +84,19 @@ class House:
             dispatch=DispatchConfig(dead_after_s=300.0),  # all share one thread, which a busy machine may hold up
         )
         process = SchedulerProcess(
-            "scheduler", str(folder), 0, str(model), f"{__name__}:Coin", {}, "", "", 1, [], 16, settings, "outcome"
+            "scheduler",
+            str(folder),
+            0,
+            str(model),
+            f"{__name__}:Coin",
+            {},
+            "",
+            "",
+            1,
+            [],
+            16,
+            settings,
+            reward="outcome",
         )
         self.folder, self.run, self.version = folder, Run(process), version
         self.inbox = Inbox(QUESTIONS, set(trained or ()))
