@@ -1,6 +1,6 @@
 """The command tools/test: ruff, pyright, pytest. All of them run; the exit status is 1 if any failed.
 
-With --quick the tests marked slow and the second numerical run are left out, and pyright runs beside pytest.
+With --quick the tests marked slow and the second numerical run are left out, and pytest runs in several processes, with pyright beside it.
 
 The numerical tests run twice: with the kernels that torch chooses for this processor, and with those for any processor, which sum in
 another order and emulate bfloat16. So a bound that holds on one kind of machine only fails on every machine.
@@ -38,6 +38,8 @@ def _inside(path: str, folder: str) -> bool:
 
 
 QUICK = "--quick"
+PROCESSES = min(4, len(os.sched_getaffinity(0)))
+"""Of pytest with QUICK. Each holds torch, so more than four would need more memory than a laptop may have."""
 
 
 def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -49,7 +51,7 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "pyright": ["pyright", "--pythonpath", sys.executable],
     }
     if QUICK in arguments:
-        return checks | {"pytest": ["pytest", "-m", "not slow", *given]}
+        return checks | {"pytest": ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", *given]}
     checks["pytest"] = ["pytest", *given]
     if plain := numerical(given):
         checks["pytest, plain kernels"] = ["pytest", *plain]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tools.check import NUMERICAL, PLAIN_KERNELS, QUICK, finish, numerical, start, steps
+from tools.check import NUMERICAL, PLAIN_KERNELS, PROCESSES, QUICK, finish, numerical, start, steps
 
 FIRST = ["-k", "not sglang"]
 
@@ -40,7 +40,8 @@ def test_plain_kernels_are_used() -> None:
 def test_a_quick_check_leaves_out_the_slow_tests_and_the_second_numerical_run() -> None:
     whole, quick = steps(["-x"]), steps(["-x", QUICK])
     assert set(whole) - set(quick) == {"pytest, plain kernels"}
-    assert quick["pytest"] == ["pytest", "-m", "not slow", "-x"]
+    assert quick["pytest"] == ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", "-x"]
+    assert 1 <= PROCESSES <= 4
     assert whole["pytest"] == ["pytest", "-x"]
 
 
