@@ -52,10 +52,9 @@ class SoftOverlong(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.critic]: the value model of schemes with targets (gae, ppr, sao, oprl on ppo), which starts from the policy's weights.
 
-    warmup_updates: the critic's learning rate rises linearly over them. policy_frozen_updates: the critic's warm-up, in which the critic
-    trains alone: the version advances, and the policy makes no step.
-    steps: optimizer steps of the critic for each of the policy. value_clip: PPO's value-clip range around the value before the update
-    (methods.md 2.4).
+    warmup_updates: the critic's learning rate rises linearly over them. policy_frozen_updates: the critic's warm-up, in which the critic trains
+    alone: the version advances, and the policy makes no step. steps: optimizer steps of the critic for each of the policy. value_clip: PPO's
+    value-clip range around the value before the update (methods.md 2.4).
     """
 
     lr: Positive = 1e-5
@@ -125,14 +124,15 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0: never). kl_coef, kl_estimator: weight and
     estimator of the KL to the initial policy in the loss (learner/kl.py). kl_reward_coef: weight of the k1 KL that is subtracted from the
     reward. adaptive_kl: adapts all weights of the KL. reward_scale, reward_clip, soft_overlong: change the reward before the scheme reads it
-    (learner/rewards.py). advantage_scale, advantage_clip: change the advantages after the scheme. A clip of 0 clips nothing.
-    overlong_filter: a trajectory with an action that the token limit cut carries no loss. entropy_coef: weight of the entropy bonus. attention: the backend that computes attention over a
-    forest ("auto": cascade on a CPU, flex on CUDA). micro_tokens: the largest number of packed tokens in one forward. warmup_updates,
-    lr_schedule, decay_updates, lr_min_ratio: the learning rate rises linearly, then stays constant, or falls linearly or by a cosine to
-    lr_min_ratio x lr at decay_updates (0: at scheduler.updates). checkpoint_every: updates between checkpoints. keep: how many checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for
-    longer. publish: where a version's complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs
-    take them), or "both". publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the
-    scheme needs; refused if it needs none. train_vision: train the vision tower of a model that reads pictures too; otherwise it stays as it is.
+    (learner/rewards.py). advantage_scale, advantage_clip: change the advantages after the scheme. A clip of 0 clips nothing. overlong_filter: a
+    trajectory with an action that the token limit cut carries no loss. entropy_coef: weight of the entropy bonus. attention: the backend that
+    computes attention over a forest ("auto": cascade on a CPU, flex on CUDA). micro_tokens: the largest number of packed tokens in one forward.
+    warmup_updates, lr_schedule, decay_updates, lr_min_ratio: the learning rate rises linearly, then stays constant, or falls linearly or by a
+    cosine to lr_min_ratio x lr at decay_updates (0: at scheduler.updates). checkpoint_every: updates between checkpoints. keep: how many
+    checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for longer. publish: where a version's
+    complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs take them), or "both".
+    publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the scheme needs; refused if it
+    needs none. train_vision: train the vision tower of a model that reads pictures too; otherwise it stays as it is.
     """
 
     count: Count = 4

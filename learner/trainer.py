@@ -133,8 +133,8 @@ class Trainer:
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Return the token columns that scheme, correction or KL term read from the learner's models, and the reward model's metrics."""
         needs, columns, metrics = self.scheme.needs.models, {}, {}
-        recomputed = self.prm_reference == "recomputed" or bool(self.config.target_kl)
-        if "log_ratio" in needs or self.correct.needs_proximal or recomputed:
+        recomputed = self.prm_reference == "recomputed"
+        if "log_ratio" in needs or self.correct.needs_proximal or recomputed or self.config.target_kl:
             columns["proximal"] = self._proximal(rows, steps)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.needs_reference:

@@ -485,8 +485,8 @@ class Context:
 
 
 def _cut(node: Node) -> dict[str, float]:
-    """The column "truncated": whether the token limit cut the action."""
-    return {"truncated": float(node.finish == "length")}
+    """The column "truncated": whether the token limit cut the action, or the context had no room for a further one."""
+    return {"truncated": float(node.finish == "length" or "ended" in node.notes)}
 
 
 def _entropies(top: list[dict[int, float]]) -> np.ndarray:

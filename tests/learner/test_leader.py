@@ -5,7 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -130,22 +130,27 @@ async def test_a_tree_without_groups_counts_as_a_question(tmp_path: Path, llama:
 async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_without_changing_it(
     tmp_path: Path, llama: Path
 ) -> None:
-    answers: list[Trained] = []
-    for run, more in ((tmp_path / "a", 0), (tmp_path / "b", 1)):
-        run.mkdir()
-        async with learner(llama, run) as (leader, dispatcher):
-            some, _ = groups(0, trees=3 + more)
-            calls = send(dispatcher, some)
-            for group in some[3:]:
-                await dispatcher.call("close", TreeClosed(group.tree, [group.id], replaced=True), deadline=LONG_S)
-            await close(dispatcher, some[:3])
-            answers = await asyncio.gather(*calls)
-            assert [answer.version for answer in answers] == [1] * (3 + more)
-            assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
-            assert leader.inbox.trained == {group.id for group in some}
-    assert [answer.digest for answer in answers] == [answers[0].digest] * 4
-    first = msgspec.json.decode((tmp_path / "a" / "learner.json").read_bytes(), type=Published)
-    assert first.digest == answers[0].digest
+    digests: list[str] = []
+    for replaced in (0, 1):
+        run = tmp_path / str(replaced)
+        leader = Leader(trainer(llama, run), run, Inbox(3, set()), Published(0, "", ""))
+        stop, call = asyncio.Event(), cast(Any, None)
+        some, _ = groups(0, trees=3 + replaced)
+        working = asyncio.create_task(leader.work(stop))
+        calls = [asyncio.create_task(leader.train(group, call)) for group in some]
+        for group in reversed(some):
+            await leader.close(TreeClosed(group.tree, [group.id], replaced=group.id == 3), call)
+        answers = await asyncio.gather(*calls)
+        stop.set()
+        leader._news.set()
+        await working
+        assert [answer.version for answer in answers] == [1] * (3 + replaced)
+        assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
+        found = checkpoint.newest(run)
+        assert found is not None
+        assert checkpoint.restore(leader.trainer, found).trained == sorted(group.id for group in some)
+        digests.append(answers[0].digest)
+    assert digests[0] == digests[1]
 
 
 async def test_stopping_leaves_a_checkpoint_of_the_last_version(tmp_path: Path, llama: Path) -> None:

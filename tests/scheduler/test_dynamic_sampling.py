@@ -67,7 +67,7 @@ class Coin(Environment):
 
 
 class House:
-    """A run with an actor and a learner whose updates take two questions. riding: the replaced groups of each update."""
+    """A run with an actor and a learner whose updates take two questions. most: it makes no more updates than these."""
 
     def __init__(
         self, folder: Path, model: Path, trained: set[int] | None = None, version: int = 0, budget: int = BUDGET
@@ -84,12 +84,25 @@ class House:
             dispatch=DispatchConfig(dead_after_s=300.0),  # all share one thread, which a busy machine may hold up
         )
         process = SchedulerProcess(
-            "scheduler", str(folder), 0, str(model), f"{__name__}:Coin", {}, "", "", 1, [], 16, settings, "outcome"
+            "scheduler",
+            str(folder),
+            0,
+            str(model),
+            f"{__name__}:Coin",
+            {},
+            "",
+            "",
+            1,
+            [],
+            16,
+            settings,
+            reward="outcome",
         )
         self.folder, self.run, self.version = folder, Run(process), version
         self.inbox = Inbox(QUESTIONS, set(trained or ()))
         self.waiting: dict[int, asyncio.Future[Trained]] = {}
         self.batches: list[Batch] = []
+        self.most = UPDATES
         self.asked: defaultdict[str, int] = defaultdict(int)
 
     async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
@@ -124,7 +137,7 @@ class House:
 
     def update(self) -> None:
         """As the learner's rank 0, with a checkpoint after each update."""
-        while (trees := self.inbox.ready()) is not None:
+        while len(self.batches) < self.most and (trees := self.inbox.ready()) is not None:
             batch = self.inbox.take(trees, self.version)
             self.batches.append(batch)
             self.version += 1
@@ -234,6 +247,7 @@ async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_no
     tmp_path: Path, llama: Path, updates_before: int
 ) -> None:
     dead = House(tmp_path, llama)
+    dead.most = updates_before  # the learner then waits, so that the moment is not missed
     await dead.live(until=lambda house: len(house.batches) == updates_before and len(house.run.stream.replaced) > 0)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert any(row.status == "replaced" for row in journal.untrained_trees())

@@ -22,7 +22,7 @@ GAE = [*FULL, "learner.scheme=gae"]
         (["learner.target_kl=0.1"], "one optimizer step"),
         (["learner.kl_coef=0", "learner.adaptive_kl.target=0.1"], "without a KL"),
         (["learner.kl_coef=0", "learner.kl_estimator=k2"], "no effect"),
-        (["learner.kl_reward_coef=0.1"], "expected 0 for one of them"),
+        (["learner.kl_coef=0.1", "learner.kl_reward_coef=0.1"], "expected 0 for one of them"),
         (["learner.lr_min_ratio=0.1"], "lr_schedule"),
         (["learner.decay_updates=1000"], "lr_schedule"),
         (["learner.soft_overlong={max_tokens=20, cache_tokens=30}"], "cache_tokens of at most"),
@@ -58,8 +58,8 @@ def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
 
 
 def test_k1_in_the_loss_is_a_doubt() -> None:
-    assert not rules.doubts(load(SLATE, ["learner.kl_estimator=k2"]))
-    assert "0 in expectation" in rules.doubts(load(SLATE, ["learner.kl_estimator=k1"]))[-1]
+    assert not rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k2"]))
+    assert "0 in expectation" in rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k1"]))[-1]
 
 
 def test_the_schedule_ends_with_the_run_and_the_scheduler_knows_the_reward(tmp_path: Path) -> None:
