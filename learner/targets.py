@@ -82,6 +82,7 @@ def estimate(
     whiten: bool,
     targets: Kind,
     kl_coef: float = 0.0,
+    whiten_ddof: int = 0,
 ) -> Estimate:
     """Return the advantages and value targets of every trajectory. whiten: whiten the advantages over the sampled tokens of the batch.
 
@@ -98,4 +99,4 @@ def estimate(
             off_policy = {"vtrace": vtrace, "retrace": retrace}[targets]
             log_ratio = table.token_column("log_ratio")[span]
             advantages[span], returns[span] = off_policy(rewards[span], values[span], log_ratio, gamma, lam)
-    return Estimate(whiten_tokens(advantages, table.mask()) if whiten else advantages, returns)
+    return Estimate(whiten_tokens(advantages, table.mask(), whiten_ddof) if whiten else advantages, returns)

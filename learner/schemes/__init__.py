@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from learner.table import TurnTable
 from learner.targets import Estimate
@@ -28,6 +29,11 @@ class Scheme(msgspec.Struct, frozen=True):
     def __call__(self, table: TurnTable) -> Estimate:
         estimate = self.function(table, **self.options)
         return estimate if isinstance(estimate, Estimate) else Estimate(estimate)
+
+    def trains(self, table: TurnTable) -> np.ndarray:
+        """Return, as bool [turns], which turns the scheme trains on. The update leaves the others out (learner/trained.py)."""
+        trains = getattr(self.function, "trains", None)
+        return np.ones(len(table), bool) if trains is None else trains(table, **self.options)
 
     def metrics(self, table: TurnTable) -> dict[str, float]:
         """Return the scheme's own metrics of a batch, by name."""

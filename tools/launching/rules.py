@@ -48,7 +48,7 @@ def check(config: Config) -> None:
 def doubts(config: Config) -> list[str]:
     """Warnings, printed when a run starts, about legal settings that do not do what their names promise."""
     w = config.learner
-    return corrections.load(w.correction, w.correction_options).doubts(w.epochs * w.minibatches, w.aggregation)
+    return corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
 
 
 def _check_engine(config: Config) -> None:
@@ -248,7 +248,7 @@ def _check_learner(w: LearnerConfig) -> None:
             f"learner.constant_tokens = {w.constant_tokens} with learner.aggregation = {w.aggregation!r}: 'constant' needs"
             " a number of tokens, the others take none"
         )
-    if idle := correction.idle(w.epochs * w.minibatches):
+    if idle := correction.idle(w.steps):
         raise ValueError(
             f"learner.correction_options {idle} have no effect with one optimizer step per update, where current and proximal"
             " policy are equal: raise learner.epochs or learner.minibatches, or remove them"
