@@ -318,7 +318,8 @@ class Corrected(msgspec.Struct, frozen=True):
 
     def idle(self, steps: int) -> list[str]:
         """Return the options that are set but have no effect with ``steps`` optimizer steps per update."""
-        return sorted(set(self.declared.near) & set(self.options)) if steps == 1 else []
+        chosen = {name for name, value in self.options.items() if value is not None}
+        return sorted(set(self.declared.near) & chosen) if steps == 1 else []
 
     def doubts(self, steps: int, aggregation: str) -> list[str]:
         """Return warnings about legal settings that do not do what the correction's name promises. steps: optimizer steps per update."""

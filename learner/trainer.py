@@ -98,7 +98,9 @@ class Trainer:
             kept = self.scheme.trains(table)
             trajectories = table.trajectories()
             metrics["learner/left_out_trajectories"] = float(len(np.unique(trajectories.of[~kept])))
-            if kept.any():
+            if not kept.any():
+                metrics["learner/skipped"] = 1.0
+            else:
                 rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
                 metrics |= self._train(table.only(kept), rows, batch.questions)
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
