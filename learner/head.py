@@ -7,14 +7,20 @@ in backward. A trained head needs the probabilities once more, for softmax^T @ h
 matrix product, where full logits need three, so some blocks are kept from the forward (``KEPT_SHARE``, ``KEPT_BYTES``).
 
 Scores are in units of log 2, because exp2 takes half the time of exp on the CPU. Everything but the products is float32.
+
+Where top-p or top-k cut the distribution that was sampled from, the tokens that they did not leave get the score ``LOWEST`` in each block,
+so values and gradients are those of the softmax over the rest. No mask of the vocabulary is held: only the scores of the rest are copied.
 """
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
+
+from wire.support import Support
 
 ROWS = 4096
 """The largest number of rows in one pass over the vocabulary."""
@@ -41,7 +47,7 @@ class _Head:
     The products are in the dtype of ``hidden``, or in float32 on ``WIDE_ON``. Sums over the vocabulary are float32.
     """
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, support: Support | None):
         self.weight, self.input_dtype = weight, hidden.dtype
         self.dtype = torch.float32 if hidden.device.type in WIDE_ON else hidden.dtype
         self.wide = self.dtype == torch.float32
@@ -52,6 +58,7 @@ class _Head:
         rows = max(1, min(len(hidden), ROWS))
         self.width = max(1, min(scores // rows // 64 * 64 or 64, WIDEST, len(weight)))
         self.buffer = hidden.new_empty(rows * self.width, dtype=torch.float32)
+        self.left = [] if support is None else [self._left(support, part) for part in self.parts()]
 
     def parts(self) -> Iterator[slice]:
         """Return slices of the rows."""
@@ -65,13 +72,33 @@ class _Head:
         """Return the weights of some tokens [tokens, width]."""
         return self.weight[tokens].to(self.input_dtype).to(self.dtype)
 
-    def scores(self, part: slice, block: torch.Tensor) -> torch.Tensor:
-        """Return logits / temperature in units of log 2, float32 [rows, tokens]. The next call overwrites them."""
+    def scores(self, part: slice, block: slice, weight: torch.Tensor) -> torch.Tensor:
+        """Return logits / temperature in units of log 2, float32 [rows, tokens]. The next call overwrites them. weight: that of the block."""
         hidden = self.scaled[part]
-        scores = self.buffer[: len(hidden) * len(block)].view(len(hidden), len(block))
+        scores = self.buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
         if self.wide:
-            return torch.mm(hidden, block.T, out=scores)
-        return scores.copy_(hidden @ block.T).mul_(self.scale)
+            torch.mm(hidden, weight.T, out=scores)
+        else:
+            scores.copy_(hidden @ weight.T).mul_(self.scale)
+        if self.left:
+            cut, rows, tokens, bounds = self.left[part.start // ROWS]
+            here = slice(*bounds[block.start // self.width :][:2])
+            left = rows[here], tokens[here] - block.start
+            remaining = scores[left]
+            scores.index_fill_(0, cut, LOWEST)
+            scores[left] = remaining
+        return scores
+
+    def _left(self, support: Support, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+        """Return the cut rows of a part, then the rows and ids of the tokens that are left there, by id, and where each block's begin."""
+        counts = support.counts[part]
+        first = int(support.counts[: part.start].sum())
+        ids, rows = support.ids[first : first + int(counts.sum())], np.repeat(np.arange(len(counts)), counts)
+        order = np.argsort(ids, kind="stable")
+        bounds = np.searchsorted(ids[order], [*(block.start for block in self.blocks()), len(self.weight)]).tolist()
+        arrays = np.flatnonzero(counts), rows[order], ids[order]
+        cut, rows, ids = (torch.as_tensor(array, device=self.hidden.device) for array in arrays)
+        return cut, rows, ids, bounds
 
     def add(self, to: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: int = 1, keep: int = 1) -> None:
         """Set to = keep * to + sign * left @ right in place. ``to`` is float32, and its old values are not read if ``keep`` is 0."""
@@ -109,17 +136,17 @@ class _Running:
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """(hidden [rows, width], weight [vocabulary, width], targets [rows], temperature, tracked) -> logprobs, entropy.
+    """(hidden [rows, width], weight [vocabulary, width], targets [rows], temperature, tracked, support of the rows) -> logprobs, entropy.
 
     Both are float32 [rows]. The entropy carries no gradient. Without ``tracked`` the forward prepares no backward.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tracked: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tracked: bool, support: Support | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         to_hidden, to_weight = (tracked and needed for needed in ctx.needs_input_grad[:2])
-        head = _Head(hidden, weight, temperature)
+        head = _Head(hidden, weight, temperature, support)
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         total, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         slope = torch.empty_like(hidden) if to_hidden else None
@@ -132,7 +159,7 @@ class TokenLogprobs(torch.autograd.Function):
             entropy[part] = (running.total.log2() - running.mean / running.total) / LOG2E
             if slope is not None and running.pull is not None:
                 slope[part] = (head.read(targets[part]) - running.pull.div_(running.total[:, None])) / temperature
-        ctx.temperature, ctx.to_weight = temperature, to_weight
+        ctx.temperature, ctx.to_weight, ctx.support = temperature, to_weight, support
         ctx.save_for_backward(slope, *((hidden, weight, targets, total, *kept) if to_weight else ()))
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -145,8 +172,8 @@ class TokenLogprobs(torch.autograd.Function):
         slope, *rest = ctx.saved_tensors
         upstream = gradients[0]
         to_hidden = None if slope is None else (upstream[:, None] * slope).to(slope.dtype)
-        to_weight = _weight_gradient(upstream, ctx.temperature, *rest) if ctx.to_weight else None
-        return to_hidden, to_weight, None, None, None
+        to_weight = _weight_gradient(upstream, ctx.temperature, ctx.support, *rest) if ctx.to_weight else None
+        return to_hidden, to_weight, None, None, None, None
 
 
 def _room(head: _Head) -> int:
@@ -170,7 +197,7 @@ def _pass(
     for index, block in enumerate(blocks):
         weight = head.read(block)
         keep = len(kept) < 2 * room
-        scores = head.scores(part, weight)
+        scores = head.scores(part, block, weight)
         here = order[bounds[index] : bounds[index + 1]]
         chosen[here] = scores[here, targets[here] - block.start]
         odds = torch.empty_like(scores) if keep and head.wide else spare[: scores.numel()].view_as(scores)
@@ -186,6 +213,7 @@ def _pass(
 def _weight_gradient(
     upstream: torch.Tensor,
     temperature: float,
+    support: Support | None,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -193,7 +221,7 @@ def _weight_gradient(
     *kept: torch.Tensor,
 ) -> torch.Tensor:
     """Return the sum over the rows of upstream * (one_hot(target) - softmax) * hidden [vocabulary, width]."""
-    head = _Head(hidden, weight, temperature)
+    head = _Head(hidden, weight, temperature, support)
     if not len(hidden):
         return torch.zeros_like(weight)
     gradient = torch.empty_like(weight, dtype=torch.float32)
@@ -203,7 +231,7 @@ def _weight_gradient(
         for block in head.blocks():
             odds, peak = next(remembered, None), next(remembered, total[part])
             if odds is None:
-                odds = head.scores(part, head.read(block)).sub_(peak[:, None]).exp2_().to(head.dtype)
+                odds = head.scores(part, block, head.read(block)).sub_(peak[:, None]).exp2_().to(head.dtype)
             pull = (factor[part] * (peak - total[part]).exp2())[:, None] * head.hidden[part]
             head.add(gradient[block], odds.T, pull.to(head.dtype), sign=-1, keep=int(part.start > 0))
     gradient.index_add_(0, targets, factor[:, None] * head.hidden)
@@ -211,11 +239,14 @@ def _weight_gradient(
 
 
 def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities [rows] of ``targets`` and the entropies [rows]; see ``TokenLogprobs``."""
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, support: Support | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the log-probabilities [rows] of ``targets`` and the entropies [rows]; see ``TokenLogprobs``.
+
+    support: the tokens over which each row's distribution is taken (each row's target must be one of them), None for the whole vocabulary.
+    """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     tracked = torch.is_grad_enabled()
-    return TokenLogprobs.apply(hidden, weight, targets, temperature, tracked)  # pyright: ignore[reportReturnType]
+    return TokenLogprobs.apply(hidden, weight, targets, temperature, tracked, support)  # pyright: ignore[reportReturnType]

@@ -22,12 +22,13 @@ from learner.ranks import Ranks, whole
 from learner.trees import Forest, Path
 from wire import vision
 from wire.hardware import compute_dtype
+from wire.support import Support
 
 
 class Row(msgspec.Struct, frozen=True):
     """One packed row for the model. If layout is None, the row is a single path for the model's own causal attention.
 
-    positions: [tokens], or [3, tokens] if the row has pictures, which are in view.
+    positions: [tokens], or [3, tokens] if the row has pictures, which are in view. support: that of the targets (``learner.trees.Forest``).
     """
 
     tokens: Any
@@ -37,12 +38,14 @@ class Row(msgspec.Struct, frozen=True):
     layout: Layout | None
     nodes: int
     view: vision.View | None = None
+    support: Support | None = None
 
 
 class Tower(torch.nn.Module):
     """The model and its head in one forward, so that sharded parameters are gathered whenever they are used.
 
     A forward returns (log-probabilities, entropies) of the targets, or (values, values) of the states before them; float32 [targets].
+    Log-probabilities and entropies are those of the distribution over the row's support.
     """
 
     def __init__(self, model: Any, temperature: float, values: bool):
@@ -86,8 +89,8 @@ class Tower(torch.nn.Module):
                         hidden.float(), self.value.weight.float(), self.value.bias.float()
                     )[:, 0]
                 return values, values.clone()
-        weight = causal.get_output_embeddings().weight
-        return token_logprobs(hidden.to(compute), weight, torch.as_tensor(row.target, device=device), self.temperature)
+        weight, target = causal.get_output_embeddings().weight, torch.as_tensor(row.target, device=device)
+        return token_logprobs(hidden.to(compute), weight, target, self.temperature, row.support)
 
 
 class TreeModel:
@@ -159,13 +162,14 @@ class TreeModel:
         layout = Layout(forest, attention or self.config.attention, self.device)
         packed = layout.forest
         positions, view = self._look(packed.tokens, packed.depth, packed.end, forest.pictures)
-        return Row(packed.tokens, positions, forest.read, forest.target, layout, forest.nodes, view)
+        return Row(packed.tokens, positions, forest.read, forest.target, layout, forest.nodes, view, forest.support)
 
     def plain_row(self, path: Path) -> Row:
         """Return the row of one path for the model's own causal attention, with which the self-check compares the forest."""
         n, start = len(path.tokens), path.start
         positions, view = self._look(np.asarray(path.tokens), np.arange(n), np.full(n, n), path.pictures)
-        return Row(path.tokens, positions, torch.arange(start - 1, n - 1), path.tokens[start:], None, n, view)
+        read, target = torch.arange(start - 1, n - 1), path.tokens[start:]
+        return Row(path.tokens, positions, read, target, None, n, view, path.support)
 
     def _look(
         self, tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, pictures: Mapping[int, bytes]

@@ -50,8 +50,7 @@ def rows_of(turns: list[TurnTokens]) -> Rows:
     """Return the rows of a batch."""
     ends = np.cumsum([len(turn.action) for turn in turns]).tolist()
     paths = [
-        Path(np.concatenate([turn.prefix, turn.action]).astype(np.int64), len(turn.prefix), turn.pictures)
-        for turn in turns
+        Path(np.concatenate([t.prefix, t.action]).astype(np.int64), len(t.prefix), t.pictures, t.support) for t in turns
     ]
     return Rows(
         paths,

@@ -1,4 +1,8 @@
-"""The policy's optimizer step: forward, correct, weigh and backward each forest, and record values for the numerics watch."""
+"""The policy's optimizer step: forward, correct, weigh and backward each forest, and record values for the numerics watch.
+
+Current, proximal and reference log-probabilities are all of the distribution over what top-p and top-k left when the token was sampled, as the
+behaviour policy's are (docs/learner.md, "Top-p and top-k").
+"""
 
 import msgspec
 import numpy as np

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from wire.messages import TrainGroup, TreeNode, Turn
+from wire.support import Support, decode
 
 
 class Trajectories(msgspec.Struct, frozen=True):
@@ -131,7 +132,7 @@ class TurnTable(msgspec.Struct, frozen=True):
 class TurnTokens(msgspec.Struct, frozen=True):
     """The tokens of one row: prefix (all that the policy saw) and action, int32, and the action's sampling record, each [action tokens].
 
-    pictures: the PNG bytes of the batch's pictures by number, the same mapping for all rows.
+    pictures: the PNG bytes of the batch's pictures by number, the same mapping for all rows. support: see ``learner.trees.Path``.
     """
 
     prefix: np.ndarray
@@ -140,6 +141,7 @@ class TurnTokens(msgspec.Struct, frozen=True):
     versions: np.ndarray
     sampled: np.ndarray
     pictures: dict[int, bytes] = {}
+    support: Support | None = None
 
 
 def build(groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode]) -> tuple[TurnTable, list[TurnTokens]]:
@@ -177,4 +179,10 @@ def _tokens(
         raise ValueError(f"tree {tree}, node {node.id}: a trained turn without a token; the strategy must not emit it")
     assert node.logprobs is not None and node.versions is not None, "a trained turn is an action"
     sampled = node.sampled if node.sampled is not None else np.ones(len(node.tokens), bool)
-    return TurnTokens(np.concatenate(pieces[::-1]), node.tokens, node.logprobs, node.versions, sampled, pictures)
+    support = decode(node.support, len(node.tokens))
+    if support is not None and not (support.has(node.tokens) | ~sampled).all():
+        raise ValueError(
+            f"tree {tree}, node {node.id}: a sampled token is not among those that top-p and top-k left: mend the engine's Sample.support"
+        )
+    prefix = np.concatenate(pieces[::-1])
+    return TurnTokens(prefix, node.tokens, node.logprobs, node.versions, sampled, pictures, support)

@@ -15,22 +15,27 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from wire.support import Support, joined
+
 
 class Path(msgspec.Struct, frozen=True):
     """One trained turn: all tokens up to its end, and the index at which its action starts.
 
-    pictures: the PNG bytes of (at least) the pictures among its tokens, by number (``wire.vision``).
+    pictures: the PNG bytes of (at least) the pictures among its tokens, by number (``wire.vision``). support: what top-p and top-k left to
+    sample each action token from, None for the whole vocabulary.
     """
 
     tokens: Sequence[int] | np.ndarray
     start: int
     pictures: Mapping[int, bytes] = {}
+    support: Support | None = None
 
 
 class Forest(msgspec.Struct, frozen=True):
     """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state predicts target[i], in the order of the paths.
 
     path_tokens: the tokens of all paths. nodes: the number of packed tokens, without the filler nodes of ``filled``. pictures: as in ``Path``.
+    support: that of all targets.
     """
 
     tokens: np.ndarray
@@ -41,6 +46,7 @@ class Forest(msgspec.Struct, frozen=True):
     path_tokens: int
     nodes: int
     pictures: Mapping[int, bytes] = {}
+    support: Support | None = None
 
     @property
     def token_ratio(self) -> float:
@@ -62,6 +68,7 @@ class Trie:
     def __init__(self, paths: Sequence[Path]):
         rows = [np.asarray(path.tokens, np.int64) for path in paths]
         self.starts = [path.start for path in paths]
+        self.supports = [path.support for path in paths]
         shown = {id(path.pictures): path.pictures for path in paths}  # the paths of an update have one mapping together
         self.pictures = {number: png for pictures in shown.values() for number, png in pictures.items()}
         self.order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
@@ -101,8 +108,9 @@ class Trie:
         read = [one[self.starts[i] - 1 : -1] for i, one in zip(rows, _split(own, lengths), strict=True)]
         target = [self.tokens[spine[self.starts[i] :]] for i, spine in zip(rows, spines, strict=True)]
         tokens, depth = self.tokens[kept], self.depth[kept]
+        support = joined([self.supports[i] for i in rows], list(map(len, target)))
         read, target = np.concatenate(read), np.concatenate(target)
-        return Forest(tokens, depth, end, read, target, len(nodes), len(kept), self.pictures)
+        return Forest(tokens, depth, end, read, target, len(nodes), len(kept), self.pictures, support)
 
     def cuts(self, rows: Sequence[int]) -> "Cuts":
         """Return the places at which the paths ``rows`` may be cut."""

@@ -70,7 +70,8 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat template.
 
     environment, options: see actors/environments/registry.py. train, heldout: one task file or several ("" if the environment makes
-    its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call.
+    its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call. longest: the
+    most tokens of a prompt and its action; 0 sets no limit.
     """
 
     name: str
@@ -85,3 +86,4 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     services: list[str]
     most: int
     scheduler: SchedulerConfig
+    longest: int = 0

@@ -27,6 +27,7 @@ from scheduler.text import Shown, Text
 from scheduler.together import together
 from scheduler.tree import Node, Tree
 from wire import vision
+from wire.faults import DataFault
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -54,6 +55,7 @@ ATTEMPTS = 5
 
 class Shop(msgspec.Struct, frozen=True):
     """What all contexts of a run share. most: the largest number of samples in one generate call; more samples take several calls.
+    longest: the most tokens of a prefix and its continuation; 0 sets no limit.
 
     aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
     the tally of the run's judge.
@@ -70,6 +72,7 @@ class Shop(msgspec.Struct, frozen=True):
     aside: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(64))
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: Judged = msgspec.field(default_factory=Judged)
+    longest: int = 0
 
 
 class Context:
@@ -151,8 +154,12 @@ class Context:
         self.changed(nodes)
 
     async def step(self, node: Node) -> Node | None:
-        """Take a chosen action in the environment. Returns the node at which the policy acts next, None when the episode is over."""
-        if node.forced or "outcome" in node.scores or (self.environment.fresh and self._answer(node) is not None):
+        """Take a chosen action in the environment. Returns the node at which the policy acts next, None when the episode is over.
+
+        An episode is also over if its next prompt has no room in the context. It counts as ``Environment.outgrown`` says, or as its judge does.
+        """
+        answer, fresh = self._answer(node), self.environment.fresh
+        if node.forced or "outcome" in node.scores or (answer is not None and (fresh or not answer.chosen)):
             return None  # the last: an observation without a next prompt ended the episode before a crash
         transition = await self.environment.step(self.state(node), self.action(node), self)
         self.shop.counts["environment_steps"] += 1
@@ -162,12 +169,15 @@ class Context:
         if columns:
             node.scores |= columns
             self.changed([node])
-        fresh = self.environment.fresh
         if transition.observation and fresh:  # for readers of the tree: the policy reads the next prompt instead
             self._observe(node, transition)
         if transition.done:
             return None
-        return self._show(transition.state, node.trajectory, node.step) if fresh else self._observe(node, transition)
+        place = self._show(transition.state, node.trajectory, node.step) if fresh else self._observe(node, transition)
+        if self._fits(place):
+            return place
+        self._outgrown(node, place, transition.state)
+        return None
 
     async def onward(self, node: Node) -> Node | None:
         """The node at which the policy acts after ``node``, or None when the trajectory is over.
@@ -269,14 +279,21 @@ class Context:
     ) -> tuple[list[Sample], int]:
         """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the prefix the engine had cached.
 
-        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first.
+        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first. Raises DataFault if the learner
+        could not score them, because the engine cuts the distribution and does not report what it left.
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
         pictures = self.shop.journal.pictures(prefix)
-        requests = [GenerateRequest(prefix, size, self._sampling(stop), pictures) for size in sizes]
+        trained = self.tree.split == "train" and not beside
+        requests = [GenerateRequest(prefix, size, self._sampling(stop, trained), pictures) for size in sizes]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
+        if trained and requests[0].sampling.cuts and any(sample.support is None for sample in samples):
+            raise DataFault(
+                f"scheduler.top_p = {self.settings.top_p} and top_k = {self.settings.top_k} with an engine that does not report which tokens they"
+                " left: expected Sample.support (docs/engines.md); set top_p = 1 and top_k = 0, or take another actors.engine"
+            )
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
         return samples, results[0].cached_tokens
 
@@ -344,9 +361,25 @@ class Context:
         self.changed([prompt])
         return prompt
 
-    def _sampling(self, stop: list[str]) -> Sampling:
-        s = self.settings
-        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed=self.rng.getrandbits(62))
+    def _fits(self, place: Node) -> bool:
+        """Whether the context has room for an action after ``place``, also if the action's opening is forced."""
+        opening = self.shop.text.encode(self.environment.forced_prefix) if self.environment.forced_prefix else ()
+        tokens = len(self.tree.prefix(place)) + len(opening) + self.settings.max_action_tokens
+        return not 0 < self.shop.longest < tokens
+
+    def _outgrown(self, action: Node, place: Node, state: Any) -> None:
+        """End the episode after ``action``, since nothing can follow ``place``."""
+        place.chosen = False
+        action.notes["ended"] = f"the next prompt and an action exceed the context of {self.shop.longest} tokens"
+        if not self.environment.outcome_judge:
+            end = self.environment.outgrown(state)
+            action.scores |= {"outcome": 0.0 if end.outcome is None else end.outcome, **end.measures}
+        self.shop.counts["outgrown_trajectories"] += 1
+        self.changed([action, place])
+
+    def _sampling(self, stop: list[str], trained: bool = False) -> Sampling:
+        s, seed = self.settings, self.rng.getrandbits(62)
+        return Sampling(s.max_action_tokens, s.temperature, s.top_p, s.top_k, stop, seed, support=trained)
 
     def _anchor(self, node: Node) -> int | None:
         text = self.environment.anchor(self.state(node))
@@ -366,6 +399,7 @@ class Context:
             logprobs=sample.logprobs,
             versions=sample.versions,
             sampled=np.ones(len(sample.tokens), bool),
+            support=sample.support or b"",
             finish=sample.finish,
             **settings,
         )

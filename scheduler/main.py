@@ -43,7 +43,7 @@ from wire.sockets import RunKeys
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-JUDGED = ("judged_scores", "invalid_judgements")
+REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
@@ -110,7 +110,7 @@ class Run:
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
         self.begun = asyncio.Event()
-        self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *JUDGED)))
+        self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
         self.totals: Counter[str] = Counter()
         self.outcomes: list[float] = []
         self.next_tree = self.journal.next_tree()
@@ -126,6 +126,7 @@ class Run:
             process.most,
             fleet=Fleet(self.settings.budget, self.settings.placement.batch),
             judged=Judged(self.settings.judge, self.folder),
+            longest=process.longest,
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
         self.grow = strategies.load(self.settings.strategy, self.settings.strategy_options)

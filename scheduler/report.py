@@ -63,6 +63,8 @@ def write(
         print(
             f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {run}"
         )
+    if counts["outgrown_trajectories"]:
+        print(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
     if summary["quarantined"]:
         print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
     print("\n".join(phases.table(spent, training)))

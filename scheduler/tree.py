@@ -18,7 +18,7 @@ class Node(msgspec.Struct):
 
     scores: named columns; invalid: columns that a judge could not give; notes: explanations, by judge. state: the environment
     state after the node, as plain values. The pictures of a prompt are among its tokens by their numbers in the journal (``wire.vision``). step: the number of actions up to and including this node. trajectory: which of
-    several whole trajectories the node belongs to. cached: prompt tokens that the engine had in its cache.
+    several whole trajectories the node belongs to. cached: prompt tokens that the engine had in its cache. support: as in ``wire.messages.Sample``.
     """
 
     id: int
@@ -39,12 +39,12 @@ class Node(msgspec.Struct):
     trajectory: int = 0
     finish: str = ""
     cached: int = 0
+    support: bytes = b""
 
     def travels(self, images: dict[int, bytes]) -> TreeNode:
         """The node as the learner receives it, with its pictures by number."""
-        return TreeNode(
-            self.id, self.parent, self.kind, self.tokens, self.logprobs, self.versions, self.sampled, images
-        )
+        record = self.logprobs, self.versions, self.sampled
+        return TreeNode(self.id, self.parent, self.kind, self.tokens, *record, images, self.support)
 
 
 class Tree:

@@ -105,6 +105,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     constraint: tokens that cannot lead to a match get probability zero, and log-probabilities refer to the renormalised rest.
     top_logprobs: for every sampled token, the number of most probable tokens (0 to 20) that the sample reports with it.
+    support: whether the sample reports which tokens top-p and top-k left (at temperature 0 they cut nothing).
     """
 
     max_tokens: int
@@ -115,6 +116,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None
     constraint: Constraint | None = None
     top_logprobs: int = 0
+    support: bool = False
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top-p or top-k cut the distribution. They never cut greedy sampling, whose argmax stays the same."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -137,6 +144,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: "stop" (a stop string or end-of-sequence token, which stays in tokens), "length" or "abort".
     top: one entry per token if ``Sampling.top_logprobs`` asks for it: the most probable ids with their log-probabilities under the
     distribution that the token was sampled from, descending. An entry is shorter when fewer tokens have any probability.
+    support: if ``Sampling.support`` asks for it, the tokens that top-p and top-k left at each place (``wire.support``), b"" if they cut
+    nothing anywhere. None says that the engine does not report it.
     """
 
     tokens: np.ndarray
@@ -144,6 +153,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: np.ndarray
     finish: Literal["stop", "length", "abort"]
     top: list[dict[int, float]] | None = None
+    support: bytes | None = None
 
 
 class GenerateResult(msgspec.Struct, frozen=True):
@@ -289,7 +299,7 @@ class TreeNode(msgspec.Struct, frozen=True):
 
     tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled bool [new]
     (False for a forced token, which has no sampling probability). The root has parent -1. images: the PNG bytes of the pictures among the
-    tokens, by number (``wire.vision``).
+    tokens, by number (``wire.vision``). support: as in ``Sample``, b"" if nothing was cut.
     """
 
     id: int
@@ -300,6 +310,7 @@ class TreeNode(msgspec.Struct, frozen=True):
     versions: np.ndarray | None = None
     sampled: np.ndarray | None = None
     images: dict[int, bytes] = {}
+    support: bytes = b""
 
 
 class Turn(msgspec.Struct, frozen=True):

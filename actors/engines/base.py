@@ -15,9 +15,11 @@ class Engine(Protocol):
     """An engine serves one policy: ``start``, then any number of ``generate`` and ``load`` at once, then ``close``.
 
     Cancelling ``generate`` aborts its samples and frees their memory. Log-probabilities refer to the distribution that was really sampled
-    from (after temperature, top-p/k and constraint), at temperature 0 to the untempered distribution. ``stats`` returns the counters
-    prompt_tokens, cached_tokens (served from the prefix cache), prefilled_tokens, decoded_tokens and busy_s, and the gauges version and
-    kv_capacity_tokens (tokens that the prefix cache can hold)."""
+    from (after temperature, top-p/k and constraint), at temperature 0 to the untempered distribution. A request with ``Sampling.support``
+    gets the tokens that top-p and top-k left, over which the learner takes its own log-probabilities.
+
+    ``stats`` returns the counters prompt_tokens, cached_tokens (served from the prefix cache), prefilled_tokens, decoded_tokens and busy_s,
+    and the gauges version and kv_capacity_tokens (tokens that the prefix cache can hold)."""
 
     async def start(self) -> None: ...
 

@@ -294,10 +294,10 @@ class LocalEngine:
             if one.matcher is not None:
                 one.matcher.mask(logits[row])
         draws = uniforms([r.key for r in running], [len(r.tokens) for r in running])
-        tokens, logprobs, top = pick(logits, [r.owner.request.sampling for r in running], draws)
+        tokens, logprobs, top, left = pick(logits, [r.owner.request.sampling for r in running], draws)
         finished: list[tuple[Running, str]] = []
         for row, (one, token, logprob) in enumerate(zip(running, tokens, logprobs, strict=True)):
-            one.grow(token, logprob, self.version, top.get(row))
+            one.grow(token, logprob, self.version, top.get(row), left.get(row))
             self._stream.add(one)
             finish = self._finish(one)
             if finish:

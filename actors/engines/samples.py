@@ -16,6 +16,7 @@ from actors.engines.memory import Shelf, Stretch
 from actors.engines.sampling import key
 from wire.faults import Fault
 from wire.messages import GenerateRequest, GenerateResult, Sample
+from wire.support import encode
 from wire.vision import runs
 
 
@@ -76,6 +77,7 @@ class Running:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.top: list[dict[int, float]] | None = [] if owner.request.sampling.top_logprobs else None
+        self.support: list[np.ndarray] = []
         self.matcher = owner.matcher.copy() if owner.matcher is not None else None
 
     @property
@@ -83,13 +85,17 @@ class Running:
         """The position of the last token, which is not in the tail yet."""
         return self.owner.end + len(self.tokens) - 1
 
-    def grow(self, token: int, logprob: float, version: int, top: dict[int, float] | None) -> None:
-        """Append a sampled token. top: see ``Sample.top``."""
+    def grow(
+        self, token: int, logprob: float, version: int, top: dict[int, float] | None, left: np.ndarray | None
+    ) -> None:
+        """Append a sampled token. top: see ``Sample.top``. left: the ids that top-p and top-k left, if the request asks for them."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         if self.top is not None and top is not None:
             self.top.append(top)
+        if left is not None:
+            self.support.append(left)
 
     def context(self) -> np.ndarray:
         """Return the tokens whose keys and values exist, int32 [tokens]."""
@@ -105,7 +111,8 @@ class Running:
     def sample(self, finish: Any) -> Sample:
         """Return the sample as the caller gets it."""
         tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
-        return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish, self.top)
+        left = encode(self.support) if self.owner.request.sampling.support else None
+        return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish, self.top, left)
 
 
 class StopStrings:

@@ -34,8 +34,9 @@ def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
 
 def pick(
     logits: torch.Tensor, sampling: Sequence[Sampling], draws: Sequence[float] | np.ndarray
-) -> tuple[list[int], list[float], dict[int, dict[int, float]]]:
-    """Return the next tokens, their log-probabilities (rounded to float32), and the most probable tokens of each row that asks (``_top``).
+) -> tuple[list[int], list[float], dict[int, dict[int, float]], dict[int, np.ndarray]]:
+    """Return the next tokens, their log-probabilities (rounded to float32), and of each row that asks the most probable tokens (``_top``)
+    and the ids that top-p and top-k left (``_support``).
 
     logits: float [rows, vocabulary], which are overwritten. sampling, draws: one Sampling and one uniform number per row.
     """
@@ -45,10 +46,13 @@ def pick(
         scores /= torch.tensor(heat, device=scores.device)[:, None]
     restricted: dict[tuple[float, int], list[int]] = {}
     for row, s in enumerate(sampling):
-        if s.temperature > 0 and (s.top_p < 1.0 or s.top_k > 0):
+        if s.cuts:
             restricted.setdefault((s.top_p, s.top_k), []).append(row)
+    support: dict[int, np.ndarray] = {}
     for (top_p, top_k), rows in restricted.items():
-        scores[rows] = restrict(torch.log_softmax(scores[rows], -1), top_p, top_k)
+        left = restrict(torch.log_softmax(scores[rows], -1), top_p, top_k)
+        support |= {row: _support(one) for row, one in zip(rows, left, strict=True) if sampling[row].support}
+        scores[rows] = left
     cold = [s.temperature == 0 for s in sampling]
     greedy = scores.argmax(-1, keepdim=True) if any(cold) else None
     # In place, because with a large vocabulary new memory costs more than the computation.
@@ -57,7 +61,14 @@ def pick(
     if greedy is not None:
         tokens = torch.where(torch.tensor(cold, device=scores.device)[:, None], greedy, tokens)
     top = {row: s.top_logprobs for row, s in enumerate(sampling) if s.top_logprobs}
-    return tokens[:, 0].tolist(), _logprobs(weights.gather(1, tokens), total)[:, 0].tolist(), _top(weights, total, top)
+    logprobs = _logprobs(weights.gather(1, tokens), total)
+    return tokens[:, 0].tolist(), logprobs[:, 0].tolist(), _top(weights, total, top), support
+
+
+def _support(logprobs: torch.Tensor) -> np.ndarray:
+    """Return the ids of one row that have any probability, int32 ascending, or no id if all have."""
+    ids = (logprobs > -torch.inf).nonzero()[:, 0].to(torch.int32).cpu().numpy()
+    return ids if len(ids) < len(logprobs) else ids[:0]
 
 
 def _logprobs(weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

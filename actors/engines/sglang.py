@@ -22,7 +22,7 @@ from actors.engines.sglang_api import Facts, Way
 from actors.engines.sglang_inside import Inside
 from actors.engines.sglang_remote import Remote
 from actors.engines.sglang_server import Launched
-from wire import vision
+from wire import support, vision
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample, Sampling
 
@@ -211,7 +211,7 @@ class SGLangEngine:
             settings[sampling.constraint.kind] = sampling.constraint.text
         body: dict[str, Any] = {"return_logprob": True, "logprob_start_len": -1}
         body |= {"return_prompt_token_ids": True} if "image_data" in prompt else {}
-        if _cut(sampling):
+        if sampling.cuts:
             body["return_sampling_mask"] = True
             settings["top_k"] = self._most(sampling)
         if request.n == 1:
@@ -273,8 +273,10 @@ class SGLangEngine:
         try:
             tokens = np.array(answer["output_ids"], np.int32)
             logprobs = np.array([row[0] for row in meta.get("output_token_logprobs") or []], np.float32)
-            if _cut(sampling) and len(tokens):
+            left = b"" if sampling.support else None
+            if sampling.cuts and len(tokens):
                 logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32).reshape(-1)
+                left = self._support(meta["output_token_sampling_mask"], len(tokens)) if sampling.support else None
             finish = _FINISH[meta["finish_reason"]["type"]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None
@@ -286,7 +288,14 @@ class SGLangEngine:
             raise InfrastructureFault(
                 f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities: is it sglang 0.5.23 or newer?"
             )
-        return Sample(tokens, logprobs, self._versions(meta, len(tokens)), finish)  # pyright: ignore[reportArgumentType]
+        versions = self._versions(meta, len(tokens))
+        return Sample(tokens, logprobs, versions, finish, support=left)  # pyright: ignore[reportArgumentType]
+
+    def _support(self, masks: list[list[int]], count: int) -> bytes:
+        """Return ``Sample.support``. masks: the ids that were left at each of ``count`` places, all of them where nothing was cut."""
+        if len(masks) != count:
+            raise ValueError(f"{len(masks)} masks of {count} tokens")
+        return support.encode([[] if len(ids) == self.facts.vocabulary else ids for ids in masks])
 
     def _versions(self, meta: dict[str, Any], count: int) -> np.ndarray:
         """Return int32 [count], the policy version of each sampled token. Raises InfrastructureFault for a version that is not a number."""
@@ -342,8 +351,3 @@ class SGLangEngine:
         self._in_flight -= 1
         if not self._in_flight:
             self._busy_s += time.monotonic() - self._busy_since
-
-
-def _cut(sampling: Sampling) -> bool:
-    """Return whether top-p or top-k cut the distribution. They never cut greedy sampling, whose argmax stays the same."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)

@@ -175,6 +175,10 @@ class Environment(Protocol):
         """Return the result of ``action``."""
         ...
 
+    def outgrown(self, state: Any) -> Transition:
+        """Return the end of an episode in ``state``, whose prompt has no room in the policy's context: by default a failure that scores 0."""
+        return Transition(state, "", True, 0.0, dict.fromkeys(self.measured, 0.0))
+
     def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
         """Return what a judge or an oracle sees of ``action`` taken in ``state``."""
         return JudgedTurn(

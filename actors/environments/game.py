@@ -118,8 +118,12 @@ class Game(Environment):
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
         """Play the action. An action that is not legal ends the episode as a loss (methods.md 3.1)."""
         if not action.valid or action.move is None:
-            return Transition(state, "", True, self.loss, self.lost(state))
+            return self.outgrown(state)
         return await self.apply(state, action.move, tools)
+
+    def outgrown(self, state: Any) -> Transition:
+        """Return a loss."""
+        return Transition(state, "", True, self.loss, self.lost(state))
 
     def remember(self, past: tuple[str, ...], line: str) -> tuple[str, ...]:
         """Return the last ``history`` lines, with ``line`` at the end."""

@@ -167,6 +167,10 @@ class Sokoban(Game):
         outcome = score if self.outcome == "return" else float(after.solved)
         return Transition(reached, shown(reached.board), True, outcome, self.lost(reached), reward)
 
+    def outgrown(self, state: State) -> Transition:
+        """Return the end that the last turn would bring in ``state``, which is not solved."""
+        return Transition(state, "", True, state.score if self.outcome == "return" else 0.0, self.lost(state))
+
     def lost(self, state: State) -> dict[str, float]:
         """Return success (1 when every box is on a target) and completion (the share of the boxes on targets)."""
         position = parse(state.board)

@@ -2,7 +2,7 @@
 (methods.md 3.5).
 
 A group whose rewards are all equal teaches nothing: it gets 0 and stays out of the whitening. An update in which too many groups are equal
-would scale up the few that are left, so it is skipped.
+would scale up the few that are left, so all its advantages are 0. A KL or entropy term of the config acts all the same.
 """
 
 import numpy as np

@@ -61,4 +61,4 @@ async def grow(
         ctx.emit([[candidate] for candidate in candidates])
         node = candidates[chosen]
     if ctx.environment.outcome_judge:
-        await ctx.log_outcome(tree.tip())
+        await ctx.log_outcome(tree.actions()[-1])

@@ -26,6 +26,7 @@ from tests.sglang_cpu.shared import Shared as Server
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
+from wire.support import decode
 
 BFLOAT16_DIFFERENCE = 0.05
 """Mean difference over a few tokens between log-probabilities in bfloat16 and float32 on the tiny model: 0.013 for transformers and for the
@@ -118,6 +119,28 @@ async def test_logprobs_are_of_what_top_p_or_top_k_left(engine: Engine, llama: P
             ]
             expected.append(min(left, key=lambda made: abs(made - logprob)))
         assert near(engine, np.array(expected), sample.logprobs, times=10.0)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.7, "top_k": 20}])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_logprobs_are_of_the_softmax_over_the_support_that_is_reported(
+    engine: Engine, llama: Path, cut: dict[str, Any], n: int
+) -> None:
+    prompt, model = ids(3, 20), reference(llama)
+    result = await engine.generate(GenerateRequest(prompt, n, Sampling(6, temperature=0.8, support=True, **cut)))
+    for sample in result.samples:
+        assert sample.support is not None
+        support, rows = decode(sample.support, len(sample.tokens)), forward(model, prompt, sample.tokens) / 0.8
+        assert support is not None
+        assert support.has(sample.tokens).all()
+        assert (support.counts > 0).all() and (support.counts <= cut.get("top_k", 259)).all()
+        left = torch.zeros_like(rows, dtype=torch.bool)
+        left[torch.as_tensor(support.places), torch.as_tensor(support.ids)] = True
+        logs = rows.masked_fill(~left, -torch.inf).log_softmax(-1)
+        assert near(engine, logs[range(len(rows)), sample.tokens.tolist()].numpy(), sample.logprobs, times=10.0)
+        if "top_k" not in cut and not rounds(engine):
+            mass = (rows.softmax(-1) * left).sum(-1)
+            assert (mass > cut["top_p"] - 1e-4).all()
 
 
 async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engine: Engine) -> None:

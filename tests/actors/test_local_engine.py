@@ -91,6 +91,46 @@ def test_restricted_distribution_is_renormalised_over_what_top_p_and_top_k_leave
     np.testing.assert_allclose(restrict(logprobs, 1.0, 3).exp(), np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "cut", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.8, "top_k": 6}, {"top_p": 0.05}, {"top_k": 40}]
+)
+def test_support_and_logprobs_are_those_of_an_enumeration(
+    cut: dict[str, Any], temperature: float, dtype: torch.dtype
+) -> None:
+    rng = np.random.default_rng(7)
+    logits = torch.tensor(rng.normal(0, 2, (200, 40)), dtype=torch.float32).to(dtype)
+    logits[:50, 20:] = -torch.inf  # as a constraint leaves them
+    sampling = Sampling(1, temperature, support=True, **cut)
+    tokens, logprobs, _, support = pick(logits.clone(), [sampling] * 200, rng.random(200))
+    for row, scores in enumerate(logits.double().numpy()):
+        odds = np.exp(scores / temperature) / np.exp(scores / temperature).sum()
+        most = np.sort(odds[odds > 0])[::-1][: cut.get("top_k", 40)]
+        expected = most[(np.cumsum(most) - most) / most.sum() < cut.get("top_p", 1.0)]
+        left = support[row] if len(support[row]) else np.arange(40)
+        # Equal logits, which bfloat16 has, may stand for each other at the edge of the support.
+        np.testing.assert_allclose(np.sort(odds[left])[::-1], expected, rtol=1e-12)
+        assert len(support[row]) < 40
+        assert tokens[row] in left
+        assert abs(logprobs[row] - np.log(odds[tokens[row]] / odds[left].sum())) < 1e-6
+
+
+async def test_only_a_request_that_asks_gets_the_support_and_only_where_something_was_cut(llama: Path) -> None:
+    engine, prompt = await started(llama), ids(3, 9)
+    for sampling, expected in [
+        (Sampling(6, 1.0, 0.9), None),
+        (Sampling(6, 0.0, 0.9, support=True), b""),  # greedy: top-p cuts nothing
+        (Sampling(6, support=True), b""),
+        (Sampling(6, top_k=260, support=True), b""),
+    ]:
+        (sample,) = (await engine.generate(GenerateRequest(prompt, 1, sampling))).samples
+        assert sample.support == expected
+    (sample,) = (await engine.generate(GenerateRequest(prompt, 1, Sampling(6, 1.0, 0.9, support=True)))).samples
+    assert sample.support
+    await engine.close()
+
+
 def test_draws_follow_the_distribution() -> None:
     odds = np.array([0.5, 0.3, 0.15, 0.05])
     uniforms = np.random.default_rng(0).random(4000).tolist()
@@ -108,7 +148,7 @@ def test_a_draw_takes_the_token_where_the_cumulated_odds_pass_it(vocabulary: int
     logits[:, 1] = 0.0
     draws = np.concatenate([rng.random(298), [0.0, 1 - 2**-53]])
     odds = logits.double().softmax(-1).numpy()
-    tokens, logprobs, _ = pick(logits.clone(), [Sampling(1)] * 300, draws)
+    tokens, logprobs, *_ = pick(logits.clone(), [Sampling(1)] * 300, draws)
     cumulated = odds.cumsum(-1) / odds.sum(-1, keepdims=True)
     for row, token in enumerate(tokens):
         assert odds[row, token] > 0
@@ -625,8 +665,8 @@ def test_only_rows_that_ask_get_the_most_probable_tokens_and_none_without_probab
     logits = torch.tensor([[0.0, 1.0, -torch.inf, -200.0]]).repeat(3, 1)
     draws = [0.1, 0.5, 0.9]
     plain = pick(logits.clone(), [Sampling(1)] * 3, draws)
-    tokens, logprobs, top = pick(logits, [Sampling(1), Sampling(1, top_logprobs=20), Sampling(1)], draws)
-    assert plain == (tokens, logprobs, {})
+    tokens, logprobs, top, _ = pick(logits, [Sampling(1), Sampling(1, top_logprobs=20), Sampling(1)], draws)
+    assert plain == (tokens, logprobs, {}, {})
     assert list(top) == [1]
     assert list(top[1]) == [1, 0]
     np.testing.assert_allclose(list(top[1].values()), [-math.log1p(math.exp(-1)), -math.log1p(math.exp(1))], atol=1e-6)

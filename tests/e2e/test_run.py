@@ -223,6 +223,29 @@ def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(c
     check_seconds(run, first, time.monotonic() - began)
 
 
+def test_with_top_p_engine_and_learner_agree_also_on_groups_that_a_resumed_journal_sends(
+    config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    kill(run, launch(config, run, "--set", "scheduler.top_p=0.9", "--set", "scheduler.max_staleness=0"))
+    process = launch(config, run, "--resume", str(run))
+    out = finish(process)
+    assert process.returncode == 0, out
+    check_whole(run)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [record for record in records if "learner/grad_norm" in record]
+    assert {record["version"] for record in trained} == set(range(1, UPDATES + 1))
+    assert (
+        max(record["learner/logprob_gap_max"] for record in trained) < 2e-5
+    )  # the cut alone moves them by up to -log 0.9
+    assert "log-probability difference" not in out
+    journal = Journal(run / "journal.sqlite", readonly=True)
+    nodes = [
+        (row.split, node) for row in journal.trees() for node in journal.tree(row).nodes.values() if len(node.tokens)
+    ]
+    assert all(bool(node.support) == (split == "train" and node.kind == "action") for split, node in nodes)
+
+
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = launch(config, run)

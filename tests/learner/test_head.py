@@ -1,10 +1,12 @@
 """The blockwise head equals a full log-softmax: values, entropies and gradients."""
 
+import numpy as np
 import pytest
 import torch
 
 from learner import head
 from learner.head import token_logprobs
+from wire.support import Support, decode, encode
 
 BOUND = 1e-5
 
@@ -23,18 +25,42 @@ def given(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> lis
     return [hidden, weight, torch.randint(0, vocabulary, (rows,)), torch.randn(rows)]
 
 
-def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> list[torch.Tensor]:
-    """Log-probabilities and entropies from all logits, in the wider dtype of double."""
-    logs = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
-    return [logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)]
+def full(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    support: Support | None = None,
+) -> list[torch.Tensor]:
+    """Log-probabilities and entropies from all logits, in the wider dtype of double, over an explicit mask of the support."""
+    scores = hidden.double() @ weight.double().T / temperature
+    if support is not None:
+        left = torch.as_tensor(support.counts == 0)[:, None].repeat(1, len(weight))
+        left[torch.as_tensor(support.places), torch.as_tensor(support.ids)] = True
+        scores = scores.masked_fill(~left, -torch.inf)
+    logs = scores.log_softmax(-1)
+    return [logs.gather(1, targets[:, None])[:, 0], torch.special.entr(logs.exp()).sum(-1)]
 
 
-def compare(inputs: list[torch.Tensor], temperature: float, trained: bool, bound: float = BOUND) -> None:
+def random_support(targets: torch.Tensor, vocabulary: int, seed: int = 0) -> Support:
+    """Between one and all tokens for each target, and the whole vocabulary for every fourth."""
+    rng, left = np.random.default_rng(seed), []
+    for row, target in enumerate(targets.tolist()):
+        others = rng.choice(vocabulary, int(rng.integers(0, vocabulary)), replace=False)
+        left.append([] if row % 4 == 3 else sorted({target, *(others if row % 4 else others[:3])}))
+    support = decode(encode(left), len(left))
+    assert support is not None
+    return support
+
+
+def compare(
+    inputs: list[torch.Tensor], temperature: float, trained: bool, bound: float = BOUND, support: Support | None = None
+) -> None:
     hidden, weight, targets, upstream = inputs
     sides = []
     for compute in (token_logprobs, full):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
-        logprobs, entropy = compute(*leaves, targets, temperature)
+        logprobs, entropy = compute(*leaves, targets, temperature, support)
         (logprobs * upstream).sum().backward()
         sides.append([logprobs.detach(), entropy.detach(), leaves[0].grad, *([leaves[1].grad] if trained else [])])
     for got, expected in zip(*sides, strict=True):
@@ -49,6 +75,42 @@ def test_values_and_gradients_equal_the_full_version(
     rows: int, vocabulary: int, temperature: float, trained: bool
 ) -> None:
     compare(given(rows, vocabulary), temperature, trained)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (64, 1000)])
+def test_over_a_support_values_and_gradients_are_those_of_the_masked_softmax(
+    monkeypatch: pytest.MonkeyPatch, rows: int, vocabulary: int, share: float, trained: bool
+) -> None:
+    monkeypatch.setattr(head, "KEPT_SHARE", share)
+    inputs = given(rows, vocabulary)
+    compare(inputs, 0.8, trained, support=random_support(inputs[2], vocabulary))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_over_a_support_narrow_products_agree(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
+    inputs = given(75, 300, torch.bfloat16)
+    compare(inputs, 0.8, trained, bound=2**-7, support=random_support(inputs[2], 300))
+    monkeypatch.setattr(head, "WIDE_ON", ())
+    compare(inputs, 0.8, trained, bound=0.03, support=random_support(inputs[2], 300))
+
+
+@pytest.mark.parametrize("first", [0, 690])
+def test_a_support_within_one_block_leaves_nothing_of_the_others(first: int) -> None:
+    hidden, weight, _, upstream = given(40, 700)
+    weight = weight * torch.linspace(0.1, 60, 700)[:, None]
+    support = Support(np.full(40, 5), np.tile(np.arange(first, first + 5), 40))
+    compare([hidden, weight, torch.full((40,), first + 2), upstream], 1.0, True, support=support)
+
+
+def test_the_support_of_one_token_has_probability_one_and_no_gradient() -> None:
+    hidden, weight, targets, _ = given(40, 700)
+    support = Support(np.ones(40, np.int64), targets.numpy())
+    logprobs, entropy = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0, support)
+    logprobs.sum().backward()
+    for zero in (logprobs.detach(), entropy, hidden.grad, weight.grad):
+        torch.testing.assert_close(zero, torch.zeros_like(zero), atol=BOUND, rtol=0)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])

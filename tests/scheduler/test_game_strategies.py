@@ -365,3 +365,13 @@ async def test_concurrent_work_has_one_fate() -> None:
 
 def test_a_task_names_its_game() -> None:
     assert tictactoe().task(7) == Task("tictactoe-7", seed=7)
+
+
+async def test_a_game_whose_next_prompt_has_no_room_in_the_context_is_lost(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, sudoku())
+    stage.shop = msgspec.structs.replace(stage.shop, longest=1)
+    await stage.grow(chain)
+    ((turn,),) = stage.groups
+    assert (turn.scores["outcome"], turn.scores["success"]) == (-1, 0)
+    assert turn.scores["completion"] < 1
+    assert len(stage.reread().actions()) == 1

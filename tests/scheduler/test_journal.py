@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from actors.environments.base import Rejected
 from scheduler.journal import Journal, JournalError
 from scheduler.tree import Tree, decode_node, encode_node
-from wire.messages import Turn
+from wire.arrays import decode_body, encode_body
+from wire.messages import GenerateResult, Sample, TrainGroup, Turn
+from wire.support import encode
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -44,6 +47,29 @@ def test_a_node_comes_back_as_it_was() -> None:
     for field in ("tokens", "logprobs", "versions", "sampled"):
         np.testing.assert_array_equal(getattr(back, field), getattr(node, field))
         assert getattr(back, field).dtype == getattr(node, field).dtype
+
+
+def test_what_was_left_to_sample_is_durable_and_reaches_the_learner() -> None:
+    node = small(0).nodes[1]
+    node.support = encode([[7, 300], []])
+    assert decode_node(encode_node(node)).support == node.travels({}).support == node.support
+
+
+def test_a_node_and_messages_from_before_there_was_a_support_are_read() -> None:
+    node = small(0).nodes[1]
+    plain = msgspec.msgpack.decode(encode_node(node))
+    del plain["support"]
+    assert decode_node(msgspec.msgpack.encode(plain)).support == b""
+    sample = Sample(node.tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")
+    for message in (GenerateResult([sample], 4, 0), TrainGroup(1, 0, [node.travels({})], [])):
+        body, *arrays = encode_body(message)
+        older = msgspec.msgpack.decode(body)
+        for part in (*older.get("samples", []), *older.get("nodes", [])):
+            part.pop("support", None)
+        back = decode_body([b"", msgspec.msgpack.encode(older), *arrays], type(message))
+        (part,) = back.samples if isinstance(back, GenerateResult) else back.nodes
+        assert not part.support
+        np.testing.assert_array_equal(part.tokens, node.tokens)
 
 
 def test_a_tree_is_read_back_with_its_groups_and_spine(tmp_path: Path) -> None:

@@ -204,6 +204,35 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     assert tree.tip().step == 2
 
 
+@pytest.mark.parametrize(
+    ("strategy", "first"), [(slate, [GOOD, GOOD, GOOD]), (full, [GOOD]), (chain, [GOOD]), (ppr, [GOOD])]
+)
+async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_takes_nothing_else_away(
+    tmp_path: Path, llama: Path, strategy: Any, first: list[str]
+) -> None:
+    script = [first, [RIGHT]] if strategy is full else [first]
+    stage = Stage(tmp_path, llama, script, budget=4, k=2 if strategy is full else len(first), max_action_tokens=8)
+    await stage.context.plant()
+    prompt = len(stage.tree.nodes[0].tokens)
+    room = len(stage.shop.text.encode(GOOD)) + 8 + len(stage.shop.text.encode(stage.shop.environment.forced_prefix))
+    stage.shop = stage.context.shop = msgspec.structs.replace(stage.shop, longest=prompt + room)
+    await stage.grow(strategy)
+    (group,) = stage.groups
+    assert len(group) == {slate: 3, full: 2}.get(strategy, 1)
+    action = stage.tree.actions()[-1]
+    assert (action.scores["outcome"], stage.counts["outgrown_trajectories"]) == (0, 1)
+    assert "exceed the context" in action.notes["ended"]
+    assert stage.services.script == []
+
+    asked = len(stage.services.requests)  # a restart finds the tree as ended
+    stage.journal.close_tree(stage.tree)
+    (row,) = stage.journal.trees()
+    again = Context(stage.shop, stage.settings, TASK, stage.journal.tree(row), random.Random(1))
+    await again.plant()
+    assert await again.onward(await again.tip()) is None
+    assert len(stage.services.requests) == asked
+
+
 async def test_full_emits_one_group_of_whole_trajectories(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD], [RIGHT], [RIGHT]], k=2)
     await stage.grow(full)

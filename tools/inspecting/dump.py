@@ -11,6 +11,7 @@ from typing import Any
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
+from wire.support import decode
 
 _FIRST = (
     "reward", "advantage", "think", "query", "answer", "optimal", "graded", "risk", "mc_value", "mc_error", "outcome", "f1",
@@ -58,6 +59,7 @@ _AS_IT_IS = ("kind", "step", "trajectory", "text", "scores", "invalid", "notes",
 
 
 def _plain(node: Node) -> dict[str, Any]:
+    support = decode(node.support, len(node.tokens))
     return {
         "id": node.id,
         "parent": node.parent,
@@ -65,6 +67,7 @@ def _plain(node: Node) -> dict[str, Any]:
         "tokens": node.tokens.tolist(),
         "logprobs": None if node.logprobs is None else [round(float(x), 6) for x in node.logprobs],
         "versions": None if node.versions is None else node.versions.tolist(),
+        "left_to_sample": None if support is None else support.counts.tolist(),
         "cached_tokens": node.cached,
     }
 

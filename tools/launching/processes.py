@@ -51,6 +51,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         "scheduler": SchedulerProcess(
             "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
             assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), config.scheduler,
+            config.actors.max_context,
         ),
         "judges": JudgeProcess("judges", r, judges),
         "learner": LearnerProcess(

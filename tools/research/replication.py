@@ -59,7 +59,6 @@ _OR = ["learner.scheme=outcome"]
 _MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.strategy_options={continuations=5}"]
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _SOKOBAN = "oprl-sokoban-cpu"
-_PRM = "learner.prm={threshold=0.0, lr=3e-4, "
 
 
 def _baseline(scheme: str, options: str) -> list[str]:
@@ -103,8 +102,9 @@ STUDIES = {
             "REINFORCE++": Arm(_SOKOBAN, _baseline("reinforce_pp", "{column='outcome'}")),
             "GiGPO": Arm(_SOKOBAN, _baseline("gigpo", "{column='step_reward'}")),
             "PRIME": Arm(
-                _SOKOBAN, ["learner.scheme=prime", "learner.scheme_options={}", f"{_PRM}loss='cross_entropy'}}"]
+                _SOKOBAN, ["learner.scheme=prime", "learner.scheme_options={}", "learner.prm.loss=cross_entropy"]
             ),
+            "OPRL, reference behaviour": Arm(_SOKOBAN, ["learner.prm.reference=behaviour"]),
         }
         | {
             f"OPRL, {variant}": Arm(_SOKOBAN, [f"learner.scheme_options={{base='rloo', variant='{variant}'}}"])

@@ -1,0 +1,155 @@
+"""The learner scores the distribution that was sampled, also where top-p or top-k cut it: real samples of the embedded engine."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from actors.config import ActorsConfig
+from actors.engines.local import LocalEngine
+from learner.main import pack_batch, unpack_batch
+from learner.passes import plan, rows_of
+from learner.table import build
+from learner.trainer import Batch, Trainer
+from learner.trees import Path as Tokens
+from learner.trees import pack
+from tests.updates import trainer
+from wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
+from wire.support import Support, encode
+
+CUTS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 7}, "both": {"top_p": 0.8, "top_k": 20}}
+TEMPERATURE = 0.8
+CANDIDATES = 3
+
+
+async def sampled(model: Path, dtype: str = "float32", **cut: float) -> Batch:
+    """Two questions of one step, whose candidates the embedded engine sampled from ``model``."""
+    engine = LocalEngine(str(model), ActorsConfig(dtype=dtype, max_context=256))
+    await engine.start()
+    groups, nodes = [], []
+    for tree in range(2):
+        prompt = np.random.default_rng(tree).integers(0, 256, 20).astype(np.int32)
+        sampling = Sampling(12, TEMPERATURE, seed=tree, support=True, **cut)  # pyright: ignore[reportArgumentType]
+        result = await engine.generate(GenerateRequest(prompt, CANDIDATES, sampling))
+        own = [TreeNode(0, -1, "prompt", prompt)]
+        for i, sample in enumerate(result.samples):
+            record = sample.logprobs, sample.versions, np.ones(len(sample.tokens), bool)
+            assert sample.support
+            own.append(TreeNode(i + 1, 0, "action", sample.tokens, *record, support=sample.support))
+        turns = [Turn(i + 1, i, 1, {"reward": float(i), "outcome": float(i > 0)}) for i in range(CANDIDATES)]
+        groups.append(TrainGroup(tree, tree, own, turns))
+        nodes += [(tree, node) for node in own]
+    await engine.close()
+    torch.set_grad_enabled(True)  # the engine shares this process
+    return Batch(0, 2, groups, nodes)
+
+
+def tempered(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
+    """A trainer at the temperature of the samples."""
+    made = trainer(model, run, rank, **settings)
+    for one in (made.policy, made.policy._reference, made.prm and made.prm.model):
+        if one is not None:
+            one.tower.temperature = TEMPERATURE
+    return made
+
+
+def explicit(made: Trainer, path: Tokens) -> torch.Tensor:
+    """Log-probabilities [action tokens] by transformers' own forward and a softmax over an explicit mask."""
+    assert path.support is not None
+    ids = torch.as_tensor(np.asarray(path.tokens))
+    scores = made.policy.causal(ids[None]).logits[0, path.start - 1 : -1].double() / TEMPERATURE
+    left = torch.zeros_like(scores, dtype=torch.bool)
+    left[torch.as_tensor(path.support.places), torch.as_tensor(path.support.ids)] = True
+    logs = scores.masked_fill(~left, -torch.inf).log_softmax(-1)
+    return logs.gather(1, ids[path.start :, None])[:, 0]
+
+
+def gradients(made: Trainer) -> torch.Tensor:
+    """The gradients of the policy, flat and removed."""
+    flat = torch.cat([p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None])
+    for parameter in made.policy.trained().values():
+        parameter.grad = None
+    return flat
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_logprobs_and_gradients_are_those_of_the_masked_softmax(
+    tmp_path: Path, llama: Path, cut: str, rank: int
+) -> None:
+    some, made = await sampled(llama, **CUTS[cut]), tempered(llama, tmp_path, rank)
+    if rank:
+        with torch.no_grad():
+            for name, parameter in made.policy.trained().items():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.05)  # adapters whose gradient is not zero
+    _, turns = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
+    rows = rows_of(turns)
+    packed = made.policy.logprobs(rows.forest(range(len(rows.paths))))[0]
+    upstream = torch.randn(len(packed), generator=torch.Generator().manual_seed(1))
+    (packed * upstream).sum().backward()
+    got = gradients(made)
+    expected = torch.cat([explicit(made, path) for path in rows.paths])
+    torch.testing.assert_close(packed.double(), expected, atol=2e-5, rtol=0)
+    (expected.float() * upstream).sum().backward()
+    slope = gradients(made)
+    assert (got - slope).norm() < 1e-4 * slope.norm()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 5e-5), ("bfloat16", 0.4)])
+async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(
+    tmp_path: Path, llama: Path, cut: str, dtype: str, rounding: float
+) -> None:
+    some = await sampled(llama, dtype, **CUTS[cut])
+    made = tempered(llama, tmp_path, dtype=dtype, kl_coef=0.01)
+    metrics = made.update(unpack_batch(pack_batch(some)))  # as the other ranks get it
+    assert made.checked
+    assert metrics["watch/engine_gap_max"] < rounding
+    assert metrics["learner/kl"] < rounding  # the reference, too, is taken over what was left
+    assert not [warning for warning in made.warnings if "log-probability difference" in warning]
+    whole = [(tree, msgspec.structs.replace(node, support=b"")) for tree, node in some.nodes]
+    apart = tempered(llama, tmp_path, dtype=dtype).update(msgspec.structs.replace(some, nodes=whole))
+    assert apart["watch/engine_gap_mean"] > 5 * metrics["watch/engine_gap_mean"]
+
+
+async def test_the_reward_model_begins_with_a_log_ratio_of_zero(tmp_path: Path, llama: Path) -> None:
+    some = await sampled(llama, top_p=0.9)
+    made = tempered(llama, tmp_path, scheme="oprl", prm={"lr": 1e-3}, kl_coef=0.0)
+    _, turns = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
+    rows = rows_of(turns)
+    steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
+    assert made.prm is not None
+    assert np.abs(made.prm.rewards(rows, steps, rows.behaviour)).max() < 1e-4
+
+
+def test_over_all_tokens_that_are_left_the_policy_gradient_is_that_of_the_expected_reward(
+    tmp_path: Path, llama: Path
+) -> None:
+    """Enumeration of every action of one token: sum of pi r grad log pi = grad of sum pi r, over the support and only over it."""
+    made, prompt = tempered(llama, tmp_path, rank=0), list(range(30, 50))
+    left = [5, 17, 40, 41, 99, 200, 259]
+    rewards = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0])
+    support = Support(np.array([len(left)]), np.array(left))
+    paths = [Tokens([*prompt, token], len(prompt), {}, support) for token in left]
+    logprobs = made.policy.logprobs(pack(paths))[0]
+    torch.testing.assert_close(logprobs.detach().exp().sum(), torch.tensor(1.0), atol=1e-5, rtol=0)
+    (logprobs.detach().exp() * rewards * logprobs).sum().backward()
+    got = gradients(made)
+    scores = made.policy.causal(torch.tensor([prompt])).logits[0, -1] / TEMPERATURE
+    (scores[left].softmax(-1) * rewards).sum().backward()
+    slope = gradients(made)
+    assert (got - slope).norm() < 1e-4 * slope.norm()
+
+
+def test_a_token_that_could_not_have_been_sampled_is_refused(tmp_path: Path, llama: Path) -> None:
+    record = np.zeros(2, np.float32), np.zeros(2, np.int32), np.ones(2, bool)
+    prompt = TreeNode(0, -1, "prompt", np.arange(4, dtype=np.int32))
+    action = TreeNode(1, 0, "action", np.array([7, 8], np.int32), *record, support=encode([[7, 9], [1, 9]]))
+    groups, nodes = [TrainGroup(0, 0, [prompt, action], [Turn(1, 0, 1, {})])], {(0, 0): prompt, (0, 1): action}
+    with pytest.raises(ValueError, match="tree 0, node 1: a sampled token is not among those"):
+        build(groups, nodes)
+    forced = msgspec.structs.replace(action, sampled=np.array([True, False]))
+    assert build(groups, nodes | {(0, 1): forced})[1][0].support is not None

@@ -1,0 +1,65 @@
+"""The compact form of what top-p and top-k left."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.support import Support, decode, encode, joined
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=20, unique=True)
+
+
+@given(st.lists(ids, min_size=1, max_size=8))
+def test_a_support_comes_back_ascending(left: list[list[int]]) -> None:
+    support = decode(encode(left), len(left))
+    if support is None:
+        assert not any(left)
+        return
+    assert support.counts.tolist() == [len(row) for row in left]
+    assert support.ids.tolist() == [token for row in left for token in sorted(row)]
+
+
+def test_nothing_is_stored_where_the_whole_vocabulary_was_left() -> None:
+    assert encode([[], []]) == b""
+    assert encode([]) == b""
+    assert decode(b"", 2) is None
+
+
+def test_a_token_that_is_left_takes_one_to_three_bytes() -> None:
+    rng = np.random.default_rng(0)
+    for vocabulary, most in ((260, 1.1), (50_000, 2.1), (150_000, 2.3)):
+        left = [rng.choice(vocabulary, 30, replace=False) for _ in range(100)]
+        assert len(encode(left)) <= most * 30 * 100
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_a_support_of_another_number_of_tokens_is_refused(places: int) -> None:
+    with pytest.raises(ValueError, match="sampled tokens: expected"):
+        decode(encode([[1, 2], [3]]), places)
+
+
+@pytest.mark.parametrize("blob", [b"\x80", b"\x01\x80", b"\x01\xff\xff\xff\xff\xff\x01"])
+def test_numbers_that_do_not_end_or_are_too_long_are_refused(blob: bytes) -> None:
+    with pytest.raises(ValueError, match="expected numbers"):
+        decode(blob, 1)
+
+
+@given(st.lists(st.lists(ids, min_size=1, max_size=4), min_size=1, max_size=5))
+def test_joined_supports_are_the_support_of_the_stretches_in_order(stretches: list[list[list[int]]]) -> None:
+    parts = [decode(encode(stretch), len(stretch)) for stretch in stretches]
+    expected = [row for stretch in stretches for row in stretch]
+    whole = joined(parts, list(map(len, stretches)))
+    both = decode(encode(expected), len(expected))
+    if both is None:
+        assert whole is None
+        return
+    assert whole is not None
+    np.testing.assert_array_equal(whole.counts, both.counts)
+    np.testing.assert_array_equal(whole.ids, both.ids)
+
+
+def test_has_says_at_which_places_a_token_was_left() -> None:
+    support = Support(np.array([2, 0, 1]), np.array([4, 7, 5]))
+    assert support.has(np.array([7, 99, 5])).tolist() == [True, True, True]
+    assert support.has(np.array([5, 99, 4])).tolist() == [False, True, False]
