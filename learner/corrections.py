@@ -170,14 +170,9 @@ _decouples = declares(ratio="proximal", bounds_step=True, near=("clip_low", "cli
 
 @_decouples
 def decoupled(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "token",
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    dual_clip: DualClip = 3.0,
-    upper: Positive = 5.0,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: Positive = 5.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
     """Decoupled PPO (Hilton et al. 2022) as AReaL trains it: w = proximal / behaviour up to ``upper``, and 0 above it. For w = min(proximal /
     behaviour, upper) take ``tis``."""
     weight = _ratio(log_ratio(logprobs, level, "proximal"))
@@ -186,45 +181,28 @@ def decoupled(
 
 @_decouples
 def tis(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "token",
-    lower: NotNegative = 0.0,
-    upper: Positive = 2.0,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    dual_clip: DualClip = 3.0,
-) -> Surrogate:
-    """Truncated importance sampling (Yao et al. 2025): w = clip(proximal / behaviour, lower, upper)."""
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.0, upper: Positive = 2.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """Truncated importance sampling (Yao et al. 2025): w = clip(proximal / behaviour, lower, upper), times PPO's clip of current / proximal."""
     weight = _ratio(log_ratio(logprobs, level, "proximal")).clamp(lower, upper)
     return _near(logprobs, advantage, weight, weight.new_zeros(weight.shape).bool(), clip_low, clip_high, dual_clip)
 
 
 @_decouples
 def icepop(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "token",
-    lower: NotNegative = 0.5,
-    upper: Positive = 5.0,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    dual_clip: DualClip = 3.0,
-) -> Surrogate:
-    """w = proximal / behaviour within [lower, upper], else 0: tokens outside the bounds are masked on both sides (IcePop 2025)."""
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.5, upper: Positive = 5.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """w = proximal / behaviour within [lower, upper], else 0, times PPO's clip of current / proximal (IcePop 2025)."""
     weight = _ratio(log_ratio(logprobs, level, "proximal"))
     return _near(logprobs, advantage, weight, (weight < lower) | (weight > upper), clip_low, clip_high, dual_clip)
 
 
 def _near(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    weight: Tensor,
-    outside: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: DualClip,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, weight: Tensor, outside: Tensor,
+    clip_low: float, clip_high: float, dual_clip: DualClip,
+) -> Surrogate:  # fmt: skip
     """Return weight x PPO's clipped term of current / proximal, and 0 for the tokens ``outside`` the weight's bounds."""
     ratio = _ratio(logprobs.current.detach() - logprobs.proximal)
     weight = weight.masked_fill(outside, 0.0)

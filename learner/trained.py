@@ -26,11 +26,6 @@ def scored(name: str) -> Rule:
     return rule
 
 
-def unscored(table: TurnTable, column: str) -> dict[str, float]:
-    """Return the metric of a scheme that compares single turns: the turns whose score is missing. They enter no statistic and get 0."""
-    return {"learner/unscored_turns": float(np.isnan(table.column(column)).sum())}
-
-
 def trains_on(rule: Rule) -> Callable[[Callable[Concatenate[TurnTable, P], R]], Callable[Concatenate[TurnTable, P], R]]:
     """Decorate a scheme's function, which then sees only the turns that train by ``rule``. The tokens of the others get 0.
 

@@ -36,8 +36,13 @@ class Scheme(msgspec.Struct, frozen=True):
         return np.ones(len(table), bool) if trains is None else trains(table, **self.options)
 
     def metrics(self, table: TurnTable) -> dict[str, float]:
-        """Return the scheme's own metrics of a batch, by name."""
-        return {} if self.measure is None else self.measure(table, **self.options)
+        """Return the scheme's own metrics of a batch, by name. Of a scheme that leaves no trajectory out, also how many lack a score."""
+        own = {} if self.measure is None else self.measure(table, **self.options)
+        if hasattr(self.function, "trains"):
+            return own
+        columns = [table.scores[name] for name in self.needs.columns & table.scores.keys()]
+        lacking = [np.isnan(table.trajectories().total(column)) for column in columns]
+        return own | {"learner/incomplete_trajectories": float(np.any(lacking, axis=0).sum())}
 
 
 def names() -> list[str]:

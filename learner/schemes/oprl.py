@@ -7,9 +7,10 @@ variant: "step" is the method; "process" is A_S alone; "merged" normalises outco
 return-to-go of the implicit reward; "environment" takes the environment's own step rewards instead of r.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from learner.schemes import gae
@@ -22,6 +23,8 @@ from wire.numbers import NotNegative, Positive
 
 Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 Variant = Literal["step", "process", "merged", "token", "environment"]
+Change = Callable[[np.ndarray], np.ndarray]
+Finish = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: object) -> SchemeNeeds:
@@ -48,43 +51,34 @@ def advantages(
 
     A step without its ``step_reward`` enters no statistic of the steps and gets A_S = 0. ddof divides within questions, whiten_ddof over the batch.
     """
-    spread = _Spread(ddof, whiten_ddof, eps)
-    episode = _episode(table, base, outcome, invalid_penalty, spread)
+    change = {"rloo": leave_one_out, "reinforce_pp": centre}.get(base, partial(standardise, ddof=ddof, eps=eps))
+    whitened = partial(whiten, ddof=whiten_ddof)
+    finish: Finish = whitened if base == "reinforce_pp" else lambda values, _: values
+    episode = _episode(table, base, outcome, invalid_penalty, ddof, eps, whitened)
     steps = table.column(step_reward) if variant == "environment" else table.per_turn(table.token_column("prm"))
     if variant == "merged":
         rows = _returns(table, outcome) - invalid_penalty * _invalid(table) + alpha * steps
-        return Estimate(_compared(table, rows, base, spread), episode.returns)
-    process = _token_level(table, base, spread) if variant == "token" else _compared(table, steps, base, spread)
+        return Estimate(_compared(table, rows, change, finish), episode.returns)
+    process = _token_level(table, change, finish) if variant == "token" else _compared(table, steps, change, finish)
     start = 0.0 if variant == "process" else episode.advantages
     return Estimate(start + alpha * process, episode.returns)
 
 
-class _Spread(msgspec.Struct, frozen=True):
-    """How values are divided by their spread: within a question by ``ddof`` and ``eps``, over the batch by ``whiten_ddof``."""
-
-    ddof: int
-    whiten_ddof: int
-    eps: float
-
-
-def _compared(table: TurnTable, values: np.ndarray, base: Base, spread: _Spread) -> np.ndarray:
+def _compared(table: TurnTable, values: np.ndarray, change: Change, finish: Finish) -> np.ndarray:
     """Compare values [turns] over all turns of the question's trajectories, and broadcast them to the tokens [tokens]. NaN gives 0."""
-    change = lambda group: standardise(group, True, spread.ddof, spread.eps)  # noqa: E731
-    change = {"rloo": leave_one_out, "reinforce_pp": centre}.get(base, change)
     known, compared = ~np.isnan(values), np.zeros(len(values))
     compared[known] = within(table.tree[known], values[known], change)
-    if base == "reinforce_pp":
-        return whiten(table.per_token(compared), table.mask() & table.per_token(known), spread.whiten_ddof)
-    return table.per_token(compared)
+    return finish(table.per_token(compared), table.mask() & table.per_token(known))
 
 
-def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, spread: _Spread) -> Estimate:
+def _episode(
+    table: TurnTable, base: Base, outcome: str, penalty: float, ddof: int, eps: float, whitened: Finish
+) -> Estimate:
     """Return A_E: the outcome of each turn, compared with the unpenalised outcomes of the question's trajectories."""
-    penalties, mask, ddof = penalty * _invalid(table), table.mask(), spread.ddof
+    penalties = penalty * _invalid(table)
     if base == "ppo":
         estimate = gae.advantages(table, outcome, whiten=False)
-        fined = estimate.advantages - table.per_token(penalties)
-        return Estimate(whiten(fined, mask, spread.whiten_ddof), estimate.returns)
+        return Estimate(whitened(estimate.advantages - table.per_token(penalties), table.mask()), estimate.returns)
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(outcome))
     if base == "rloo":
@@ -92,30 +86,23 @@ def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, spread:
         return Estimate(table.per_token(per_turn))
     centred = within(trajectories.tree, returns, centre)[trajectories.of] - penalties
     if base == "reinforce_pp":
-        return Estimate(whiten(table.per_token(centred), mask, spread.whiten_ddof))
+        return Estimate(whitened(table.per_token(centred), table.mask()))
     # Equal outcomes have no spread to divide by, so the penalty of an invalid step is not scaled there.
-    divisor = within(
-        trajectories.tree,
-        returns,
-        lambda g: np.full(len(g), g.std(ddof=ddof) + spread.eps if np.ptp(g) > 0 else 1.0),
+    spread = within(
+        trajectories.tree, returns, lambda g: np.full(len(g), g.std(ddof=ddof) + eps if np.ptp(g) > 0 else 1.0)
     )
-    return Estimate(table.per_token(centred / divisor[trajectories.of]))
+    return Estimate(table.per_token(centred / spread[trajectories.of]))
 
 
-def _token_level(table: TurnTable, base: Base, spread: _Spread) -> np.ndarray:
+def _token_level(table: TurnTable, change: Change, finish: Finish) -> np.ndarray:
     """Return the return-to-go of the implicit token rewards, compared over all sampled tokens of the question [tokens]."""
     rewards = table.token_column("prm") * table.mask()
     to_go = np.zeros_like(rewards)
     for span in table.token_spans():
         to_go[span] = np.cumsum(rewards[span][::-1])[::-1]
     mask, compared = table.mask(), np.zeros_like(to_go)
-
-    def scaled(group: np.ndarray) -> np.ndarray:
-        return standardise(group, base != "reinforce_pp", spread.ddof, spread.eps)
-
-    change = leave_one_out if base == "rloo" else scaled
     compared[mask] = within(table.per_token(table.tree)[mask], to_go[mask], change)
-    return whiten(compared, mask, spread.whiten_ddof) if base == "reinforce_pp" else compared
+    return finish(compared, mask)
 
 
 def _returns(table: TurnTable, outcome: str) -> np.ndarray:

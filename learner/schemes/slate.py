@@ -7,7 +7,6 @@ import numpy as np
 
 from learner.statistics import Ddof, within
 from learner.table import TurnTable
-from learner.trained import unscored
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
 from wire.statistics import among_siblings
@@ -23,8 +22,3 @@ def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.nda
     return table.per_token(
         within(table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps))
     )
-
-
-def metrics(table: TurnTable, **_: object) -> dict[str, float]:
-    """Count the candidates without a reward."""
-    return unscored(table, "reward")

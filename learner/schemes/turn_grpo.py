@@ -8,7 +8,6 @@ import numpy as np
 
 from learner.statistics import Ddof, standardise
 from learner.table import TurnTable
-from learner.trained import unscored
 from wire.declared import SchemeNeeds
 from wire.numbers import Count, Positive
 
@@ -23,11 +22,6 @@ def advantages(
 ) -> np.ndarray:
     """Return float64 [tokens]. A turn whose score is missing enters no statistic and gets 0."""
     return table.per_token(by_turn(table.turn, table.column(column), n_min, eps, ddof))
-
-
-def metrics(table: TurnTable, column: str = "reward", **_: object) -> dict[str, float]:
-    """Count the turns without a score."""
-    return unscored(table, column)
 
 
 def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float, ddof: int = 0) -> np.ndarray:

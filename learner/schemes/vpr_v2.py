@@ -9,7 +9,6 @@ import numpy as np
 
 from learner.statistics import Ddof, centre, within
 from learner.table import TurnTable
-from learner.trained import unscored
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive, Share
 
@@ -17,11 +16,6 @@ from wire.numbers import Positive, Share
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme compares at least two candidates of one state."""
     return SchemeNeeds(columns=frozenset({column}), group="step", least=2)
-
-
-def metrics(table: TurnTable, column: str = "reward", **_: object) -> dict[str, float]:
-    """Count the candidates without a reward."""
-    return unscored(table, column)
 
 
 def advantages(

@@ -901,7 +901,8 @@ def test_missing_outcomes_by_hand() -> None:
     expected = np.array([0.5, 0, -0.5, 0, 0]) * 6**0.5
     np.testing.assert_allclose(reinforce_pp.advantages(t), expected, atol=1e-7)
     np.testing.assert_allclose(slate.advantages(t), [half, 0, -half, 0, 0], atol=1e-6)
-    assert schemes.load("slate", {}).metrics(t) == {"learner/unscored_turns": 2}
+    assert schemes.load("slate", {}).metrics(t) == {"learner/incomplete_trajectories": 2}
+    assert schemes.load("grpo", {}).metrics(t) == {}
 
 
 def test_a_return_is_missing_where_one_of_its_rewards_is() -> None:
