@@ -263,7 +263,7 @@ def gspo(
 
 CORRECTIONS: dict[str, Correction] = {
     function.__name__: function
-    for function in (none, ppo_clip, decoupled, tis, icepop, aipo, cispo, sequence_mask, geometric_mask, gspo)
+    for function in (none, ppo_clip, decoupled, tis, aipo, cispo, icepop, sequence_mask, geometric_mask, gspo)
 }
 LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
 
