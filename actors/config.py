@@ -42,8 +42,8 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: "local" is the embedded engine, "sglang" the engine for GPUs, and "module:Class" your own engine with its engine_options. count: the
     number of actor processes. max_batch: samples that one actor decodes together. capacity: requests that an actor accepts at once.
     kv_cache_gib: all keys and values of the embedded engine, of running samples and of the prefix cache. max_context: most tokens of a prompt
-    and its continuation. prefill_tokens: prompt tokens computed in one step. threads: compute threads of one actor. dtype: "auto" is bfloat16
-    if the machine is faster in it, otherwise float32.
+    and its continuation. prefill_tokens: prompt tokens computed in one step. threads: compute threads of one actor. dtype: "auto" is model.dtype, or
+    what the machine is faster in (bfloat16 or float32).
     """
 
     engine: str = "local"

@@ -119,7 +119,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     count: the number of ranks. sharding: whether each rank holds the whole model ("replicate") or a part of it ("fsdp"). scheme: a module of
     learner/schemes; correction: a function of learner/corrections.py; *_options: their keyword arguments.
-    aggregation: how token terms are weighted (learner/objective.py). constant_tokens: the divisor of aggregation "constant".
+    aggregation: how token terms are weighted (learner/objective.py); "auto" is the aggregation with which the correction is defined ("trajectory"
+    for gspo), and "turn" for the others. constant_tokens: the divisor of aggregation "constant".
     epochs, minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the questions. target_kl: the update's
     remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0: never). kl_coef, kl_estimator: weight and
     estimator of the KL to the initial policy in the loss (learner/kl.py). kl_reward_coef: weight of the k1 KL that is subtracted from the
@@ -133,6 +134,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs take them), or "both".
     publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the scheme needs; refused if it
     needs none. train_vision: train the vision tower of a model that reads pictures too; otherwise it stays as it is.
+    dtype: "auto" is model.dtype, or what the machine is faster in.
     """
 
     count: Count = 4
@@ -141,7 +143,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheme_options: dict[str, Any] = {}
     correction: str = "ppo_clip"
     correction_options: dict[str, Any] = {}
-    aggregation: Literal["turn", "trajectory", "token", "constant"] = "turn"
+    aggregation: Literal["auto", "turn", "trajectory", "token", "constant"] = "auto"
     constant_tokens: Natural = 0
     mean_over_steps: bool = False
     epochs: Count = 1
@@ -181,6 +183,11 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     publish_host: str = "127.0.0.1"
     threads: Count = 1
     collective_timeout_s: Positive = 1800.0
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps of one update."""
+        return self.epochs * self.minibatches
 
     @property
     def optimizer(self) -> OptimizerConfig:

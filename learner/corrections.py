@@ -13,11 +13,12 @@ launcher can check their options without importing torch.
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
+from learner.objective import Aggregation
 from wire.numbers import NotNegative, Positive
 from wire.options import checked, imported, known
 
@@ -32,7 +33,7 @@ Level = Literal["token", "turn", "sequence"]
 class Segments(msgspec.Struct, frozen=True):
     """Segments of one level among the tokens of a micro-batch.
 
-    ids: int64 [tokens], the segment of each token. outside: float32 [segments], log current (for ``decoupled`` log proximal) - log behaviour,
+    ids: int64 [tokens], the segment of each token. outside: float32 [segments], log current (log proximal for a weight proximal / behaviour) - log behaviour,
     summed over the segment's tokens in other micro-batches. tokens: float32 [segments], the number of all tokens of the segment.
     """
 
@@ -62,7 +63,8 @@ class Surrogate(msgspec.Struct, frozen=True):
 
 Correction = Callable[..., Surrogate]
 DualClip = Annotated[float, Meta(gt=1)] | None
-"""Lower bound of the term as a multiple of a negative advantage. None sets no bound."""
+"""Lower bound of the clipped term as a multiple of a negative advantage (Ye et al. 2020). Without it ("null" in a config) a token with a negative
+advantage and a log-ratio of 20 has a weight of 4.9e8. The default 3 is that of verl and of the code that OPRL released."""
 
 
 class Declared(msgspec.Struct, frozen=True):
@@ -156,39 +158,61 @@ def ppo_clip(
     level: Level = "token",
     clip_low: NotNegative = 0.2,
     clip_high: NotNegative = 0.2,
-    dual_clip: DualClip = None,
+    dual_clip: DualClip = 3.0,
 ) -> Surrogate:
     """Maximise min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017). dual_clip c > 1 keeps it above c A where A < 0."""
     return _clipped(logprobs, advantage, _ratio(log_ratio(logprobs, level)), clip_low, clip_high, dual_clip)
 
 
-@declares(ratio="proximal", bounds_step=True, near=("clip_low", "clip_high", "dual_clip"))
+_decouples = declares(ratio="proximal", bounds_step=True, near=("clip_low", "clip_high", "dual_clip"))
+"""Corrections of the form w min(u A, clip(u) A), where u = current / proximal of the token and w is made of proximal / behaviour at ``level``."""
+
+
+@_decouples
 def decoupled(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "token",
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    dual_clip: DualClip = None,
-    upper: Positive = 5.0,
-) -> Surrogate:
-    """Maximise w min(u A, clip(u) A), where u = current / proximal per token and w = min(proximal / behaviour, upper) at ``level``
-    (decoupled PPO, Hilton et al. 2022; AReaL's objective)."""
-    weight = _ratio(log_ratio(logprobs, level, "proximal")).clamp(max=upper)
-    near = _ratio(logprobs.current.detach() - logprobs.proximal)
-    return _clipped(logprobs, advantage, near, clip_low, clip_high, dual_clip, weight)
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: Positive = 5.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """Decoupled PPO (Hilton et al. 2022) as AReaL trains it: w = proximal / behaviour up to ``upper``, and 0 above it. For w = min(proximal /
+    behaviour, upper) take ``tis``."""
+    weight = _ratio(log_ratio(logprobs, level, "proximal"))
+    return _near(logprobs, advantage, weight, weight > upper, clip_low, clip_high, dual_clip)
 
 
+@_decouples
 def tis(
-    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.0, upper: Positive = 2.0
-) -> Surrogate:
-    """Truncated importance sampling: C = clip(r, lower, upper)."""
-    return _weighted(logprobs, advantage, _ratio(log_ratio(logprobs, level)).clamp(lower, upper))
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.0, upper: Positive = 2.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """Truncated importance sampling (Yao et al. 2025): w = clip(proximal / behaviour, lower, upper), times PPO's clip of current / proximal."""
+    weight = _ratio(log_ratio(logprobs, level, "proximal")).clamp(lower, upper)
+    return _near(logprobs, advantage, weight, weight.new_zeros(weight.shape).bool(), clip_low, clip_high, dual_clip)
+
+
+@_decouples
+def icepop(
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.5, upper: Positive = 5.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """w = proximal / behaviour within [lower, upper], else 0, times PPO's clip of current / proximal (IcePop 2025)."""
+    weight = _ratio(log_ratio(logprobs, level, "proximal"))
+    return _near(logprobs, advantage, weight, (weight < lower) | (weight > upper), clip_low, clip_high, dual_clip)
+
+
+def _near(
+    logprobs: Logprobs, advantage: Tensor, weight: Tensor, outside: Tensor,
+    clip_low: float, clip_high: float, dual_clip: DualClip,
+) -> Surrogate:  # fmt: skip
+    """Return weight x PPO's clipped term of current / proximal, and 0 for the tokens ``outside`` the weight's bounds."""
+    ratio = _ratio(logprobs.current.detach() - logprobs.proximal)
+    weight = weight.masked_fill(outside, 0.0)
+    surrogate = _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip, weight)
+    return msgspec.structs.replace(surrogate, clipped=surrogate.clipped & ~outside, masked=outside)
 
 
 def aipo(logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: Positive = 4.0) -> Surrogate:
     """C = min(r, upper): one-sided truncation (AIPO, LlamaRL 2025)."""
-    return tis(logprobs, advantage, level, 0.0, upper)
+    return _weighted(logprobs, advantage, _ratio(log_ratio(logprobs, level)).clamp(max=upper))
 
 
 def cispo(
@@ -199,23 +223,17 @@ def cispo(
     clip_high: NotNegative = 0.28,
 ) -> Surrogate:
     """C = clip(r, 1 - clip_low, 1 + clip_high). Only the weight is clipped, so no token loses its gradient (MiniMax-M1 2025)."""
-    return tis(logprobs, advantage, level, 1 - clip_low, 1 + clip_high)
-
-
-def icepop(
-    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.5, upper: Positive = 5.0
-) -> Surrogate:
-    """C = r where lower <= r <= upper, else 0: tokens outside the bounds are masked on both sides (IcePop 2025)."""
     ratio = _ratio(log_ratio(logprobs, level))
-    outside = (ratio < lower) | (ratio > upper)
-    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
+    return _weighted(logprobs, advantage, ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
 def sequence_mask(
     logprobs: Logprobs, advantage: Tensor, level: Level = "sequence", lower: NotNegative = 0.0, upper: Positive = 2.0
 ) -> Surrogate:
     """C = R where the segment's ratio R is within [lower, upper], else 0: masked importance sampling of whole segments."""
-    return icepop(logprobs, advantage, level, lower, upper)
+    ratio = _ratio(log_ratio(logprobs, level))
+    outside = (ratio < lower) | (ratio > upper)
+    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
 
 
 def geometric_mask(
@@ -236,9 +254,11 @@ def gspo(
     level: Level = "sequence",
     clip_low: NotNegative = 3e-4,
     clip_high: NotNegative = 4e-4,
+    dual_clip: DualClip = 3.0,
 ) -> Surrogate:
-    """Maximise min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios (GSPO in its token form; Zheng et al. 2025)."""
-    return _clipped(logprobs, advantage, _ratio(mean_log_ratio(logprobs, level)), clip_low, clip_high, None)
+    """Maximise min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios (GSPO in its token form; Zheng et al. 2025,
+    whose objective has no dual clip)."""
+    return _clipped(logprobs, advantage, _ratio(mean_log_ratio(logprobs, level)), clip_low, clip_high, dual_clip)
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -260,10 +280,14 @@ class Corrected(msgspec.Struct, frozen=True):
     def __call__(self, logprobs: Logprobs, advantage: Tensor) -> Surrogate:
         return self.function(logprobs, advantage, **self.options)
 
-    @property
-    def needs_proximal(self) -> bool:
-        """True if the correction reads the log-probabilities that the policy had when the update began."""
-        return self.declared.ratio == "proximal" or self.level == "sequence"
+    def needs_proximal(self, steps: int) -> bool:
+        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps, for the log-probabilities that the policy has when
+        the update begins. With one step these are the current ones, so only a sequence needs those of its tokens in other micro-batches."""
+        return self.level == "sequence" or (self.declared.ratio == "proximal" and steps > 1)
+
+    def aggregation(self, setting: str) -> Aggregation:
+        """Return how the tokens of an update are weighted: as ``setting`` says, and for "auto" as the method is defined ("turn" for any)."""
+        return cast(Aggregation, setting if setting != "auto" else self.declared.aggregation or "turn")
 
     @property
     def follows(self) -> bool:
@@ -272,7 +296,8 @@ class Corrected(msgspec.Struct, frozen=True):
 
     def idle(self, steps: int) -> list[str]:
         """Return the options that are set but have no effect with ``steps`` optimizer steps per update."""
-        return sorted(set(self.declared.near) & set(self.options)) if steps == 1 else []
+        chosen = {name for name, value in self.options.items() if value is not None}
+        return sorted(set(self.declared.near) & chosen) if steps == 1 else []
 
     def doubts(self, steps: int, aggregation: str) -> list[str]:
         """Return warnings about legal settings that do not do what the correction's name promises. steps: optimizer steps per update."""
@@ -280,12 +305,13 @@ class Corrected(msgspec.Struct, frozen=True):
         if steps > 1 and not self.declared.bounds_step:
             doubts.append(
                 f"learner.correction = {self.name!r} with {steps} optimizer steps per update (learner.epochs x learner.minibatches): nothing"
-                " limits how far the policy moves away from its state at the start of the update; take 'ppo_clip' or 'decoupled', or one step"
+                " limits how far the policy moves away from its state at the start of the update; take 'ppo_clip', 'decoupled', 'tis' or 'icepop',"
+                " or one step"
             )
-        if self.declared.aggregation not in ("", aggregation):
+        if self.declared.aggregation not in ("", self.aggregation(aggregation)):
             doubts.append(
                 f"learner.correction = {self.name!r} with learner.aggregation = {aggregation!r}: the method is defined with"
-                f" {self.declared.aggregation!r}"
+                f" {self.declared.aggregation!r}, which 'auto' takes"
             )
         return doubts
 

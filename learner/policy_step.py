@@ -26,8 +26,8 @@ class Known(msgspec.Struct, frozen=True):
     """The values of a batch's tokens before the policy steps, each [tokens], float32 unless said otherwise.
 
     segment: int64, the turn or trajectory over which the correction takes its ratio. proximal: if nothing reads it, the behaviour policy's
-    log-probabilities. reference: None if nothing reads it. standing: the policy's log-probabilities before this optimizer step, for the
-    tokens of a segment that lie in another micro-batch. kl_coef: weight of the KL in the loss.
+    log-probabilities (nothing reads it with one optimizer step, in which the current policy is the proximal one). reference: None if nothing reads it. standing: the policy's
+    log-probabilities before this optimizer step, for the tokens of a segment that lie in another micro-batch. kl_coef: weight of the KL in the loss.
     """
 
     rows: Rows
@@ -120,6 +120,8 @@ class PolicyStep:
         """Return the log-probabilities that the correction compares, with the part of each segment outside this micro-batch."""
         rows, device, level = known.rows, current.device, self.correct.level
         proximal, behaviour = (torch.as_tensor(a[index], device=device) for a in (known.proximal, rows.behaviour))
+        if self.config.steps == 1:
+            proximal = current.detach()
         if level == "token":
             return Logprobs(current, proximal, behaviour)
         log = np.where(rows.sampled, known.standing - rows.behaviour, 0.0)

@@ -51,6 +51,8 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
 
 def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
     """Return the cross-entropy of sigmoid(S) against the outcome in {0, 1}, averaged over the trajectories (PRIME)."""
+    if not len(scores):
+        return Preference(0.0, np.zeros(0), 0.0, 0)
     probability = np.exp(-np.logaddexp(0.0, -scores))
     loss = np.where(positive, np.logaddexp(0.0, -scores), np.logaddexp(0.0, scores)).mean()
     slope = (probability - positive) / len(scores)
@@ -98,9 +100,10 @@ class ImplicitPrm:
         scale = np.ones(len(scores))
         if self.config.score == "mean":
             scale = 1.0 / np.array([len(r) for r in trajectories.rows])
-        positive = trajectories.total(table.column(self.config.outcome)) > self.config.threshold
-        tree = trajectories.tree
-        some = np.ones(len(tree), bool) if questions is None else np.isin(tree, questions)
+        outcomes, tree = trajectories.total(table.column(self.config.outcome)), trajectories.tree
+        positive, some = outcomes > self.config.threshold, ~np.isnan(outcomes)  # a missing outcome is neither class
+        if questions is not None:
+            some &= np.isin(tree, questions)
         if self.config.loss == "dpo":
             loss = dpo((scores * scale)[some], positive[some], tree[some])
         else:

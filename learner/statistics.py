@@ -1,12 +1,17 @@
 """Statistics that the schemes share: centring, scaling and leaving one out, within groups of values."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from wire.statistics import centre, standardise
 
-__all__ = ["centre", "leave_one_out", "standardise", "whiten", "within"]
+__all__ = ["Ddof", "centre", "leave_one_out", "standardise", "whiten", "within"]
+
+Ddof = Annotated[int, Meta(ge=0, le=1)]
+"""Which standard deviation divides: the sample's (1: the sum of squares over n - 1) or the population's (0: over n). docs/learner.md says why."""
 
 
 def within(groups: np.ndarray, values: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -24,11 +29,9 @@ def leave_one_out(values: np.ndarray) -> np.ndarray:
     return centre(values) * (n / (n - 1)) if n > 1 else np.zeros(1)
 
 
-def whiten(values: np.ndarray, mask: np.ndarray, eps: float = 1e-8) -> np.ndarray:
+def whiten(values: np.ndarray, mask: np.ndarray, ddof: int = 0, eps: float = 1e-8) -> np.ndarray:
     """Scale values [tokens] to mean 0 and variance 1 over the tokens of ``mask``. The result is 0 elsewhere."""
-    if not mask.any():
-        return np.zeros_like(values)
-    inside = values[mask]
     whitened = np.zeros_like(values)
-    whitened[mask] = centre(inside) / (inside.std() + eps)
+    if mask.any():
+        whitened[mask] = standardise(values[mask], True, ddof, eps)
     return whitened

@@ -22,8 +22,15 @@ class Trajectories(msgspec.Struct, frozen=True):
     rows: list[np.ndarray]
 
     def total(self, values: np.ndarray) -> np.ndarray:
-        """Sum a column over the turns of each trajectory [trajectories]. A missing score (NaN) adds nothing."""
-        return np.bincount(self.of, weights=np.where(np.isnan(values), 0.0, values), minlength=len(self.tree))
+        """Sum a column over the turns of each trajectory [trajectories]; NaN if the score of a trajectory is missing.
+
+        A column that only last turns have, such as an outcome, is missing where a trajectory has none. A column that earlier turns have too,
+        such as a reward, is missing where one turn of a trajectory lacks it, because the sum would count that turn as 0.
+        """
+        lacking = np.isnan(values)
+        sums = np.bincount(self.of, weights=np.where(lacking, 0.0, values), minlength=len(self.tree))
+        most = 0 if (~lacking & ~self.last()).any() else np.bincount(self.of) - 1
+        return np.where(np.bincount(self.of, weights=lacking, minlength=len(self.tree)) > most, np.nan, sums)
 
     def last(self) -> np.ndarray:
         """Return, as bool [turns], whether each turn is the last of its trajectory."""
@@ -55,6 +62,17 @@ class TurnTable(msgspec.Struct, frozen=True):
 
     def __len__(self) -> int:
         return len(self.tree)
+
+    def only(self, kept: np.ndarray) -> "TurnTable":
+        """Return the table of some of the turns. kept: bool [turns]."""
+        tokens = self.per_token(kept)
+        return TurnTable(
+            self.tree[kept], self.group[kept], self.trajectory[kept], self.turn[kept], self.tokens[kept],
+            {name: column[kept] for name, column in self.scores.items()},
+            None if self.anchor is None else self.anchor[kept],
+            None if self.sampled is None else self.sampled[tokens],
+            {name: column[tokens] for name, column in self.token_scores.items()},
+        )  # fmt: skip
 
     def column(self, name: str) -> np.ndarray:
         """Return one score column. Raises KeyError that names the existing columns."""

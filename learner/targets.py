@@ -89,6 +89,7 @@ def estimate(
     kl_coef: float = 0.0,
     rho_max: float = 1.0,
     c_max: float = 1.0,
+    whiten_ddof: int = 0,
 ) -> Estimate:
     """Return the advantages and value targets of every trajectory. whiten: whiten the advantages over the sampled tokens of the batch.
 
@@ -106,4 +107,4 @@ def estimate(
             of_span = (rewards[span], values[span], table.token_column("log_ratio")[span], gamma, lam)
             vtraces = targets == "vtrace"
             advantages[span], returns[span] = vtrace(*of_span, rho_max, c_max) if vtraces else retrace(*of_span)
-    return Estimate(whiten_tokens(advantages, table.mask()) if whiten else advantages, returns)
+    return Estimate(whiten_tokens(advantages, table.mask(), whiten_ddof) if whiten else advantages, returns)

@@ -14,7 +14,7 @@ from learner import corrections, kl, rewards, schemes, watch
 from learner.config import CriticConfig, LearnerProcess, PrmConfig
 from learner.critic import Critic
 from learner.model import Policy, TreeModel
-from learner.objective import token_weights
+from learner.objective import Aggregation, token_weights
 from learner.optimizer import Stepper
 from learner.passes import Plan, Rows, plan, rows_of, sweep
 from learner.policy_step import MEASURES, Known, PolicyStep, measured
@@ -46,6 +46,7 @@ class Trainer:
         c, folder, seed = self.config, process.model, process.seed
         self.scheme = schemes.load(c.scheme, c.scheme_options)
         self.correct = corrections.load(c.correction, c.correction_options)
+        self.aggregation: Aggregation = self.correct.aggregation(c.aggregation)
         prm = c.prm or PrmConfig()
         self.prm: ImplicitPrm | None = None
         self.prm_reference = ""
@@ -97,7 +98,14 @@ class Trainer:
         self.warnings = []
         if any(group.turns for group in batch.groups):
             table, turns = build(batch.groups, nodes)
-            metrics |= self._train(table, rows_of(turns), batch.questions)
+            kept = self.scheme.trains(table)
+            trajectories = table.trajectories()
+            metrics["learner/left_out_trajectories"] = float(len(np.unique(trajectories.of[~kept])))
+            if not kept.any():
+                metrics["learner/skipped"] = 1.0
+            else:
+                rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
+                metrics |= self._train(table.only(kept), rows, batch.questions)
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
         self.version = batch.version + 1
         self._busy_s, self._since = self.busy_s, None
@@ -117,7 +125,7 @@ class Trainer:
         trained = rows.sampled
         if c.overlong_filter:
             trained = trained & ~table.per_token(rewards.truncated(table))
-        weights = token_weights(table, trained, questions, c.aggregation, c.mean_over_steps, c.constant_tokens)
+        weights = token_weights(table, trained, questions, self.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
         metrics = _table_metrics(table, rows, known, self.version) | prm_metrics
         metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
@@ -133,8 +141,8 @@ class Trainer:
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Return the token columns that scheme, correction or KL term read from the learner's models, and the reward model's metrics."""
         needs, columns, metrics = self.scheme.needs.models, {}, {}
-        recomputed = self.prm_reference == "recomputed"
-        if "log_ratio" in needs or self.correct.needs_proximal or recomputed or self.config.target_kl:
+        proximal = self.correct.needs_proximal(self.config.steps) or self.prm_reference == "recomputed"
+        if "log_ratio" in needs or proximal or self.config.target_kl:
             columns["proximal"] = self._proximal(rows, steps)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.needs_reference:
@@ -217,7 +225,7 @@ class Trainer:
         minibatches, parts = [], table.questions(self.config.minibatches, [self.process.seed, self.version, epoch])
         for part in parts:
             chosen = np.isin(table.tree, part)
-            if self.config.aggregation == "token":
+            if self.aggregation == "token":
                 scale = (weights > 0).sum() / max(1, ((weights > 0) & table.per_token(chosen)).sum())
             else:
                 scale = sum(map(len, parts)) / len(part)

@@ -95,18 +95,25 @@ def declared(setting: str, module: Any, name: str, kind: type[T], function: Call
 
 
 def checked(section: str, plug_in: str, function: Callable[..., Any], options: dict[str, Any], others: tuple[str, ...]) -> dict[str, Any]:  # fmt: skip
-    """Return ``options`` as the types that ``function`` declares. others: parameters that no option sets. Raises ValueError naming the key."""
+    """Return ``options`` as the types that ``function`` declares. others: parameters that no option sets. Raises ValueError naming the key.
+
+    "null", which TOML lacks, is None for an option that may be None; it takes any other option away.
+    """
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()  # a class without __init__ has *args and **kwargs
     takes = [p.name for p in parameters if p.name not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    options = {name: value for name, value in options.items() if name in takes or value != "null"}
     unknown = set(options) - set(takes)
     if unknown:
         raise ValueError(f"{section}: {sorted(unknown)} unknown to {plug_in}, which takes {takes or 'no options'}")
     converted = {}
     for name, value in options.items():
+        value = None if value == "null" else value
         try:
             converted[name] = msgspec.convert(value, hints.get(name, Any))
         except msgspec.ValidationError as error:
+            if value is None:
+                continue
             shown = str(error) if _is_struct(hints[name]) else f"expected {_shown(hints[name])}"
             raise ValueError(f"{section}.{name} = {value!r}: {shown}") from None
     return converted

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from learner.table import TurnTable
 from learner.targets import Estimate
@@ -29,9 +30,19 @@ class Scheme(msgspec.Struct, frozen=True):
         estimate = self.function(table, **self.options)
         return estimate if isinstance(estimate, Estimate) else Estimate(estimate)
 
+    def trains(self, table: TurnTable) -> np.ndarray:
+        """Return, as bool [turns], which turns the scheme trains on. The update leaves the others out (learner/trained.py)."""
+        trains = getattr(self.function, "trains", None)
+        return np.ones(len(table), bool) if trains is None else trains(table, **self.options)
+
     def metrics(self, table: TurnTable) -> dict[str, float]:
-        """Return the scheme's own metrics of a batch, by name."""
-        return {} if self.measure is None else self.measure(table, **self.options)
+        """Return the scheme's own metrics of a batch, by name. Of a scheme that leaves no trajectory out, also how many lack a score."""
+        own = {} if self.measure is None else self.measure(table, **self.options)
+        if hasattr(self.function, "trains"):
+            return own
+        columns = [table.scores[name] for name in self.needs.columns & table.scores.keys()]
+        lacking = [np.isnan(table.trajectories().total(column)) for column in columns]
+        return own | {"learner/incomplete_trajectories": float(np.any(lacking, axis=0).sum())}
 
 
 def names() -> list[str]:

@@ -5,9 +5,11 @@ bounds, rho-bar and c-bar. kl_coef weighs the k1 KL to the initial
 policy, which is subtracted from the reward.
 """
 
+from learner.statistics import Ddof
 from learner.table import TurnTable
 from learner.targets import Estimate, Kind, estimate
 from learner.targets import needs as target_needs
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import NotNegative, Positive, Share
 
@@ -19,18 +21,20 @@ def needs(column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: flo
     )
 
 
+@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "outcome",
     gamma: Share = 1.0,
     lam: Share = 1.0,
     whiten: bool = True,
+    whiten_ddof: Ddof = 0,
     targets: Kind = "gae",
     kl_coef: NotNegative = 0.0,
     rho_max: Positive = 1.0,
     c_max: Positive = 1.0,
 ) -> Estimate:
-    """Return advantages and value targets. Each score of ``column`` rewards the last token of its turn; a missing score counts as 0."""
+    """Return advantages and value targets. Each score of ``column`` rewards the last token of its turn."""
     rewards = table.at_last_token(table.column(column))
-    rewards[rewards != rewards] = 0.0
-    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max)
+    rewards[rewards != rewards] = 0.0  # turns before the last have no outcome
+    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max, whiten_ddof)

@@ -7,8 +7,9 @@ A_S = (G - mean) / F with F = 1 or the sample std; a single step gets 0. A = A_E
 import numpy as np
 
 from learner.schemes import grpo
-from learner.statistics import standardise, within
+from learner.statistics import Ddof, standardise, within
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import NotNegative, Positive, Share
 
@@ -18,6 +19,7 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2, equal="turns")
 
 
+@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "reward",
@@ -25,17 +27,18 @@ def advantages(
     alpha: NotNegative = 1.0,
     episode_std: bool = False,
     step_std: bool = False,
+    ddof: Ddof = 1,
     eps: Positive = 1e-6,
 ) -> np.ndarray:
-    """Return float64 [tokens]. Both std switches are off in the released code ("mean_norm"). A missing reward counts as 0."""
+    """Return float64 [tokens]. Both std switches are off in the released code ("mean_norm")."""
     if table.anchor is None:
         raise KeyError("gigpo needs the observations (anchor) of the turns, which this table does not have")
-    rewards = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)
+    rewards = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)  # only last turns have an outcome
     returns = np.zeros(len(table))
     for rows in table.trajectories().rows:
         running = 0.0
         for row in rows[::-1]:
             running = returns[row] = rewards[row] + gamma * running
     _, groups = np.unique(np.stack([table.tree, table.anchor], 1), axis=0, return_inverse=True)
-    steps = within(groups.reshape(-1), returns, lambda group: standardise(group, step_std, 1, eps))
-    return grpo.advantages(table, column, episode_std, 1, eps) + alpha * table.per_token(steps)
+    steps = within(groups.reshape(-1), returns, lambda group: standardise(group, step_std, ddof, eps))
+    return grpo.advantages(table, column, episode_std, ddof, eps) + alpha * table.per_token(steps)

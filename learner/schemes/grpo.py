@@ -4,13 +4,11 @@ R(tau) = sum_t r_t sums a column over the turns ("reward", or an outcome that on
 With std = False and learner.aggregation = "constant" this is Dr. GRPO.
 """
 
-from typing import Annotated
-
 import numpy as np
-from msgspec import Meta
 
-from learner.statistics import standardise, within
+from learner.statistics import Ddof, standardise, within
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
 
@@ -20,14 +18,15 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
+@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "reward",
     std: bool = True,
-    ddof: Annotated[int, Meta(ge=0, le=1)] = 1,
+    ddof: Ddof = 1,
     eps: Positive = 1e-6,
 ) -> np.ndarray:
-    """Return float64 [tokens]. A missing score adds nothing to the return."""
+    """Return float64 [tokens]."""
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
     normalised = within(trajectories.tree, returns, lambda group: standardise(group, std, ddof, eps))

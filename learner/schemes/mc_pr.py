@@ -7,7 +7,9 @@ V(terminal) is the outcome. VPR's turn-level normalisation follows.
 import numpy as np
 
 from learner.schemes.turn_grpo import by_turn
+from learner.statistics import Ddof
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import Count, Positive
 
@@ -17,16 +19,22 @@ def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({value, outcome}), reward=outcome, group="batch")
 
 
+@trains_on(scored("outcome"))
 def advantages(
-    table: TurnTable, value: str = "mc_value", outcome: str = "outcome", n_min: Count = 4, eps: Positive = 1e-8
+    table: TurnTable,
+    value: str = "mc_value",
+    outcome: str = "outcome",
+    n_min: Count = 4,
+    ddof: Ddof = 0,
+    eps: Positive = 1e-8,
 ) -> np.ndarray:
     """Return float64 [tokens]. A turn next to a missing value has no difference, so it enters no statistic and gets 0."""
-    return table.per_token(by_turn(table.turn, temporal_differences(table, value, outcome), n_min, eps))
+    return table.per_token(by_turn(table.turn, temporal_differences(table, value, outcome), n_min, eps, ddof))
 
 
 def temporal_differences(table: TurnTable, value: str = "mc_value", outcome: str = "outcome") -> np.ndarray:
-    """Return V(s_{t+1}) - V(s_t) [turns]. An episode without an outcome (a timeout) ends with the value 0."""
-    values, outcomes = table.column(value), np.nan_to_num(table.column(outcome), posinf=np.inf, neginf=-np.inf)
+    """Return V(s_{t+1}) - V(s_t) [turns], NaN next to a missing value or outcome."""
+    values, outcomes = table.column(value), table.column(outcome)
     differences = np.empty(len(table))
     for rows in table.trajectories().rows:
         after = np.append(values[rows[1:]], outcomes[rows[-1]])

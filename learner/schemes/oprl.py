@@ -7,19 +7,24 @@ variant: "step" is the method; "process" is A_S alone; "merged" normalises outco
 return-to-go of the implicit reward; "environment" takes the environment's own step rewards instead of r.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from learner.schemes import gae
-from learner.statistics import centre, leave_one_out, standardise, whiten, within
+from learner.statistics import Ddof, centre, leave_one_out, standardise, whiten, within
 from learner.table import TurnTable
 from learner.targets import Estimate
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import NotNegative, Positive
 
 Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 Variant = Literal["step", "process", "merged", "token", "environment"]
+Change = Callable[[np.ndarray], np.ndarray]
+Finish = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: object) -> SchemeNeeds:
@@ -29,6 +34,7 @@ def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: obj
     return SchemeNeeds(columns=frozenset(columns), reward=outcome, group="task", least=2, models=frozenset(models))
 
 
+@trains_on(scored("outcome"))
 def advantages(
     table: TurnTable,
     base: Base = "grpo",
@@ -37,37 +43,42 @@ def advantages(
     outcome: str = "outcome",
     step_reward: str = "reward",
     invalid_penalty: NotNegative = 0.1,
+    ddof: Ddof = 1,
+    whiten_ddof: Ddof = 0,
     eps: Positive = 1e-6,
 ) -> Estimate:
-    """Return advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers only the outcome of its own turn."""
-    episode = _episode(table, base, outcome, invalid_penalty, eps)
-    if variant == "environment":
-        steps = np.nan_to_num(table.column(step_reward), posinf=np.inf, neginf=-np.inf)
-    else:
-        steps = table.per_turn(table.token_column("prm"))
+    """Return advantages, and value targets for base "ppo". An invalid step (column "valid" = 0) lowers only the outcome of its own turn.
+
+    A step without its ``step_reward`` enters no statistic of the steps and gets A_S = 0. ddof divides within questions, whiten_ddof over the batch.
+    """
+    change = {"rloo": leave_one_out, "reinforce_pp": centre}.get(base, partial(standardise, ddof=ddof, eps=eps))
+    whitened = partial(whiten, ddof=whiten_ddof)
+    finish: Finish = whitened if base == "reinforce_pp" else lambda values, _: values
+    episode = _episode(table, base, outcome, invalid_penalty, ddof, eps, whitened)
+    steps = table.column(step_reward) if variant == "environment" else table.per_turn(table.token_column("prm"))
     if variant == "merged":
         rows = _returns(table, outcome) - invalid_penalty * _invalid(table) + alpha * steps
-        return Estimate(_compared(table, rows, base, eps), episode.returns)
-    process = _token_level(table, base, eps) if variant == "token" else _compared(table, steps, base, eps)
+        return Estimate(_compared(table, rows, change, finish), episode.returns)
+    process = _token_level(table, change, finish) if variant == "token" else _compared(table, steps, change, finish)
     start = 0.0 if variant == "process" else episode.advantages
     return Estimate(start + alpha * process, episode.returns)
 
 
-def _compared(table: TurnTable, values: np.ndarray, base: Base, eps: float) -> np.ndarray:
-    """Compare values [turns] over all turns of the question's trajectories, and broadcast them to the tokens [tokens]."""
-    if base == "reinforce_pp":
-        centred = within(table.tree, values, centre)
-        return whiten(table.per_token(centred), table.mask())
-    change = leave_one_out if base == "rloo" else lambda group: standardise(group, True, 1, eps)
-    return table.per_token(within(table.tree, values, change))
+def _compared(table: TurnTable, values: np.ndarray, change: Change, finish: Finish) -> np.ndarray:
+    """Compare values [turns] over all turns of the question's trajectories, and broadcast them to the tokens [tokens]. NaN gives 0."""
+    known, compared = ~np.isnan(values), np.zeros(len(values))
+    compared[known] = within(table.tree[known], values[known], change)
+    return finish(table.per_token(compared), table.mask() & table.per_token(known))
 
 
-def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: float) -> Estimate:
+def _episode(
+    table: TurnTable, base: Base, outcome: str, penalty: float, ddof: int, eps: float, whitened: Finish
+) -> Estimate:
     """Return A_E: the outcome of each turn, compared with the unpenalised outcomes of the question's trajectories."""
     penalties = penalty * _invalid(table)
     if base == "ppo":
         estimate = gae.advantages(table, outcome, whiten=False)
-        return Estimate(whiten(estimate.advantages - table.per_token(penalties), table.mask()), estimate.returns)
+        return Estimate(whitened(estimate.advantages - table.per_token(penalties), table.mask()), estimate.returns)
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(outcome))
     if base == "rloo":
@@ -75,24 +86,23 @@ def _episode(table: TurnTable, base: Base, outcome: str, penalty: float, eps: fl
         return Estimate(table.per_token(per_turn))
     centred = within(trajectories.tree, returns, centre)[trajectories.of] - penalties
     if base == "reinforce_pp":
-        return Estimate(whiten(table.per_token(centred), table.mask()))
+        return Estimate(whitened(table.per_token(centred), table.mask()))
     # Equal outcomes have no spread to divide by, so the penalty of an invalid step is not scaled there.
     spread = within(
-        trajectories.tree, returns, lambda g: np.full(len(g), g.std(ddof=1) + eps if np.ptp(g) > 0 else 1.0)
+        trajectories.tree, returns, lambda g: np.full(len(g), g.std(ddof=ddof) + eps if np.ptp(g) > 0 else 1.0)
     )
     return Estimate(table.per_token(centred / spread[trajectories.of]))
 
 
-def _token_level(table: TurnTable, base: Base, eps: float) -> np.ndarray:
+def _token_level(table: TurnTable, change: Change, finish: Finish) -> np.ndarray:
     """Return the return-to-go of the implicit token rewards, compared over all sampled tokens of the question [tokens]."""
     rewards = table.token_column("prm") * table.mask()
     to_go = np.zeros_like(rewards)
     for span in table.token_spans():
         to_go[span] = np.cumsum(rewards[span][::-1])[::-1]
     mask, compared = table.mask(), np.zeros_like(to_go)
-    change = leave_one_out if base == "rloo" else lambda group: standardise(group, base != "reinforce_pp", 1, eps)
     compared[mask] = within(table.per_token(table.tree)[mask], to_go[mask], change)
-    return whiten(compared, mask) if base == "reinforce_pp" else compared
+    return finish(compared, mask)
 
 
 def _returns(table: TurnTable, outcome: str) -> np.ndarray:

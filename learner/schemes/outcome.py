@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from learner.statistics import standardise
+from learner.statistics import Ddof, standardise
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
 
@@ -13,8 +14,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="batch")
 
 
-def advantages(table: TurnTable, column: str = "outcome", eps: Positive = 1e-8) -> np.ndarray:
-    """Return float64 [tokens]. The std is the population's. An episode without an outcome (a timeout) has return 0."""
+@trains_on(scored("column"))
+def advantages(table: TurnTable, column: str = "outcome", ddof: Ddof = 0, eps: Positive = 1e-8) -> np.ndarray:
+    """Return float64 [tokens]. The environments give an episode that ran out of turns the outcome 0."""
     trajectories = table.trajectories()
-    normalised = standardise(trajectories.total(table.column(column)), True, 0, eps)
+    normalised = standardise(trajectories.total(table.column(column)), True, ddof, eps)
     return table.per_token(normalised[trajectories.of])

@@ -9,9 +9,11 @@ from typing import Literal
 
 import numpy as np
 
+from learner.statistics import Ddof
 from learner.table import Trajectories, TurnTable
 from learner.targets import Estimate, Kind, estimate
 from learner.targets import needs as target_needs
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import NotNegative, Positive, Share
 
@@ -30,6 +32,7 @@ def needs(
     )
 
 
+@trains_on(scored("outcome"))
 def advantages(
     table: TurnTable,
     normalisation: Normalisation = "constant",
@@ -39,6 +42,7 @@ def advantages(
     gamma: Share = 1.0,
     lam: Share = 1.0,
     whiten: bool = True,
+    whiten_ddof: Ddof = 0,
     targets: Kind = "gae",
     kl_coef: NotNegative = 0.0,
     rho_max: Positive = 1.0,
@@ -46,7 +50,7 @@ def advantages(
 ) -> Estimate:
     """Return advantages and value targets. Whitening and critic use only the policy's own tokens (in methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))
-    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max)
+    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max, whiten_ddof)
 
 
 def turn_rewards(
@@ -59,7 +63,7 @@ def turn_rewards(
     """Return the reward of each turn's last token [turns].
 
     invalid: how to treat a judged turn without a valid score. "zero" normalises r_hat = 0 (as the released code does); "skip" gives no
-    reward and leaves the turn out of mu and pi. A trajectory without an outcome has r_o = 0.
+    reward and leaves the turn out of mu and pi. The rewards of a trajectory without an outcome are NaN.
     """
     r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
     last = trajectories.last()

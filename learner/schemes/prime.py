@@ -7,8 +7,9 @@ summed to returns-to-go and whitened. Questions whose accuracy is outside [accur
 
 import numpy as np
 
-from learner.statistics import leave_one_out, whiten, within
+from learner.statistics import Ddof, leave_one_out, whiten, within
 from learner.table import TurnTable
+from learner.trained import trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import NotNegative, Share
 
@@ -20,6 +21,22 @@ def needs(outcome: str, **_: object) -> SchemeNeeds:
     )
 
 
+def filtered(table: TurnTable, outcome: str, accuracy_low: float, accuracy_high: float, **_: object) -> np.ndarray:
+    """Return, as bool [turns], whether the accuracy of the turn's question is within the bounds and the trajectory has its outcome.
+
+    A trajectory counts as accurate if its outcome is above 0. The filter comes first: the scale, the whitening and the reward model's
+    training are those of a batch without the other questions.
+    """
+    trajectories = table.trajectories()
+    returns = trajectories.total(table.column(outcome))
+    accuracy, known = np.full(len(returns), np.nan), ~np.isnan(returns)
+    accuracy[known] = within(
+        trajectories.tree[known], returns[known] > 0, lambda group: np.full(len(group), group.mean())
+    )
+    return ((accuracy_low <= accuracy) & (accuracy <= accuracy_high))[trajectories.of]
+
+
+@trains_on(filtered)
 def advantages(
     table: TurnTable,
     outcome: str = "outcome",
@@ -27,25 +44,25 @@ def advantages(
     outcome_weight: NotNegative = 5.0,
     accuracy_low: Share = 0.2,
     accuracy_high: Share = 0.8,
+    whiten_ddof: Ddof = 0,
 ) -> np.ndarray:
-    """Return float64 [tokens]. A trajectory counts as accurate if its outcome is above 0."""
+    """Return float64 [tokens]. ``filtered`` has left out the questions outside [accuracy_low, accuracy_high]."""
     trajectories, spans, mask = table.trajectories(), table.token_spans(), table.mask()
     returns = trajectories.total(table.column(outcome))
     token_rewards = _scaled(table.token_column("prm") * mask, spans)
     means = np.array([token_rewards[span].sum() / max(1, mask[span].sum()) for span in spans])
     finals = within(trajectories.tree, returns, leave_one_out)
-    rewards, kept = np.zeros(len(mask)), np.zeros(len(mask), bool)
+    rewards = np.zeros(len(mask))
     for tree in np.unique(trajectories.tree):
         members = np.flatnonzero(trajectories.tree == tree)
-        n, accuracy = len(members), (returns[members] > 0).mean()
+        n = len(members)
         for i in members:
             span, scale = spans[i], n / (n - 1) if n > 1 else 0.0
             rewards[span] = process_weight * scale * (token_rewards[span] - means[members].mean()) * mask[span]
             rewards[span[-1]] += outcome_weight * finals[i]
-            kept[span] = accuracy_low <= accuracy <= accuracy_high
     for span in spans:
         rewards[span] = np.cumsum(rewards[span][::-1])[::-1]
-    return whiten(rewards, mask & kept)
+    return whiten(rewards, mask, whiten_ddof)
 
 
 def _scaled(token_rewards: np.ndarray, spans: list[np.ndarray]) -> np.ndarray:

@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from learner.statistics import centre, whiten, within
+from learner.statistics import Ddof, centre, whiten, within
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 
 
@@ -18,10 +19,13 @@ def needs(column: str, baseline: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task" if grouped else "batch", least=2 if grouped else 1)
 
 
-def advantages(table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group") -> np.ndarray:
-    """Return float64 [tokens]. A missing score adds nothing to the return."""
+@trains_on(scored("column"))
+def advantages(
+    table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group", whiten_ddof: Ddof = 0
+) -> np.ndarray:
+    """Return float64 [tokens]."""
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
     if baseline == "group":
         returns = within(trajectories.tree, returns, centre)
-    return whiten(table.per_token(returns[trajectories.of]), table.mask())
+    return whiten(table.per_token(returns[trajectories.of]), table.mask(), whiten_ddof)

@@ -4,6 +4,7 @@ import numpy as np
 
 from learner.statistics import leave_one_out, within
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 
 
@@ -12,8 +13,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
+@trains_on(scored("column"))
 def advantages(table: TurnTable, column: str = "reward") -> np.ndarray:
-    """Return float64 [tokens]. A missing score adds nothing to the return."""
+    """Return float64 [tokens]."""
     trajectories = table.trajectories()
     centred = within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
     return table.per_token(centred[trajectories.of])

@@ -3,12 +3,9 @@
 A_t^j = (r_t^j - mean_j r_t) / (std_j r_t + eps) over the k candidates sampled from one prefix. With k = 1, A = r.
 """
 
-from typing import Annotated
-
 import numpy as np
-from msgspec import Meta
 
-from learner.statistics import within
+from learner.statistics import Ddof, within
 from learner.table import TurnTable
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
@@ -20,7 +17,7 @@ def needs(**_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({"reward"}), group="step")
 
 
-def advantages(table: TurnTable, ddof: Annotated[int, Meta(ge=0, le=1)] = 1, eps: Positive = 1e-6) -> np.ndarray:
+def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.ndarray:
     """Return float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof = 1: sample std (methods.md 6, row 3)."""
     return table.per_token(
         within(table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps))

@@ -1,12 +1,12 @@
 """VPR's turn-level GRPO: the oracle reward of a turn, compared with all trajectories of the batch at the same turn (methods.md 3.5).
 
 A_{i,t} = (r - mean_t) / (std_t + eps) over the trajectories still active at turn t. If they are fewer than n_min, mean and standard
-deviation are those of all turns of the batch. The std is the population's. gamma = 0, so a turn's tokens share one advantage.
+deviation are those of all turns of the batch. The std is the population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
 """
 
 import numpy as np
 
-from learner.statistics import standardise
+from learner.statistics import Ddof, standardise
 from learner.table import TurnTable
 from wire.declared import SchemeNeeds
 from wire.numbers import Count, Positive
@@ -17,21 +17,23 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="batch")
 
 
-def advantages(table: TurnTable, column: str = "reward", n_min: Count = 4, eps: Positive = 1e-8) -> np.ndarray:
+def advantages(
+    table: TurnTable, column: str = "reward", n_min: Count = 4, ddof: Ddof = 0, eps: Positive = 1e-8
+) -> np.ndarray:
     """Return float64 [tokens]. A turn whose score is missing enters no statistic and gets 0."""
-    return table.per_token(by_turn(table.turn, table.column(column), n_min, eps))
+    return table.per_token(by_turn(table.turn, table.column(column), n_min, eps, ddof))
 
 
-def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float) -> np.ndarray:
+def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float, ddof: int = 0) -> np.ndarray:
     """Return the rewards standardised over the turns of the batch with equal turn numbers [turns]."""
     scored = ~np.isnan(rewards)
     normalised = np.zeros(len(rewards))
     if not scored.any():
         return normalised
     whole = np.zeros(len(rewards))
-    whole[scored] = standardise(rewards[scored], True, 0, eps)
+    whole[scored] = standardise(rewards[scored], True, ddof, eps)
     for t in np.unique(turn[scored]):
         active = scored & (turn == t)
         r = rewards[active]
-        normalised[active] = standardise(r, True, 0, eps) if len(r) >= max(2, n_min) else whole[active]
+        normalised[active] = standardise(r, True, ddof, eps) if len(r) >= max(2, n_min) else whole[active]
     return normalised

@@ -7,7 +7,7 @@ would scale up the few that are left, so all its advantages are 0. A KL or entro
 
 import numpy as np
 
-from learner.statistics import centre, within
+from learner.statistics import Ddof, centre, within
 from learner.table import TurnTable
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive, Share
@@ -18,7 +18,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="step", least=2)
 
 
-def advantages(table: TurnTable, column: str = "reward", most_equal: Share = 1.0, eps: Positive = 1e-8) -> np.ndarray:
+def advantages(
+    table: TurnTable, column: str = "reward", most_equal: Share = 1.0, ddof: Ddof = 0, eps: Positive = 1e-8
+) -> np.ndarray:
     """Return float64 [tokens]. most_equal: if a larger share of the groups is equal, all advantages are 0 (the v2 code has 0.93 on Sudoku).
 
     A candidate without a reward enters no statistic and gets 0.
@@ -33,5 +35,5 @@ def advantages(table: TurnTable, column: str = "reward", most_equal: Share = 1.0
     advantage = np.zeros(len(table))
     if spread.any() and (~spread[first]).mean() <= most_equal:
         centred = within(groups, rewards[scored], centre)
-        advantage[scored] = np.where(spread, centred / (centred[spread].std() + eps), 0.0)
+        advantage[scored] = np.where(spread, centred / (centred[spread].std(ddof=ddof) + eps), 0.0)
     return table.per_token(advantage)

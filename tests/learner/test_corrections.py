@@ -115,37 +115,48 @@ def between(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def decoupled_by_hand(t: Token, low: float, high: float, dual: float, upper: float) -> tuple[float, float]:
+def times(weight: float, t: Token, low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> tuple[float, float]:
+    """A weight of proximal / behaviour times PPO's clipped surrogate of current / proximal."""
     term, coefficient = pessimistic(t.near, t.advantage, low, high, dual)
-    return min(t.old, upper) * term, min(t.old, upper) * coefficient
+    return weight * term, weight * coefficient
+
+
+def inside(value: float, low: float, high: float) -> float:
+    return value if low <= value <= high else 0.0
 
 
 # name, options, (token -> term, coefficient): the formulas of each paper, for one token at a time
 FORMULAS: list[tuple[str, dict[str, Any], Callable[[Token], tuple[float, float]]]] = [
     ("none", {}, lambda t: weighted(1.0, t)),
-    ("ppo_clip", {}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2)),
-    ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.4}, lambda t: pessimistic(t.ratio, t.advantage, 0.1, 0.4)),
+    ("ppo_clip", {}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2, 3.0)),
+    ("ppo_clip", {"dual_clip": None}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2)),
+    ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.4}, lambda t: pessimistic(t.ratio, t.advantage, 0.1, 0.4, 3.0)),
     ("ppo_clip", {"dual_clip": 1.5}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2, 1.5)),
-    ("decoupled", {}, lambda t: decoupled_by_hand(t, 0.2, 0.2, 0, 5.0)),
+    ("decoupled", {}, lambda t: times(inside(t.old, 0, 5), t)),
     (
         "decoupled",
         {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2, "upper": 1.1},
-        lambda t: decoupled_by_hand(t, 0.1, 0.3, 1.2, 1.1),
+        lambda t: times(inside(t.old, 0, 1.1), t, 0.1, 0.3, 1.2),
     ),
-    ("tis", {}, lambda t: weighted(min(t.ratio, 2.0), t)),
-    ("tis", {"lower": 0.8, "upper": 1.3}, lambda t: weighted(between(t.ratio, 0.8, 1.3), t)),
+    ("tis", {}, lambda t: times(min(t.old, 2.0), t)),
+    ("tis", {"lower": 0.8, "upper": 1.3, "clip_low": 0.1}, lambda t: times(between(t.old, 0.8, 1.3), t, 0.1)),
     ("aipo", {}, lambda t: weighted(min(t.ratio, 4.0), t)),
     ("aipo", {"upper": 1.2}, lambda t: weighted(min(t.ratio, 1.2), t)),
     ("cispo", {}, lambda t: weighted(min(t.ratio, 1.28), t)),
     ("cispo", {"clip_low": 0.3, "clip_high": 0.1}, lambda t: weighted(between(t.ratio, 0.7, 1.1), t)),
-    ("icepop", {}, lambda t: weighted(t.ratio if 0.5 <= t.ratio <= 5 else 0.0, t)),
-    ("icepop", {"lower": 0.9, "upper": 1.2}, lambda t: weighted(t.ratio if 0.9 <= t.ratio <= 1.2 else 0.0, t)),
+    ("icepop", {}, lambda t: times(inside(t.old, 0.5, 5), t)),
+    (
+        "icepop",
+        {"lower": 0.9, "upper": 1.2, "clip_high": 0.1, "dual_clip": None},
+        lambda t: times(inside(t.old, 0.9, 1.2), t, high=0.1, dual=0.0),
+    ),
     ("sequence_mask", {}, lambda t: weighted(t.ratio if t.ratio <= 2 else 0.0, t)),
     ("sequence_mask", {"lower": 0.7, "upper": 1.4}, lambda t: weighted(t.ratio if 0.7 <= t.ratio <= 1.4 else 0.0, t)),
     ("geometric_mask", {}, lambda t: weighted(t.own if 0.9 <= t.mean <= 1.1 else 0.0, t)),
     ("geometric_mask", {"lower": 0.7, "upper": 1.3}, lambda t: weighted(t.own if 0.7 <= t.mean <= 1.3 else 0.0, t)),
-    ("gspo", {}, lambda t: pessimistic(t.mean, t.advantage, 3e-4, 4e-4)),
-    ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, lambda t: pessimistic(t.mean, t.advantage, 0.1, 0.2)),
+    ("gspo", {}, lambda t: pessimistic(t.mean, t.advantage, 3e-4, 4e-4, 3.0)),
+    ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, lambda t: pessimistic(t.mean, t.advantage, 0.1, 0.2, 3.0)),
+    ("gspo", {"dual_clip": 1.1}, lambda t: pessimistic(t.mean, t.advantage, 3e-4, 4e-4, 1.1)),
 ]
 
 
@@ -219,21 +230,90 @@ def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_
     assert made.clipped.tolist() == [False, True, False, True, False, True]
     np.testing.assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
     np.testing.assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
-    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3})(*one(ratio, advantage))
+    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(*one(ratio, advantage))
     assert plain.clipped.tolist() == [False, True, False, True, False, False]
     good = load("ppo_clip", {"clip_high": 9.0, "dual_clip": 3.0})(*one([4.0], [1.0]))
     assert good.term.tolist() == pytest.approx([4.0])  # dual clip is for bad tokens only
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "decoupled", "tis", "icepop", "gspo"])
+def test_a_bad_token_far_off_policy_has_no_weight_unless_dual_clip_is_null(name: str) -> None:
+    zeros, ones = torch.zeros(1), -torch.ones(1)
+    logprobs = Logprobs(torch.tensor([20.0], requires_grad=True), zeros, zeros)
+    bounded, plain = (load(name, {"level": "token", **o})(logprobs, ones) for o in ({}, {"dual_clip": "null"}))
+    assert (bounded.coefficient.item(), bounded.term.item()) == (0, -3)
+    assert plain.coefficient.item() == pytest.approx(math.exp(20))
+    assert bounded.clipped.item()
+
+
+def far_off(seed: int, tokens: int = 6000, spread: float = 0.8) -> tuple[Logprobs, torch.Tensor]:
+    """Tokens in float64 whose log-ratios proximal / behaviour and current / proximal are normal with this spread and a fourth of it."""
+    rng = np.random.default_rng(seed)
+    behaviour = rng.uniform(-3, -0.1, tokens)
+    proximal = behaviour + rng.normal(0, spread, tokens)
+    current = torch.tensor(proximal + rng.normal(0, spread / 4, tokens), requires_grad=True)
+    return Logprobs(current, torch.as_tensor(proximal), torch.as_tensor(behaviour)), torch.as_tensor(
+        rng.normal(0, 1, tokens)
+    )
+
+
+def test_decoupled_is_areals_loss_and_tis_truncates_where_it_masks() -> None:
+    logprobs, advantage = far_off(0)
+    # AReaL's loss as its code computes it: the worse of plain and clipped, at most 3 |A|, times the weight, which is 0 above the cap.
+    ratio, weight = (logprobs.current - logprobs.proximal).exp(), (logprobs.proximal - logprobs.behaviour).exp()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    loss = torch.minimum(loss, 3.0 * advantage.abs())
+    above = weight > 5.0
+    masked, truncated = (load(name, {"upper": 5.0})(logprobs, advantage) for name in ("decoupled", "tis"))
+    for surrogate, factor in ((masked, weight.masked_fill(above, 0.0)), (truncated, weight.clamp(max=5.0))):
+        np.testing.assert_allclose(surrogate.term.detach(), -(loss * factor).detach(), rtol=1e-12)
+        (expected,) = torch.autograd.grad(-(loss * factor).sum(), logprobs.current, retain_graph=True)
+        (slope,) = torch.autograd.grad(surrogate.term.sum(), logprobs.current)
+        np.testing.assert_allclose(slope, expected, rtol=1e-12)
+    assert 100 < int(above.sum()) < 200
+    assert torch.equal(masked.masked, above)
+    assert not truncated.masked.any()
+    assert torch.equal(masked.term != truncated.term, above)
+
+
+@pytest.mark.parametrize(("name", "direct"), [("tis", "aipo"), ("icepop", "sequence_mask")])
+def test_published_and_direct_forms_are_equal_in_the_first_step_only_and_only_the_published_is_limited(
+    name: str, direct: str
+) -> None:
+    options: dict[str, Any] = {"upper": 2.0} | ({"lower": 0.5} if name == "icepop" else {})
+    later, advantage = far_off(1)
+    first = Logprobs(later.proximal.clone().requires_grad_(), later.proximal, later.behaviour)
+
+    def coefficients(logprobs: Logprobs) -> list[torch.Tensor]:
+        return [load(which, {"level": "token", **options})(logprobs, advantage).coefficient for which in (name, direct)]
+
+    np.testing.assert_allclose(*coefficients(first), rtol=1e-12)
+    published, unlimited = coefficients(later)
+    assert int((~torch.isclose(published, unlimited)).sum()) > 1000
+    moved = (later.current - later.proximal).exp()
+    beyond = ((moved > 1.2) & (advantage > 0)) | ((moved < 0.8) & (advantage < 0))
+    assert beyond.any()
+    assert not published[beyond].any()
+    assert unlimited[beyond].any()
+
+
+def test_gspo_brings_the_aggregation_with_which_it_is_defined() -> None:
+    gspo, tis = load("gspo", {}), load("tis", {})
+    assert (gspo.aggregation("auto"), tis.aggregation("auto")) == ("trajectory", "turn")
+    assert (gspo.aggregation("turn"), tis.aggregation("token")) == ("turn", "token")
+    assert gspo.doubts(4, "auto") == []
+    assert len(gspo.doubts(4, "turn")) == 1
+
+
 def test_masks_count_exactly_the_tokens_out_of_bounds_and_clips_are_no_masks() -> None:
     ratio = [0.4, 0.6, 1.0, 4.9, 5.1]
-    made = load("icepop", {})(*one(ratio, [1.0] * 5))
+    made = load("sequence_mask", {"level": "token", "lower": 0.5, "upper": 5.0})(*one(ratio, [1.0] * 5))
     assert made.masked.tolist() == [True, False, False, False, True]
     assert not made.clipped.any()
     assert made.coefficient.tolist() == pytest.approx([0, 0.6, 1, 4.9, 0])
     mask = load("geometric_mask", {"level": "token"})(*one(ratio, [1.0] * 5))
     assert mask.masked.tolist() == [True, True, False, True, True]
-    for name in ("none", "tis", "aipo", "cispo"):
+    for name in ("none", "aipo", "cispo"):
         made = load(name, {})(*one(ratio, [1.0] * 5))
         assert not (made.masked | made.clipped).any()
     assert not load("ppo_clip", {})(*one(ratio, [1.0] * 5)).masked.any()
@@ -291,6 +371,7 @@ def test_each_correction_says_its_level_and_whether_it_reads_the_proximal_policy
     for name, function in CORRECTIONS.items():
         default = "token" if name == "none" else inspect.signature(function).parameters["level"].default
         assert load(name, {}).level == default
-        assert load(name, {"level": "turn"}).needs_proximal == (name == "decoupled")
-        assert load(name, {"level": "sequence"}).needs_proximal == (name != "none")
+        assert load(name, {"level": "turn"}).needs_proximal(2) == (name in ("decoupled", "tis", "icepop"))
+        assert not load(name, {"level": "turn"}).needs_proximal(1)
+        assert load(name, {"level": "sequence"}).needs_proximal(1) == (name != "none")
     assert [load(name, {}).level for name in ("sequence_mask", "geometric_mask", "gspo")] == ["sequence"] * 3

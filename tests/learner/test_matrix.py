@@ -373,7 +373,7 @@ def fresh(name: str) -> Fresh:
     return Fresh(table, rows, advantages.astype(np.float32), weights, current, proximal)
 
 
-def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]]) -> np.ndarray:
+def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]], epochs: int = 2) -> np.ndarray:
     """The slope of the objective by each current log-probability when the paths are forwarded in these portions."""
     ids = batch.table.trajectories().of[batch.table.row()] if correct.level == "sequence" else batch.table.row()
     standing = batch.current if correct.follows else batch.proximal
@@ -390,10 +390,23 @@ def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]])
 
     stepper: Any = SimpleNamespace(step=lambda version: 0.0, rate=lambda version: 0.0, local_square=lambda: 0.0)
     policy: Any = Says()
-    step = PolicyStep(policy, stepper, correct, LearnerConfig(kl_coef=0.0, entropy_coef=0.0), Ranks(60))
+    step = PolicyStep(policy, stepper, correct, LearnerConfig(kl_coef=0.0, entropy_coef=0.0, epochs=epochs), Ranks(60))
     step.step(known, Plan([], [(list(rows), False) for rows in forwards], 1, 1), 1.0, 0, None)
     assert leaf.grad is not None
     return -leaf.grad.numpy()
+
+
+@pytest.mark.parametrize(("name", "direct"), [("tis", "aipo"), ("icepop", "sequence_mask")])
+def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(name: str, direct: str) -> None:
+    """Nothing is forwarded for it, so the update costs no more than with current / behaviour as the weight."""
+    batch, options = fresh("grpo"), {"upper": 1.1} | ({"lower": 0.9} if name == "icepop" else {})
+    unknown = msgspec.structs.replace(batch, proximal=np.full_like(batch.proximal, np.nan))
+    correct, plain = (corrections.load(which, {"level": "token", **options}) for which in (name, direct))
+    forwards = [range(0, len(batch.table), 2), range(1, len(batch.table), 2)]
+    assert not correct.needs_proximal(1)
+    expected = stepped(batch, plain, forwards)
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(stepped(unknown, correct, forwards, epochs=1), expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -164,6 +165,23 @@ def test_the_losses_of_two_halves_of_the_questions_are_parts_of_the_whole_loss(l
     assert (second[1][[0, 1, 2, 3, 8, 9, 10, 11]] == 0).all()
     np.testing.assert_allclose((first[1] * uses[0] + second[1] * uses[1]) / uses.sum(), slope, atol=1e-12)
     assert (first[0].loss * uses[0] + second[0].loss * uses[1]) / uses.sum() == pytest.approx(whole.loss)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
+def test_a_trajectory_without_an_outcome_is_neither_positive_nor_negative(loss: str) -> None:
+    config = PrmConfig(loss=loss)  # pyright: ignore[reportArgumentType]
+    tree, ones = np.zeros(4, np.int64), np.ones(4, np.int64)
+    table = TurnTable(tree, tree, np.arange(4), ones, ones, {"outcome": np.array([1, np.nan, 0, 1])})
+    rewards = np.array([0.3, 9.0, -0.2, 0.1])
+    known = np.array([0, 2, 3])
+    expected, slope = preference(table.only(np.isin(np.arange(4), known)), rewards[known], config)
+    found, each = preference(table, rewards, config)
+    assert found.loss == pytest.approx(expected.loss)
+    assert found.used == expected.used > 0
+    np.testing.assert_allclose(each[known], slope)
+    assert each[1] == 0
+    nothing = msgspec.structs.replace(table, scores={"outcome": np.full(4, np.nan)})
+    assert preference(nothing, rewards, config)[0].used == 0
 
 
 def test_a_trajectory_is_positive_when_its_outcome_is_above_the_threshold() -> None:

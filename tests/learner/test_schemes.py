@@ -291,19 +291,19 @@ def test_turn_grpo_leaves_turns_without_a_score_out_of_every_statistic() -> None
     assert turn_grpo.advantages(made_of([2], {"reward": [NO, NO]})).tolist() == [0, 0]
 
 
-def test_outcome_compares_episodes_of_the_whole_batch_and_a_timeout_is_zero() -> None:
-    # returns 1, -1, 0 (timeout), 1: mean .25, population variance .75 - .0625
-    t = made_of([2, 1, 2, 1], {"outcome": [NO, 1, -1, NO, NO, 1]}, tree=[0, 1, 2, 3])
+def test_outcome_compares_episodes_of_the_whole_batch() -> None:
+    # returns 1, -1, 0 (out of turns), 1: mean .25, population variance .75 - .0625
+    t = made_of([2, 1, 2, 1], {"outcome": [NO, 1, -1, NO, 0, 1]}, tree=[0, 1, 2, 3])
     expected = [0.9045, 0.9045, -1.5076, -0.3015, -0.3015, 0.9045]
     np.testing.assert_allclose(outcome.advantages(t), expected, atol=5e-5)
 
 
 def test_mc_pr_rewards_are_differences_of_values_that_end_at_the_outcome() -> None:
     t = made_of([3, 2, 1], {"mc_value": [0.5, 0.7, 0.2, 0.5, 0.9, 0.4], "outcome": [NO, NO, 1, NO, -1, NO]})
-    # the last episode has no outcome: a timeout ends at 0
-    np.testing.assert_allclose(mc_pr.temporal_differences(t), [0.2, -0.5, 0.8, 0.4, -1.9, -0.4])
+    # the last episode has no outcome, so its last difference is unknown
+    np.testing.assert_allclose(mc_pr.temporal_differences(t), [0.2, -0.5, 0.8, 0.4, -1.9, NO])
     summed = [mc_pr.temporal_differences(t)[rows].sum() for rows in t.trajectories().rows]
-    np.testing.assert_allclose(summed, [1 - 0.5, -1 - 0.5, -0.4])  # telescopes to outcome - V(s_0)
+    np.testing.assert_allclose(summed, [1 - 0.5, -1 - 0.5, NO])  # telescopes to outcome - V(s_0)
 
 
 def test_mc_pr_normalises_the_differences_by_turn_and_leaves_out_turns_next_to_a_missing_value() -> None:
@@ -463,9 +463,12 @@ def test_oprl_merged_compares_outcome_plus_step_score_once() -> None:
 
 
 def test_oprl_with_the_environments_rewards_reads_them_instead_of_the_reward_model() -> None:
-    # 1, 2, 3, 4, missing = 0: mean 2
+    # 1, 2, 3, 4 with mean 2.5; the fifth step has no reward
     made = oprl.advantages(oprl_case(), "rloo", "environment", alpha=1).advantages - A_E["rloo"]
-    np.testing.assert_allclose(made, 1.25 * (np.array([1, 2, 3, 4, 0]) - 2))
+    np.testing.assert_allclose(made, 4 / 3 * np.array([-1.5, -0.5, 0.5, 1.5, 0]))
+    made = oprl.advantages(oprl_case(), "reinforce_pp", "environment", alpha=1).advantages
+    made -= oprl.advantages(oprl_case(), "reinforce_pp", alpha=0).advantages
+    np.testing.assert_allclose(made, np.array([-1.5, -0.5, 0.5, 1.5, 0]) / 1.25**0.5, atol=1e-7)
 
 
 def test_oprl_token_level_compares_returns_to_go_of_the_implicit_reward() -> None:
@@ -547,7 +550,7 @@ def test_gigpo_shares_an_observation_within_a_question_only_and_needs_observatio
         gigpo.advantages(made_of([1], {"reward": [1]}))
 
 
-def test_gigpo_takes_a_missing_reward_as_zero_and_compares_steps_of_one_trajectory_too() -> None:
+def test_gigpo_reads_an_outcome_that_only_last_turns_have_and_compares_steps_of_one_trajectory_too() -> None:
     # G = .95 x 1, 1 on one observation: mean .975; a lone episode has no episode advantage
     t = made_of([2], {"reward": [NO, 1]}, anchor=[3, 3])
     np.testing.assert_allclose(gigpo.advantages(t), [-0.025, 0.025], atol=1e-12)
@@ -573,18 +576,21 @@ def prime_by_hand(low: float, high: float) -> list[float]:
         (1, 1.0, [0.1], [1]),
         (1, 1.0, [0.2, -0.3], [1, 1]),
     ]
-    largest = max(abs(sum(r[i:])) for _, _, r, _ in responses for i in range(len(r)))
+    accuracy = {q: np.mean([score > 0 for other, score, _, _ in responses if other == q]) for q in (0, 1)}
+    fit = [low <= accuracy[question] <= high for question, _, _, _ in responses]
+    largest = max(
+        abs(sum(r[i:])) for (_, _, r, _), fits in zip(responses, fit, strict=True) for i in range(len(r)) if fits
+    )
     flat, kept = [], []
-    for question, score, rewards, sampled in responses:
+    for (question, score, rewards, sampled), fits in zip(responses, fit, strict=True):
         mates = [m for m in responses if m[0] == question]
         n = len(mates)
         mean = sum(sum(r) / largest / sum(s) for _, _, r, s in mates) / n
         final = n / (n - 1) * (score - sum(m[1] for m in mates) / n)
         process = [s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)]
-        accuracy = sum(m[1] > 0 for m in mates) / n
         for i, s in enumerate(sampled):
             flat.append(5 * sum(process[i:]) + 5 * final)
-            kept.append(bool(s) and low <= accuracy <= high)
+            kept.append(bool(s) and fits)
     inside = [x for x, k in zip(flat, kept, strict=True) if k]
     mean = sum(inside) / len(inside)
     std = (sum((x - mean) ** 2 for x in inside) / len(inside)) ** 0.5
@@ -601,6 +607,23 @@ def test_prime_leaves_questions_out_that_are_too_easy_or_too_hard() -> None:
     np.testing.assert_allclose(made, prime_by_hand(0.2, 0.8), atol=1e-6)
     assert made[5:].tolist() == [0, 0, 0]
     assert prime.advantages(prime_case(), accuracy_low=0.6, accuracy_high=0.9).tolist() == [0] * 8
+
+
+def test_prime_sets_its_scale_after_the_filter() -> None:
+    # In question 0 the token rewards are 1 and -1, whose largest return-to-go is 1; question 1 is too easy and has 50.
+    prm = {"prm": [0.0, 1, -1, 0, 50, 0, 0, 0]}
+    t = made_of([1] * 4, {"outcome": [1, 0, 1, 1]}, tree=[0, 0, 1, 1], tokens=[2] * 4, token_scores=prm)
+    # (x - mean of means) x 2: means .5 and -.5; outcome 2 (x - .5) = 1, -1; returns-to-go 5 (2 + 1), 5 (2 + 1) and 5 (-2 - 1), -5
+    np.testing.assert_allclose(prime.advantages(t)[4:], 0)
+    expected = np.array([15, 15, -15, -5])
+    np.testing.assert_allclose(prime.advantages(t)[:4], (expected - 2.5) / expected.std(), atol=1e-6)
+
+
+def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there() -> None:
+    score = {"outcome": [1, 0, NO, 1, NO, 1]}
+    t = made_of([1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]})
+    np.testing.assert_allclose(prime.advantages(t), [1, -1, 0, 0, 0, 0], atol=1e-6)
+    assert schemes.load("prime", {}).trains(t).tolist() == [True, True, False, False, False, False]
 
 
 def test_prime_by_hand_for_two_responses_of_one_token() -> None:
@@ -837,6 +860,96 @@ def test_reduced_and_unnormalised_process_rewards_pay_the_same_in_all(seed: int)
     trajectories = t.trajectories()
     paid = [trajectories.total(ppr.turn_rewards(t, how)) for how in ("reduced", "none")]
     np.testing.assert_allclose(paid[0], paid[1])
+
+
+# Missing scores: no baseline, no spread, no advantage
+
+
+def lacking(t: TurnTable, turns: np.ndarray) -> TurnTable:
+    """The table without the outcome and the rewards of some turns, [turns]."""
+    missing = {name: np.where(turns, NO, t.column(name)) for name in ("outcome", "reward")}
+    return msgspec.structs.replace(t, scores=t.scores | missing)
+
+
+@settings(max_examples=80, deadline=None)
+@given(SEEDS, st.sampled_from([which for which in EVERY if which[0] != "slate"]))
+def test_a_trajectory_without_its_outcome_changes_no_other_and_gets_nothing(
+    seed: int, which: tuple[str, dict[str, Any]]
+) -> None:
+    t, scheme = random_table(seed), schemes.load(*which)
+    trajectories = t.trajectories()
+    gone = trajectories.of == seed % len(trajectories.tree)
+    assume(not gone.all())
+    made, without = scheme(lacking(t, gone)), scheme(t.only(~gone))
+    tokens = t.per_token(gone)
+    assert not made.advantages[tokens].any()
+    np.testing.assert_allclose(made.advantages[~tokens], without.advantages, atol=1e-9)
+    if without.returns is not None:
+        np.testing.assert_allclose(targets(made)[~tokens], without.returns, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", EVERY, ids=str)
+def test_a_batch_without_any_score_teaches_nothing(which: tuple[str, dict[str, Any]]) -> None:
+    t, scheme = random_table(5), schemes.load(*which)
+    nothing = scheme(lacking(t, np.ones(len(t), bool))).advantages
+    assert nothing.shape == (int(t.tokens.sum()),)
+    assert not nothing.any()
+
+
+def test_missing_outcomes_by_hand() -> None:
+    t = made_of([1] * 5, {"outcome": [1, NO, 0, NO, 5], "reward": [1, NO, 0, NO, 5]}, tree=[0, 0, 0, 1, 1])
+    half = 0.5**0.5
+    np.testing.assert_allclose(grpo.advantages(t, "outcome"), [half, 0, -half, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(slate_full.advantages(t), [half, 0, -half, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(rloo.advantages(t, "outcome"), [1, 0, -1, 0, 0])
+    # 1, 0, 5: mean 2, population variance (1 + 4 + 9) / 3
+    np.testing.assert_allclose(outcome.advantages(t), np.array([-1, 0, -2, 0, 3]) / (14 / 3) ** 0.5, atol=1e-7)
+    # centred .5, -.5, 0: variance 1 / 6
+    expected = np.array([0.5, 0, -0.5, 0, 0]) * 6**0.5
+    np.testing.assert_allclose(reinforce_pp.advantages(t), expected, atol=1e-7)
+    np.testing.assert_allclose(slate.advantages(t), [half, 0, -half, 0, 0], atol=1e-6)
+    assert schemes.load("slate", {}).metrics(t) == {"learner/incomplete_trajectories": 2}
+    assert schemes.load("grpo", {}).metrics(t) == {}
+
+
+def test_a_return_is_missing_where_one_of_its_rewards_is() -> None:
+    # 2 + 1, 1 + a missing reward, 0 + 1: the returns 3 and 1 are compared
+    t = made_of([2, 2, 2], {"reward": [2, 1, 1, NO, 0, 1]})
+    np.testing.assert_allclose(rloo.advantages(t), [2, 2, 0, 0, -2, -2])
+    np.testing.assert_array_equal(t.trajectories().total(t.column("reward")), [3, NO, 1])
+    assert schemes.load("rloo", {}).trains(t).tolist() == [True, True, False, False, True, True]
+
+
+# The sample's and the population's standard deviation
+
+
+@pytest.mark.parametrize(
+    ("which", "option"),
+    [
+        (("gae", {}), "whiten_ddof"),
+        (("ppr", {}), "whiten_ddof"),
+        (("prime", {"accuracy_low": 0, "accuracy_high": 1}), "whiten_ddof"),
+        (("reinforce_pp", {}), "whiten_ddof"),
+        (("oprl", {"base": "reinforce_pp"}), "whiten_ddof"),
+        (("oprl", {"base": "grpo", "variant": "process"}), "ddof"),
+        (("outcome", {}), "ddof"),
+        (("turn_grpo", {"n_min": 99}), "ddof"),
+        (("mc_pr", {"n_min": 99}), "ddof"),
+        (("vpr_v2", {}), "ddof"),
+    ],
+    ids=str,
+)
+def test_sample_and_population_deviation_differ_by_the_root_of_n_over_n_minus_one(
+    which: tuple[str, dict[str, Any]], option: str
+) -> None:
+    t = random_table(11)
+    population, sample = (schemes.load(which[0], which[1] | {option: ddof})(t).advantages for ddof in (0, 1))
+    n = {"outcome": len(t.trajectories().tree), "whiten_ddof": t.mask().sum()}
+    n = n["whiten_ddof"] if option == "whiten_ddof" else n.get(which[0], len(t))
+    if which == ("oprl", {"base": "grpo", "variant": "process"}):  # within each question
+        n = t.per_token(np.bincount(t.tree)[t.tree])
+    assert np.abs(population).max() > 0.1
+    np.testing.assert_allclose(population, sample * np.sqrt(n / np.maximum(n - 1, 1)), atol=1e-4)
 
 
 @pytest.mark.parametrize("which", EVERY, ids=str)

@@ -1,5 +1,6 @@
 """Whole updates: stop and resume, published weights, batches from the stream."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,10 @@ from learner.main import pack_batch, unpack_batch
 from learner.publish import publish
 from learner.selfcheck import PackingError
 from learner.trainer import Batch
-from tests.updates import batch, episodes, gradient, groups, state, trainer
+from tests.updates import batch, episodes, everything, gradient, groups, state, steady, trainer
 from tools.inspecting.export import export
 from wire.faults import InfrastructureFault
-from wire.messages import TrainGroup, TreeClosed
+from wire.messages import TrainGroup, TreeClosed, Turn
 
 
 @pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")])
@@ -70,6 +71,72 @@ def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipp
     assert metrics["learner/skipped"] == 1
     assert made.version == 1
     assert all(torch.equal(value, state(made)[name]) for name, value in before.items())
+
+
+def scored(some: Batch, outcome: Callable[[int, Turn], float | None], out: bool = False) -> Batch:
+    """The batch with other outcomes (tree, last turn -> outcome); None: without an outcome, or, ``out``, without the trajectory's turns."""
+    changed = []
+    for group in some.groups:
+        last = {turn.trajectory: outcome(group.tree, turn) for turn in group.turns if "outcome" in turn.scores}
+        turns = []
+        for turn in group.turns:
+            if out and last[turn.trajectory] is None:
+                continue
+            scores = {name: value for name, value in turn.scores.items() if name != "outcome"}
+            score = last[turn.trajectory]
+            own = {"outcome": score} if "outcome" in turn.scores and score is not None else {}
+            turns.append(msgspec.structs.replace(turn, scores=scores | own))
+        changed.append(msgspec.structs.replace(group, turns=turns))
+    return msgspec.structs.replace(some, groups=changed)
+
+
+MODELS = {
+    "gae": {"critic": {"lr": 1e-2}, "aggregation": "token"},
+    "oprl": {"prm": {"lr": 1e-2}},
+    "prime": {"prm": {"lr": 1e-2, "loss": "cross_entropy"}},
+}
+
+
+@pytest.mark.parametrize("scheme", MODELS)
+def test_an_update_is_that_of_the_batch_without_the_trajectories_that_lack_their_outcome(
+    tmp_path: Path, llama: Path, scheme: str
+) -> None:
+    def known(tree: int, turn: Turn) -> float | None:
+        return None if turn.trajectory == 0 else float(turn.trajectory == 1)
+
+    some = episodes(8, 0)
+    lacking, without = (steady(trainer(llama, tmp_path, scheme=scheme, **MODELS[scheme])) for _ in range(2))
+    before = everything(lacking)
+    metrics, expected = lacking.update(scored(some, known)), without.update(scored(some, known, out=True))
+    assert (metrics["learner/left_out_trajectories"], expected["learner/left_out_trajectories"]) == (3, 0)
+    assert metrics["learner/turns"] == expected["learner/turns"]
+    after = everything(without)
+    assert {name.split("/")[0] for name, value in after.items() if not torch.equal(value, before[name])} == {
+        part.split("/")[0] for part in before
+    }
+    for name, value in everything(lacking).items():
+        assert torch.equal(value, after[name]), name
+
+
+def test_primes_reward_model_trains_on_the_questions_that_its_filter_keeps(tmp_path: Path, llama: Path) -> None:
+    some = episodes(8, 0)
+    easy = some.groups[0].tree
+
+    def outcome(tree: int, turn: Turn) -> float | None:
+        return 1.0 if tree == easy else float(turn.trajectory == 1)
+
+    def kept(tree: int, turn: Turn) -> float | None:
+        return None if tree == easy else outcome(tree, turn)
+
+    made, without = (steady(trainer(llama, tmp_path, scheme="prime", **MODELS["prime"])) for _ in range(2))
+    metrics, expected = made.update(scored(some, outcome)), without.update(scored(some, kept, out=True))
+    assert metrics["learner/left_out_trajectories"] == 3
+    assert metrics["prm/comparisons"] == expected["prm/comparisons"] == 6
+    after = everything(without)
+    for name, value in everything(made).items():
+        assert torch.equal(value, after[name]), name
+    nothing = made.update(msgspec.structs.replace(scored(some, lambda tree, turn: 1.0), version=1))
+    assert (nothing["learner/skipped"], nothing["learner/left_out_trajectories"], made.version) == (1, 9, 2)
 
 
 def test_training_raises_the_probability_of_rewarded_actions(tmp_path: Path, llama: Path) -> None:

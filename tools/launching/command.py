@@ -117,7 +117,7 @@ def _announce(config: Config, model: Path, run: Path) -> None:
         print(f"warning: {doubt}")
     if warning := processes.memory_warning(config, model):
         print(warning)
-    print(f"{processes.number_type(config)}\nrun folder {run}", flush=True)
+    print(f"{processes.number_type(config, model)}\nrun folder {run}", flush=True)
 
 
 def dry_run(config: Config, run: Path) -> int:

@@ -142,7 +142,8 @@ def _set(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
-    if value == "null":
+    # An option of a correction may know null as a value (wire.options.checked).
+    if value == "null" and path[-1:] != ["correction_options"]:
         tree.pop(last, None)
     else:
         tree[last] = value

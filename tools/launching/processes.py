@@ -35,6 +35,7 @@ class Process(msgspec.Struct, frozen=True):
 
 def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     """Write the process files and return the plan, the scheduler first."""
+    config = typed(config)
     folder = run / "processes"
     folder.mkdir(parents=True, exist_ok=True)
     r, s = str(run), config.scheduler
@@ -184,19 +185,54 @@ def _sized(config: Config, actors: int, ranks: int) -> Config:
     return replace(config, actors=replace(config.actors, count=actors), learner=replace(config.learner, count=ranks))
 
 
-def number_type(config: Config) -> str:
-    """Describe the number type in which the run computes, the reason for it, and the settings that change it."""
+def typed(config: Config) -> Config:
+    """Return the config with model.dtype written to the rooms that name no number type, and to the arguments of SGLang where actors start it."""
+    dtype, a, w, replace = config.model.dtype, config.actors, config.learner, msgspec.structs.replace
+    w = replace(w, dtype=dtype if w.dtype == "auto" else w.dtype)
+    if a.engine != "sglang":
+        a = replace(a, dtype=dtype if a.dtype == "auto" else a.dtype)
+    elif a.sglang.way != "url" and dtype != "auto":
+        a = replace(a, sglang=replace(a.sglang, arguments={"dtype": dtype} | a.sglang.arguments))
+    return replace(config, actors=a, learner=w)
+
+
+def number_type(config: Config, model: Path | None = None) -> str:
+    """Describe the number type in which the run computes, the reason for it, and the setting that changes it. model: the policy's folder."""
+    config = typed(config)
     learner, why = hardware.dtype_and_reason(config.learner.dtype)
-    if config.actors.engine != "local":
-        return f"number type of the learner: {learner} ({why}; learner.dtype); SGLang chooses its own (actors.sglang.arguments.dtype)"
-    actors, reason = hardware.dtype_and_reason(config.actors.dtype)
+    actors, reason = _acting(config, model)
+    if not actors:
+        return f"number type of the learner: {learner} ({why}; model.dtype); that of the SGLang servers is their own and must be the same"
     if actors != learner:
         return (
             f"warning: the learner computes in {learner} ({why}) and the actors in {actors} ({reason}): the log-probabilities of the same"
-            " tokens then differ by rounding, which the correction cannot tell from staleness; set learner.dtype and actors.dtype alike"
+            " tokens then differ by rounding, which the correction cannot tell from staleness; set model.dtype, and neither learner.dtype,"
+            " actors.dtype nor actors.sglang.arguments.dtype"
         )
-    change = "; --set learner.dtype=float32 --set actors.dtype=float32 changes it" if learner == "bfloat16" else ""
+    chosen = learner == "bfloat16" and config.learner.dtype == "auto"
+    change = "; --set model.dtype=float32 changes it" if chosen else ""
     return f"number type {learner} ({why}{change})"
+
+
+def _acting(config: Config, model: Path | None) -> tuple[str, str]:
+    """Return the number type of the actors and the reason; "" if only a server that runs elsewhere, or a model not yet here, could tell."""
+    a = config.actors
+    if a.engine != "sglang":
+        return hardware.dtype_and_reason(a.dtype)
+    argument = str(a.sglang.arguments.get("dtype", "auto"))
+    if argument != "auto":
+        return {"half": "float16", "float": "float32"}.get(argument, argument), "actors.sglang.arguments.dtype"
+    stored = "" if model is None or a.sglang.way == "url" else _shape(model).get("dtype", "")
+    if not stored:
+        return "", ""
+    return "bfloat16" if stored == "bfloat16" else "float16", f"SGLang's choice for weights stored in {stored}"
+
+
+def _shape(model: Path) -> dict[str, Any]:
+    """Return the settings of a model's folder, with the number type of its weights as "dtype"; {} if it is not on this disk yet."""
+    settings = model / "config.json"
+    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
+    return {"dtype": shape["torch_dtype"]} | shape if "torch_dtype" in shape else shape
 
 
 _PROCESS_GIB, _REST_GIB = 0.4, 0.6
@@ -208,12 +244,12 @@ _SAVED = 9, 4
 
 def memory_gib(config: Config, model: Path) -> float:
     """Estimate the most main memory that all processes hold together, in GiB. The weights of a model not yet on disk count as 0."""
+    config = typed(config)
     a, w, served = config.actors, config.learner, config.judges.model
-    settings = model / "config.json"
-    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
+    shape = _shape(model)
     hidden, inner = shape.get("hidden_size", 0), shape.get("intermediate_size", 0)
     size = sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2**30
-    numbers = size / (4 if shape.get("dtype", shape.get("torch_dtype")) == "float32" else 2)
+    numbers = size / (4 if shape.get("dtype") == "float32" else 2)
     acting, learning = (4 if hardware.compute_dtype(d) == "float32" else 2 for d in (a.dtype, w.dtype))
     saved = w.micro_tokens * shape.get("num_hidden_layers", 0) * (_SAVED[0] * hidden + _SAVED[1] * inner)
     activations = saved * (4 if learning == 4 else 3) / 2**30

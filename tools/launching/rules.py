@@ -48,7 +48,7 @@ def check(config: Config) -> None:
 def doubts(config: Config) -> list[str]:
     """Warnings, printed when a run starts, about legal settings that do not do what their names promise."""
     w = config.learner
-    doubts = corrections.load(w.correction, w.correction_options).doubts(w.epochs * w.minibatches, w.aggregation)
+    doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
     if w.kl_estimator == "k1" and w.kl_coef:
         doubts.append(
             "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation; take 'k2' or 'k3', or learner.kl_reward_coef"
@@ -253,7 +253,7 @@ def _check_learner(w: LearnerConfig) -> None:
             f"learner.constant_tokens = {w.constant_tokens} with learner.aggregation = {w.aggregation!r}: 'constant' needs"
             " a number of tokens, the others take none"
         )
-    if idle := correction.idle(w.epochs * w.minibatches):
+    if idle := correction.idle(w.steps):
         raise ValueError(
             f"learner.correction_options {idle} have no effect with one optimizer step per update, where current and proximal"
             " policy are equal: raise learner.epochs or learner.minibatches, or remove them"

@@ -1,6 +1,6 @@
 """The settings of an experiment as typed structs: one section per room, and the settings of the launcher itself."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,9 +13,11 @@ from wire.numbers import Count, Natural
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [model]. name: "smollm2-135m", a Hugging Face folder or a hub id."""
+    """Section [model]. name: "smollm2-135m", a Hugging Face folder or a hub id. dtype: the number type of actors and learner; actors.dtype and
+    learner.dtype override it. "auto" is bfloat16 if the machine is faster in it, otherwise float32."""
 
     name: str = "smollm2-135m"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -56,7 +56,7 @@ def test_a_dry_run_prints_the_doubts_that_a_start_prints(
 ) -> None:
     monkeypatch.setattr("tools.launching.command.processes.free_gib", lambda: 0.0)
     monkeypatch.setattr("tools.launching.processes.hardware.visible_gpus", lambda: [])
-    correction = ["--set", "learner.correction=gspo", "--set", "learner.correction_options={}"]
+    correction = ["--set", "learner.correction=gspo", "--set", "learner.aggregation=token"]
     assert main(["--run-folder", str(tmp_path / "run"), *correction, *dry]) == status
     told = capsys.readouterr().out
     assert "warning: learner.correction = 'gspo'" in told

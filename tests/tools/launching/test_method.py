@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner import schemes
+from learner import corrections, schemes
 from scheduler import strategies
 from tools.bootstrap import ROOT
 from tools.launching import rules
@@ -140,11 +140,33 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
     assert rules.doubts(load(SLATE, [])) == []
-    (gspo,) = rules.doubts(load(SLATE, ["learner.correction=gspo", "learner.correction_options={}"]))
-    assert "the method is defined with 'trajectory'" in gspo
-    several = ["learner.correction=icepop", "learner.correction_options={}", "learner.epochs=2"]
-    (icepop,) = rules.doubts(load(SLATE, several))
-    assert "nothing limits how far the policy moves" in icepop
+    gspo = ["learner.correction=gspo", "learner.correction_options={}"]
+    assert rules.doubts(load(SLATE, gspo)) == []  # it brings its own aggregation
+    (doubt,) = rules.doubts(load(SLATE, [*gspo, "learner.aggregation=token"]))
+    assert "the method is defined with 'trajectory', which 'auto' takes" in doubt
+    for name, count in (("tis", 0), ("icepop", 0), ("decoupled", 0), ("aipo", 1), ("cispo", 1)):
+        several = [f"learner.correction={name}", "learner.correction_options={}", "learner.epochs=2"]
+        doubts = rules.doubts(load(SLATE, several))
+        assert len(doubts) == count
+        assert all("nothing limits how far the policy moves" in doubt for doubt in doubts)
+
+
+def test_dual_clip_is_on_unless_it_is_null() -> None:
+    def dual(overrides: list[str]) -> object:
+        config = load(SLATE, overrides).learner
+        options = corrections.load(config.correction, config.correction_options).options
+        return options.get("dual_clip", "default")
+
+    null = "learner.correction_options.dual_clip=null"
+    assert dual(["learner.correction_options={}"]) == "default"
+    assert dual(["learner.correction_options={}", null]) is None
+    assert dual(["learner.correction_options={ dual_clip = 2 }", null]) is None
+    assert dual(["learner.correction_options={ dual_clip = 2 }"]) == 2
+    cleared = load(SLATE, ["learner.correction_options={ clip_low = 0.1 }", "learner.correction_options.clip_low=null"])
+    assert corrections.load("ppo_clip", cleared.learner.correction_options).options == {}
+    load(
+        SLATE, ["learner.correction=none", "learner.correction_options={}", "learner.correction_options.clip_low=null"]
+    )
 
 
 def test_only_candidates_of_one_prefix_must_decode_together() -> None:

@@ -107,9 +107,13 @@ def test_clipping_around_the_behaviour_policy_turns_the_gradient_round_and_decou
     assert average(oldest, load("decoupled", {})).cosine > 0.3
 
 
-def test_decoupled_is_truncation_at_its_bound_when_an_update_begins(old: Stale) -> None:
-    found, same = average(old, load("decoupled", {"upper": 1.5})), average(old, load("aipo", {"upper": 1.5}))
-    assert (found.bias, found.deviation) == pytest.approx((same.bias, same.deviation))
+@pytest.mark.parametrize(
+    ("name", "same"), [("tis", "aipo"), ("decoupled", "sequence_mask"), ("icepop", "sequence_mask")]
+)
+def test_when_an_update_begins_a_clip_around_its_policy_is_idle(name: str, same: str, old: Stale) -> None:
+    options = {"upper": 1.5} | ({"lower": 0.5} if name == "icepop" else {})
+    found, direct = average(old, load(name, options)), average(old, load(same, {"level": "token", **options}))
+    assert (found.bias, found.deviation) == pytest.approx((direct.bias, direct.deviation))
 
 
 def test_vtrace_without_bounds_gives_the_values_of_the_current_policy_from_any_critic(old: Stale) -> None:
