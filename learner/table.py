@@ -72,6 +72,7 @@ class TurnTable(msgspec.Struct, frozen=True):
             None if self.anchor is None else self.anchor[kept],
             None if self.sampled is None else self.sampled[tokens],
             {name: column[tokens] for name, column in self.token_scores.items()},
+            [turn for turn, keep in zip(self.actions, kept, strict=True) if keep] if self.actions else [],
         )  # fmt: skip
 
     def column(self, name: str) -> np.ndarray:

@@ -4,11 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401 (its pytest plugin imports it at the end of a session, where 3.11 may fail to)
+import hypothesis  # at the top, because its pytest plugin imports it at the end of a session, where 3.11 may fail to
 import pytest
 import torch
 
 from tests import tiny
+
+hypothesis.settings.register_profile(
+    "any machine", deadline=None
+)  # how long an example takes is the machine's business
+hypothesis.settings.load_profile("any machine")
 
 SLOW = ("e2e", "faults", "gpu")
 """Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""

@@ -12,6 +12,7 @@ from learner.schemes import grpo
 from learner.segments import segments
 from learner.statistics import standardise, within
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
 
@@ -21,10 +22,11 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
+@trains_on(scored("column"))
 def advantages(
     table: TurnTable, column: str = "outcome", sharing: Literal["soft", "hard"] = "soft", eps: Positive = 1e-6
 ) -> np.ndarray:
-    """Return float64 [tokens]. A missing score counts as 0."""
+    """Return float64 [tokens]."""
     if sharing == "soft":
         return grpo.advantages(table, column, True, 1, eps)
     shared, trajectories = segments(table), table.trajectories()

@@ -10,6 +10,7 @@ import numpy as np
 from learner.statistics import whiten as whiten_tokens
 from learner.table import TurnTable
 from learner.targets import Estimate, gae
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive, Share
 
@@ -19,10 +20,11 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="batch", models=frozenset({"value"}))
 
 
+@trains_on(scored("column"))
 def advantages(
     table: TurnTable, column: str = "outcome", gamma: Share = 1.0, alpha: Positive = 0.05, whiten: bool = True
 ) -> Estimate:
-    """Return advantages and value targets. A missing score counts as 0. alpha: not published; the default is VAPO's (arXiv 2504.05118)."""
+    """Return advantages and value targets. alpha: not published; the default is VAPO's (arXiv 2504.05118)."""
     rewards, values = (
         table.at_last_token(np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)),
         table.token_column("value"),

@@ -12,6 +12,7 @@ import numpy as np
 from learner.segments import segments
 from learner.statistics import whiten as whiten_tokens
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
 
@@ -21,8 +22,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
+@trains_on(scored("column"))
 def advantages(table: TurnTable, column: str = "outcome", certain: Positive = 0.9, whiten: bool = True) -> np.ndarray:
-    """Return float64 [tokens]. A missing score counts as 0. certain: more than 1 masks no token."""
+    """Return float64 [tokens]. certain: more than 1 masks no token."""
     edges, trajectories = segments(table), table.trajectories()
     leaf_weights = trajectories.total(table.scores["weight"]) if "weight" in table.scores else None
     value = edges.mean(trajectories.total(table.column(column)), leaf_weights)

@@ -8,6 +8,7 @@ import numpy as np
 
 from learner.statistics import standardise, within
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 from wire.numbers import Positive
 
@@ -17,8 +18,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
+@trains_on(scored("column"))
 def advantages(table: TurnTable, column: str = "outcome", eps: Positive = 1e-6) -> np.ndarray:
-    """Return float64 [tokens]. A missing score counts as 0."""
+    """Return float64 [tokens]."""
 
     def z(values: np.ndarray) -> np.ndarray:
         return standardise(values, True, 1, eps) if len(values) > 1 else values / (1 + eps)

@@ -11,6 +11,7 @@ import numpy as np
 from learner.segments import segments
 from learner.statistics import whiten
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 
 
@@ -19,8 +20,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
+@trains_on(scored("column"))
 def advantages(table: TurnTable, column: str = "outcome", weighting: Literal["size", "plain"] = "size") -> np.ndarray:
-    """Return float64 [tokens]. A missing score counts as 0."""
+    """Return float64 [tokens]."""
     nodes, trajectories = segments(table), table.trajectories()
     returns = trajectories.total(table.column(column))
     mean, result = nodes.mean(returns), np.zeros(len(returns))

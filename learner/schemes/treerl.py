@@ -9,6 +9,7 @@ import numpy as np
 from learner.segments import segments
 from learner.statistics import leave_one_out, within
 from learner.table import TurnTable
+from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
 
 
@@ -17,8 +18,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
 
 
+@trains_on(scored("column"))
 def advantages(table: TurnTable, column: str = "outcome") -> np.ndarray:
-    """Return float64 [tokens]. A missing score counts as 0."""
+    """Return float64 [tokens]."""
     steps, trajectories = segments(table), table.trajectories()
     value = steps.mean(within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out))
     advantage = np.where(steps.parent < 0, 0.0, (2 * value - steps.above(value)) / np.sqrt(steps.leaves))

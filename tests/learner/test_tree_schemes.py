@@ -206,6 +206,20 @@ def test_equal_outcomes_teach_nothing(name: str, seed: int, outcome: float) -> N
     np.testing.assert_allclose(schemes.load(name, {})(table).advantages, 0, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo", "sao"])
+def test_a_leaf_without_its_outcome_changes_no_other_and_gets_nothing(name: str) -> None:
+    paths, outcomes = [*TREE[:3], [[2, 9], [4]], *TREE[3:]], [1.0, 0.0, 1.0, np.nan, 0.25]
+    table = leaves(paths, outcomes)
+    values = np.random.default_rng(3).random(int(table.tokens.sum()))
+    table = msgspec.structs.replace(table, token_scores={"value": values})
+    gone = table.trajectory == 3
+    lacking, without = (schemes.load(name, {})(some).advantages for some in (table, table.only(~gone)))
+    tokens = table.per_token(gone)
+    assert np.abs(without).max() > 0.1
+    np.testing.assert_allclose(lacking[~tokens], without, atol=1e-12)
+    assert (lacking[tokens] == 0).all()
+
+
 @given(seed=st.integers(0, 2**16))
 def test_means_over_leaves_agree_with_a_count_by_prefixes(seed: int) -> None:
     rng = np.random.default_rng(seed)
