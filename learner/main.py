@@ -94,7 +94,8 @@ class Leader:
             if trees is None:
                 self._news.clear()
                 try:
-                    await asyncio.wait_for(self._news.wait(), max(0.0, heard + quiet - time.monotonic()))
+                    async with asyncio.timeout(max(0.0, heard + quiet - time.monotonic())):
+                        await self._news.wait()
                 except TimeoutError:
                     await asyncio.to_thread(self.trainer.ranks.broadcast, _KEEPALIVE)
                     heard = time.monotonic()

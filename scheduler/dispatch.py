@@ -143,7 +143,8 @@ class Dispatcher:
         while len(self.workers(service)) < count:
             self._joined.clear()
             try:
-                await asyncio.wait_for(self._joined.wait(), max(0.0, end - time.monotonic()))
+                async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                    await self._joined.wait()
             except TimeoutError:
                 raise TimeoutError(
                     f"{len(self.workers(service))} of {count} workers for service {service!r} came within {timeout:.0f} s:"

@@ -241,7 +241,8 @@ class Run:
             self._check()
             self.moved.clear()
             try:
-                await asyncio.wait_for(self.moved.wait(), CHECK_S)
+                async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
+                    await self.moved.wait()
                 moved_at = time.monotonic()
             except TimeoutError:
                 if time.monotonic() - moved_at > s.watchdog_s:

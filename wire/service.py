@@ -179,7 +179,8 @@ class Service:
                 )
             self.send(hello)
             try:
-                await asyncio.wait_for(self.registered.wait(), min(pause, left))
+                async with asyncio.timeout(min(pause, left)):
+                    await self.registered.wait()
             except TimeoutError:
                 pause = min(2 * pause, _LAST_RETRY_S)
 

@@ -1,6 +1,7 @@
 """The KL to the initial policy and to the proximal policy: estimators, adaptive coefficient, early stop."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,8 +51,8 @@ def test_the_adaptive_factor_follows_the_error_within_a_fifth() -> None:
 
 
 def test_the_adaptive_factor_scales_the_next_update_and_is_in_the_checkpoint(tmp_path: Path, llama: Path) -> None:
-    settings = {"kl_coef": 0.5, "adaptive_kl": {"target": 1e-9, "horizon": 90}}
-    adaptive, plain = (trainer(llama, tmp_path, **some) for some in (settings, {"kl_coef": 0.5}))
+    settings: dict[str, Any] = {"kl_coef": 0.5, "adaptive_kl": {"target": 1e-9, "horizon": 90}}
+    adaptive, plain = (trainer(llama, tmp_path, **some) for some in (settings, dict[str, Any](kl_coef=0.5)))
     for made in (adaptive, plain):
         made.update(batch(0, 0))
     assert all(torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items())

@@ -40,7 +40,7 @@ def seen(made: Trainer, some: Any) -> tuple[Known, dict[str, float]]:
         known.append(first)
         return step(first, *rest)
 
-    made.policy_step.step = noting
+    made.policy_step.step = noting  # pyright: ignore[reportAttributeAccessIssue]
     metrics = made.update(some)
     return known[0], metrics
 
@@ -90,7 +90,7 @@ def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories
 def test_k1_in_the_reward_of_a_trainer_is_the_log_ratio_of_its_samples(tmp_path: Path, llama: Path) -> None:
     plain, charging = (
         trainer(llama, tmp_path, kl_coef=0.0, scheme="grpo", scheme_options={"std": False}, **some)
-        for some in ({}, {"kl_reward_coef": 0.25})
+        for some in (dict[str, Any](), dict[str, Any](kl_reward_coef=0.25))
     )
     some = episodes(0, 0)
     before, after = seen(plain, some)[0], seen(charging, some)[0]

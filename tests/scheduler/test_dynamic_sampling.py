@@ -166,6 +166,9 @@ class House:
                 task.cancel()
             await asyncio.gather(main, *workers, return_exceptions=True)
             await self.run.close()
+            await asyncio.sleep(
+                1
+            )  # the closed sockets leave the event loop; the next run of a real one is another process
 
 
 def check(folder: Path, batches: list[Batch], budget: int = BUDGET) -> None:
