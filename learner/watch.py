@@ -106,7 +106,8 @@ def explained_variance(table: TurnTable, outcome: str = "outcome") -> dict[str, 
 
     def mean(column: np.ndarray) -> np.ndarray:
         scored = np.bincount(trajectories.of, weights=~np.isnan(column), minlength=len(trajectories.tree))
-        return np.where(scored > 0, trajectories.total(column) / np.maximum(1, scored), np.nan)
+        total = np.bincount(trajectories.of, weights=np.nan_to_num(column), minlength=len(scored))
+        return np.where(scored > 0, total / np.maximum(1, scored), np.nan)
 
     results, outcomes = {}, mean(table.column(outcome))
     for name in sorted(set(table.scores) - {outcome}):

@@ -139,7 +139,9 @@ class _Norm(torch.nn.Module):
         return (self.weight + self.shift) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-def full_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, _: float) -> tuple[Any, Any]:
+def full_head(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, support: None
+) -> tuple[Any, Any]:
     """Log-probabilities without the chunked float32 head, which has its own tests."""
     made = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     return made, made.clone()

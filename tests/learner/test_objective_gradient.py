@@ -67,6 +67,8 @@ def written_out(made: Trainer, batch: Batch) -> torch.Tensor:
             assert node.sampled is not None
             ratio = (current - torch.tensor(node.logprobs)).exp()
             clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            if advantage < 0:  # dual clip, 3 by default
+                clipped = clipped.maximum(torch.tensor(3 * advantage))
             d = reference - current
             term = (clipped - KL * (d.exp() - d - 1).clamp(-10, 10))[torch.tensor(node.sampled)]
             total = total + term.mean() / len(group.turns) / 3

@@ -10,7 +10,10 @@ from scheduler.tree import Tree
 from tools.inspecting.dump import main
 
 
-def test_every_score_of_a_turn_is_shown_known_ones_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_score_of_a_turn_is_shown_known_ones_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     tokens = np.arange(3, dtype=np.int32)
     tree = Tree(0, "task")
     root = tree.add(None, "prompt", tokens, "question")
