@@ -22,7 +22,8 @@ SLOW = ("e2e", "faults", "gpu")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what tools/test --quick leaves out; other slow tests are marked where they stand."""
     for item in items:
-        if item.path.parent.name in SLOW or "sglang_server" in getattr(item, "fixturenames", ()):
+        sglang = "sglang_server" in getattr(item, "fixturenames", ()) or "[sglang" in item.name
+        if item.path.parent.name in SLOW or sglang:
             item.add_marker(pytest.mark.slow)
 
 

@@ -212,7 +212,7 @@ class Shelf:
 
 @asynccontextmanager
 async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

@@ -24,7 +24,7 @@ async def endpoint(reply: Reply) -> AsyncIterator[str]:
     """The URL of a real server that answers with ``reply``."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", reply)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
