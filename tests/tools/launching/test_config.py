@@ -310,7 +310,10 @@ def test_no_shipped_config_repeats_what_it_extends() -> None:
     [
         ("learner.correction=tiss", "learner.correction = 'tiss': did you mean 'tis'? expected one of ['aipo',"),
         ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
-        ("scheduler.strategy=slat", "scheduler.strategy = 'slat': did you mean 'slate'? expected one of ['arpo', 'chain',"),
+        (
+            "scheduler.strategy=slat",
+            "scheduler.strategy = 'slat': did you mean 'slate'? expected one of ['arpo', 'chain',",
+        ),
         ("actors.sglang.pause=in_plac", "actors.sglang.pause = 'in_plac': did you mean 'in_place'? expected one of"),
         ("actors.engine=locl", "actors.engine = 'locl': did you mean 'local'? expected one of ['local', 'sglang']"),
         (
