@@ -29,6 +29,8 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8
 STEPS = ("count/environment_steps", "count/continuation_steps")
 """Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs the same."""
 TOKENS = "count/generated_tokens"
+CPU_SECONDS = "cpu_seconds"
+"""File of a run's folder: the CPU seconds of all its processes, one line for each start."""
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -60,6 +62,11 @@ _OR = ["learner.scheme=outcome"]
 _MC = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.strategy_options={continuations=5}"]
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _SOKOBAN = "oprl-sokoban-cpu"
+
+
+def _updates(number: int) -> list[str]:
+    """Return the changes that make a run this many updates long, with four evaluations after the start's."""
+    return [f"scheduler.updates={number}", f"scheduler.evaluation.every={number // 4}"]
 
 
 def _baseline(scheme: str, options: str) -> list[str]:
@@ -94,18 +101,18 @@ STUDIES = {
         }
         | {f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.strategy_options.k={k}"]) for k in (1, 3, 7)},
     ),
-    "trees": Study(
+    "trees": Study(  # each arm stops near 300,000 sampled tokens, by the costs of docs/methods-table.md
         "em",
         {
-            "SLATE": Arm(_SLATE, _ALONE),
-            "Tree-GRPO": Arm(_TREES, _ALONE),
+            "SLATE": Arm(_SLATE, [*_ALONE, *_updates(108)]),
+            "Tree-GRPO": Arm(_TREES, [*_ALONE, *_updates(100)]),
             "GRPO": Arm(
                 _TREES,  # as many whole trajectories as Tree-GRPO has leaves
-                [*_ALONE, "scheduler.strategy=full", "scheduler.strategy_options.k=6", *_GRPO],
+                [*_ALONE, *_updates(88), "scheduler.strategy=full", "scheduler.strategy_options.k=6", *_GRPO],
             ),
-            "VinePPO": Arm("vineppo-tiny", _ALONE),
-            "PPR": Arm(_PPR, ["scheduler.updates=168", "scheduler.evaluation.every=42"]),
-            "SAO": Arm("sao-tiny", _ALONE[:2]),  # trains on arrival, so its data may be stale
+            "VinePPO": Arm("vineppo-tiny", [*_ALONE, *_updates(28)]),
+            "PPR": Arm(_PPR, _updates(112)),
+            "SAO": Arm("sao-tiny", [*_ALONE[:2], *_updates(112)]),  # trains on arrival, so its data may be stale
         },
     ),
     "oprl-sokoban": Study(
@@ -154,12 +161,16 @@ STUDIES = {
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """The held-out evaluations of one run: policy version, environment steps (with continuations) and tokens so far, and the measure."""
+    """The held-out evaluations of one run: policy version, environment steps (with continuations) and tokens so far, and the measure.
+
+    cpu_seconds: of the whole run, all processes, set-up and evaluations included; 0 for a run made before they were counted.
+    """
 
     version: list[int]
     steps: list[float]
     tokens: list[float]
     value: list[float]
+    cpu_seconds: float = 0.0
 
 
 def slug(name: str) -> str:
@@ -191,8 +202,15 @@ def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with (folder / "output.log").open("ab") as log:
-        status = subprocess.run(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
-    print(f"{folder}: status {status} after {time.monotonic() - start:.0f} s", flush=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        _, status, usage = os.wait4(process.pid, 0)
+    cpu = usage.ru_utime + usage.ru_stime
+    with (folder / CPU_SECONDS).open("a") as parts:
+        parts.write(f"{cpu:.1f}\n")
+    print(
+        f"{folder}: status {os.waitstatus_to_exitcode(status)} after {time.monotonic() - start:.0f} s, CPU {cpu:.0f} s",
+        flush=True,
+    )
     return status == 0
 
 
@@ -213,7 +231,9 @@ def curve(folder: Path, measure: str) -> Curve:
     steps = [sum(work[version][key] for key in STEPS) for version in versions]
     if any(later < earlier for earlier, later in itertools.pairwise(steps)):
         raise ValueError(f"{folder}: the counts of steps decrease: it was resumed by a version that did not keep them")
-    return Curve(versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions])
+    cost = folder / CPU_SECONDS
+    cpu = sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
+    return Curve(versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions], cpu)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -244,6 +264,7 @@ def table(curves: dict[str, list[Curve]], measure: str) -> str:
         "end",
         "steps",
         "tokens",
+        "CPU seconds",
     ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, arm_curves in curves.items():
@@ -255,6 +276,9 @@ def table(curves: dict[str, list[Curve]], measure: str) -> str:
             _shown(interval([c.value[-1] for c in arm_curves])),
             f"{np.mean([c.steps[-1] for c in arm_curves]):,.0f}",
             f"{np.mean([c.tokens[-1] for c in arm_curves]):,.0f}",
+            f"{np.mean([c.cpu_seconds for c in arm_curves]):,.0f}"
+            if all(c.cpu_seconds for c in arm_curves)
+            else "not counted",
         ]
         lines.append(f"| {name} | {len(arm_curves)} | {' | '.join(cells)} |")
     return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)

@@ -26,6 +26,7 @@ def folder(run: Path, records: list[dict[str, float]], finished: bool = True) ->
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     if finished:
         (run / "summary.json").write_text("{}")
+        (run / "cpu_seconds").write_text("7.5\n4.5\n")
     return run
 
 
@@ -33,14 +34,14 @@ def test_a_curve_holds_the_evaluations_only_by_environment_and_continuation_step
     run = folder(
         tmp_path / "run", [evaluation(0, 0, 0, -0.5, 0), evaluation(8, 100, 300, 0.25, 40), evaluation(9, 150, 500, 1)]
     )
-    assert curve(run, "return") == Curve([0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1])
+    assert curve(run, "return") == Curve([0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12)
 
 
 def test_a_version_evaluated_twice_counts_once_as_it_was_last(tmp_path: Path) -> None:
     """A run that crashed after an evaluation makes it again when it is resumed."""
     twice = [evaluation(8, 100, 300, 0.25), evaluation(16, 190, 600, 0.5), evaluation(16, 200, 700, 0.75)]
     run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5), *twice])
-    assert curve(run, "return") == Curve([0, 8, 16], [0, 100, 200], [0, 300, 700], [-0.5, 0.25, 0.75])
+    assert curve(run, "return") == Curve([0, 8, 16], [0, 100, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12)
 
 
 @pytest.mark.parametrize("aside", [None, 0.0])
@@ -57,7 +58,7 @@ def test_an_evaluation_recorded_without_counts_has_those_of_its_update(tmp_path:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[-1] = json.dumps({"version": 8, "heldout/return": 0.25})
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert curve(run, "return") == Curve([0, 8], [0, 98 + 38], [0, 298], [-0.5, 0.25])
+    assert curve(run, "return") == Curve([0, 8], [0, 98 + 38], [0, 298], [-0.5, 0.25], 12)
 
 
 def test_a_measure_that_was_never_evaluated_is_refused_with_the_folder(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_between_evaluations_the_measure_is_on_the_line() -> None:
 
 
 def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
-    fast = [Curve([0, 8], [0, 200], [0, 1000], [0.0, 1.0]), Curve([0, 8], [0, 300], [0, 2000], [0.2, 0.8])]
+    fast = [Curve([0, 8], [0, 200], [0, 1000], [0.0, 1.0], 50), Curve([0, 8], [0, 300], [0, 2000], [0.2, 0.8], 70)]
     slow = [Curve([0, 4], [0, 100], [0, 4000], [0.0, 0.4])]
     lines = table({"fast": fast, "slow": slow}, "return").splitlines()
     assert lines[0].startswith("Held-out return")
@@ -106,6 +107,7 @@ def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
         "end",
         "steps",
         "tokens",
+        "CPU seconds",
     ]
     # At 4 updates 0.5 twice, at 100 steps 0.5 and 0.4, at 1,000 tokens 1 and 0.5: s / sqrt(2) is half the difference, t(1) = 12.706.
     assert rows[2] == [
@@ -118,8 +120,9 @@ def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
         "0.900 ±1.271",
         "250",
         "1,500",
+        "60",
     ]
-    assert rows[3] == ["slow", "1", "0.000", "0.400", "0.400", "0.100", "0.400", "100", "4,000"]
+    assert rows[3] == ["slow", "1", "0.000", "0.400", "0.400", "0.100", "0.400", "100", "4,000", "not counted"]
 
 
 @pytest.fixture
@@ -142,7 +145,7 @@ def test_a_report_is_made_of_the_finished_runs_there_are(study: Path, capsys: py
     rows = {line.split("|")[1].strip(): line for line in report.splitlines() if line.startswith("| ")}
     assert set(rows) == {"arm", "VPR", "MC-PR"}
     assert rows["VPR"].startswith("| VPR | 2 | 0.050 ±0.635 | 0.350 ±0.635 | 0.550 ±0.635 | 0.550 ±0.635 |")
-    assert rows["MC-PR"].endswith("| 0.250 | 2,000 | 9,000 |")
+    assert rows["MC-PR"].endswith("| 0.250 | 2,000 | 9,000 | 12 |")
     drawn = (study / "return.svg").read_text()
     assert "<svg" in drawn
     assert "MC-PR" in drawn
@@ -150,7 +153,9 @@ def test_a_report_is_made_of_the_finished_runs_there_are(study: Path, capsys: py
 
 def test_a_report_of_some_arms_and_seeds(study: Path) -> None:
     assert main(["vpr-tictactoe", "--out", str(study), "--report", "--only", "VPR", "--seeds", "1"]) == 0
-    assert "| VPR | 1 | 0.000 | 0.500 | 0.500 | 0.500 | 0.500 | 1,000 | 5,000 |" in (study / "return.md").read_text()
+    assert (
+        "| VPR | 1 | 0.000 | 0.500 | 0.500 | 0.500 | 0.500 | 1,000 | 5,000 | 12 |" in (study / "return.md").read_text()
+    )
     assert "MC-PR" not in (study / "return.md").read_text()
 
 
