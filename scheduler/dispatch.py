@@ -76,7 +76,7 @@ class Dispatcher:
         await dispatcher.wait_for("retrieve", 1, timeout=60)
         result = await dispatcher.call("retrieve", RetrieveRequest(["capital of Peru"], 3), deadline=30)
         await dispatcher.close()
-    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers. on_fault(service, fault, caller). router, clock:
+    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers, lost_calls. on_fault(service, fault, caller). router, clock:
     the bound socket and the seconds that a simulation replaces.
     """
 
@@ -382,8 +382,10 @@ class Dispatcher:
         match header:
             case Result(id=number) | Error(id=number):
                 self._answer(worker, number, header, frames)
-            case Heartbeat(stats=stats):
+            case Heartbeat(stats=stats, open=listed):
                 worker.stats, worker.beat_at = stats, worker.heard
+                if listed is not None:
+                    self._compare(worker, set(listed))
                 self._send(worker, Heartbeat(len(worker.in_flight), {}))
                 self._pump_all(worker)  # a rested worker may be usable again
             case Drain():
@@ -392,6 +394,17 @@ class Dispatcher:
                 self._leave(worker, reason or "left")
             case _:
                 raise WireError(f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends")
+
+    def _compare(self, worker: Worker, listed: set[int]) -> None:
+        """Fail the attempts that two heartbeats in a row did not list: a connection was lost with the request or the answer on its way.
+
+        One heartbeat proves nothing, because the worker may have sent it before the request arrived.
+        """
+        for attempt in list(worker.in_flight.values()):
+            attempt.unknown = 0 if attempt.number in listed else attempt.unknown + 1
+            if attempt.unknown > 1 and self._clock() - attempt.start > 2 * self.config.heartbeat_s:
+                self.counters["lost_calls"] += 1
+                self._fail(attempt, InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost"))
 
     def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)
