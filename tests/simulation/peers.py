@@ -135,7 +135,7 @@ class Peer:
             self.later(self.pause, self._beat)
             self.pause = min(2 * self.pause, LAST_RETRY_S)
             return
-        self.send(Heartbeat(len(self.calls), self.stats()))
+        self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls)))
         self.later(self.beat_s, self._beat)
 
     def stats(self) -> dict[str, float]:

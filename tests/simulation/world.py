@@ -47,7 +47,7 @@ TEXTS = (
 
 
 class Killed(SystemExit):
-    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised."""
+    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised; what ``finally`` does then, no one sees."""
 
 
 class History:
@@ -240,6 +240,9 @@ class World:
         except Stuck:
             raise
         except Exception as error:
+            if not socket.alive:  # it was killed, and its ``finally`` clauses met the dead socket or journal
+                self.note("CRASH", "while it was unwinding")
+                return False
             self.violated(f"the scheduler died of {error!r}: {''.join(traceback.format_exception(error)[-3:])}")
             raise Stuck("the scheduler died of a fault of its own") from error
         finally:
@@ -273,16 +276,24 @@ class World:
         """Let the scheduler die where ``crash`` says."""
         left = itertools.count(int(crash.count), -1)
 
+        def kill() -> None:
+            socket.close()
+            run.journal._write = dead
+            raise Killed(f"{crash.place} {crash.count:.1f}")
+
+        def dead(*statements: Any) -> None:
+            raise Killed("no transaction after death")
+
         def due() -> None:
             if next(left) == 1:
-                raise Killed(f"{crash.place} {crash.count}")
+                kill()
 
         if crash.place == "time":
             moment = self.agenda.now + crash.count
 
             def at_time() -> None:
                 if socket.alive and run.dispatcher.router is socket:
-                    raise Killed(f"{crash.place} {crash.count:.1f}")
+                    kill()
 
             self.agenda.at(moment, at_time)
         elif crash.place == "send":
