@@ -49,6 +49,8 @@ REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
+LEAVE_S = 30.0
+"""The longest that the end of a run waits for the learner's last answers, and then for the workers to leave, in seconds."""
 
 
 class Frontier(msgspec.Struct, frozen=True):
@@ -171,8 +173,9 @@ class Run:
         await together([self._begin(), self._train()])
         await self.examination.evaluate("end")
         self.phases.enter("stopping")
+        await self.stream.settle(LEAVE_S)  # answers of the last update that had to be asked for again
         await self.dismiss()
-        await self._workers_left(30.0)
+        await self._workers_left(LEAVE_S)
         spent = self.phases.seconds()
         report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
 
