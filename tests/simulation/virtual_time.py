@@ -32,8 +32,11 @@ class Agenda:
         """Run ``event`` in ``delay`` seconds."""
         self.at(self.now + delay, event)
 
-    def advance(self, timer: float = math.inf) -> None:
-        """Move the clock to the next event and run it, or to ``timer`` if that comes first. Raises Stuck if there is neither."""
+    def advance(self, timer: float = math.inf) -> bool:
+        """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns whether it was an event.
+
+        Raises Stuck if there is neither.
+        """
         event = self._events[0][0] if self._events else math.inf
         moment = min(event, timer)
         if moment > self.deadline:
@@ -41,8 +44,10 @@ class Agenda:
                 "nothing will ever happen again" if math.isinf(moment) else f"not over after {self.deadline:.0f} s"
             )
         self.now = max(self.now, moment)
-        if event <= timer:
-            heapq.heappop(self._events)[2]()
+        if event > timer:
+            return False
+        heapq.heappop(self._events)[2]()
+        return True
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -60,9 +65,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         """Wait for the next event as a selector would."""
-        if timeout != 0:
-            scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore[reportAttributeAccessIssue]
-            self.agenda.advance(scheduled[0].when() if scheduled else math.inf)
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore[reportAttributeAccessIssue]
+        while timeout != 0 and self.agenda.advance(scheduled[0].when() if scheduled else math.inf):
+            timeout = 0 if self._ready else None  # pyright: ignore[reportAttributeAccessIssue]
         return []
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:

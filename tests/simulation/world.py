@@ -25,7 +25,7 @@ import tokenizers
 
 from scheduler import main as scheduling
 from scheduler.config import SchedulerProcess
-from scheduler.journal import Journal
+from scheduler.journal import Journal, JournalError
 from scheduler.text import Text
 from tests.simulation import invariants
 from tests.simulation.network import Network, plain
@@ -38,6 +38,8 @@ from wire.faults import Fault
 DEADLINE_S = 3000.0
 """Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""
 MOST_LIVES = 12
+BURIALS = 20
+"""How often the tasks of a dead scheduler are cancelled until none is left; some wait for others."""
 TEXTS = (
     "<think>a</think><search>b</search>",
     "<think>a</think><search>c</search>",
@@ -282,7 +284,7 @@ class World:
             raise Killed(f"{crash.place} {crash.count:.1f}")
 
         def dead(*statements: Any) -> None:
-            raise Killed("no transaction after death")
+            raise JournalError("the scheduler is dead")
 
         def due() -> None:
             if next(left) == 1:
@@ -316,11 +318,14 @@ class World:
             with contextlib.suppress(Exception):
                 run.journal._db.rollback()
             run.journal._db.close()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        with contextlib.suppress(BaseException):
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.agenda = Agenda(deadline=-1.0)  # the time of the dead goes no further
+        for _ in range(BURIALS):
+            for task in (tasks := asyncio.all_tasks(loop)):
+                task.cancel()
+            with contextlib.suppress(Stuck, Killed):
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            if not tasks:
+                break
         asyncio.set_event_loop(None)
         loop.close()
 
@@ -331,7 +336,6 @@ def quiet() -> Iterator[None]:
     before = scheduling.Metrics, scheduling.Text
     scheduling.Metrics, scheduling.Text = Records, lambda folder: text()  # pyright: ignore
     logging.disable(logging.CRITICAL)
-    collecting = gc.isenabled()
     gc.disable()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -339,8 +343,7 @@ def quiet() -> Iterator[None]:
     finally:
         scheduling.Metrics, scheduling.Text = before
         logging.disable(logging.NOTSET)
-        if collecting:
-            gc.enable()
+        gc.enable()
 
 
 def simulate(seed: int) -> History:
