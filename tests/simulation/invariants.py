@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.main import Run
-from scheduler.tree import Tree
+from scheduler.tree import Node, Tree
+from tests.simulation.peers import first_logprob, score
 from tests.simulation.plan import Plan
 from tests.simulation.scripted_learner import Update
 
@@ -86,12 +87,34 @@ def _well_formed(tree: Tree, journal: Journal) -> Iterator[str]:
         arrays = (node.logprobs, node.versions, node.sampled)
         if node.kind == "action" and any(array is None or len(array) != len(node.tokens) for array in arrays):
             yield f"tree {tree.id}: action {node.id} lacks log-probabilities or versions"
+        yield from _answers_belong(tree, node)
+    seen: dict[int, int] = {}
     for group in tree.groups:
         for turn in journal.turns(group):
+            if seen.setdefault(turn.node, group) != group:
+                yield f"tree {tree.id}: node {turn.node} is trained in the groups {seen[turn.node]} and {group}"
             if turn.node not in tree.nodes or tree.nodes[turn.node].kind != "action":
                 yield f"tree {tree.id}: group {group} trains on node {turn.node}, which is no action of the tree"
             if not all(map(math.isfinite, turn.scores.values())):
                 yield f"tree {tree.id}: group {group} has the scores {turn.scores}"
+
+
+def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
+    """A score is the one that the judge gave to this turn, and a sample continues this prefix."""
+    for column in ("think", "query", "answer"):
+        if column in node.scores and node.scores[column] != score(node.text, column):
+            yield f"tree {tree.id}: node {node.id} has another turn's score of {column!r}"
+    above = tree.parent(node)
+    if node.logprobs is not None and above is not None and not node.kept:
+        if float(node.logprobs[0]) != first_logprob(tree.prefix(above)):
+            yield f"tree {tree.id}: node {node.id} was sampled from another prefix"
+
+
+def of_the_workers(run: Run) -> Iterator[str]:
+    """What the scheduler believes to run on workers when all is done, which must be nothing but new weights on their way."""
+    for worker in run.dispatcher.workers():
+        if left := [a.pending.service for a in worker.in_flight.values() if a.pending.service != "load"]:
+            yield f"{worker.name} still holds the calls {left} when all is done"
 
 
 def of_the_scheduler(run: Run) -> Iterator[str]:

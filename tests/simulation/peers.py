@@ -5,6 +5,7 @@ abandons its calls when its admission changes, registers again after a silence, 
 """
 
 import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,16 @@ class Manners(msgspec.Struct):
     short: float = 0.0
     not_a_number: float = 0.0
     seconds: dict[str, float] = {}
+
+
+def score(response: str, column: str) -> float:
+    """The score that every judge gives, so that a check can tell whether a score belongs to its turn."""
+    return float(zlib.crc32(f"{column}/{response}".encode()) & 1)
+
+
+def first_logprob(prefix: np.ndarray) -> float:
+    """The log-probability of the first token sampled after a prefix, so that a check can tell whether a sample belongs to its prefix."""
+    return -float(zlib.crc32(prefix.astype(np.int32).tobytes()) % 1024)
 
 
 class Peer:
@@ -143,7 +154,10 @@ class Peer:
         return {}
 
     def _arrived(self, frames: list[Frame]) -> None:
-        self.later(0.0, lambda: self._receive(frames))
+        if self.frozen_until > self.agenda.now:
+            self.later(0.0, lambda: self._receive(frames))
+        elif self.alive:
+            self._receive(frames)
 
     def _receive(self, frames: list[Frame]) -> None:
         header = decode_header(frames)
@@ -255,30 +269,29 @@ class Actor(Peer):
             self.version = body.version
             return LoadResult(body.version, body.digest, 0.0)
         assert isinstance(body, GenerateRequest)
-        samples = [self._sample() for _ in range(body.n)]
+        samples = [self._sample(first_logprob(body.tokens)) for _ in range(body.n)]
         if self._strikes(self.manners.short):
             samples = samples[:-1]
         return GenerateResult(samples, len(body.tokens), 0)
 
-    def _sample(self) -> Sample:
+    def _sample(self, first: float) -> Sample:
         tokens = self.rng.choice(self.texts)
-        return Sample(
-            tokens, np.full(len(tokens), -1.0, np.float32), np.full(len(tokens), self.version, np.int32), "stop"
-        )
+        versions = np.full(len(tokens), self.version, np.int32)
+        return Sample(tokens, np.full(len(tokens), first, np.float32), versions, "stop")
 
 
 class Judge(Peer):
-    """Scores turns at random, for the services ``judge.<name>`` with the columns of each."""
+    """Scores turns by ``score``, for the services ``judge.<name>`` with the columns of each."""
 
     columns = {"judge.slate_rules": ("think", "query", "answer"), "judge.exact_match": ("outcome", "f1")}
 
     def handle(self, header: Request, body: Any) -> msgspec.Struct:
         assert isinstance(body, JudgeRequest)
-        judgements = [self._judged(header.service) for _ in body.turns]
+        judgements = [self._judged(header.service, turn.response) for turn in body.turns]
         return JudgeResult(judgements[:-1] if self._strikes(self.manners.short) else judgements)
 
-    def _judged(self, service: str) -> Judgement:
-        scores = {column: float(self.rng.randint(0, 1)) for column in self.columns[service]}
+    def _judged(self, service: str, response: str) -> Judgement:
+        scores = {column: score(response, column) for column in self.columns[service]}
         if self._strikes(self.manners.not_a_number):
             column = self.rng.choice(sorted(scores))
             return Judgement({name: value for name, value in scores.items() if name != column}, [column])

@@ -114,7 +114,7 @@ def _settings(rng: random.Random) -> SchedulerConfig:
         max_staleness=rng.choice([0, 1, 2]),
         dynamic_sampling_budget=rng.choice([0, 0, 1]) if strategy != "chain" else 0,
         evaluation=EvaluationConfig(questions=rng.choice([0, 0, 1]), every=rng.choice([0, 1])),
-        dispatch=DispatchConfig(heartbeat_s=rng.choice([2.0, 4.0]), dead_after_s=rng.choice([10.0, 20.0])),
+        dispatch=DispatchConfig(heartbeat_s=rng.choice([3.0, 6.0]), dead_after_s=rng.choice([12.0, 20.0])),
         placement=PlacementConfig(batch=rng.choice([0, 2])),
         generate_deadline_s=30.0,
         judge_deadline_s=15.0,

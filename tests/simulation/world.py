@@ -228,6 +228,7 @@ class World:
                 self.agenda.after(self.rng.random() * 3, peer.start)
             if crash is not None:
                 self._arm(run, socket, crash)
+            self._watch_dismissal(run)
             loop.run_until_complete(run.main())
             for failure in invariants.of_the_scheduler(run):
                 self.violated(failure)
@@ -251,6 +252,16 @@ class World:
             socket.close()
             self._bury(loop, run)
         return False
+
+    def _watch_dismissal(self, run: scheduling.Run) -> None:
+        dismiss = run.dismiss
+
+        async def checked() -> None:
+            for failure in invariants.of_the_workers(run):
+                self.violated(failure)
+            await dismiss()
+
+        run.dismiss = checked
 
     async def _born(self, socket: Any) -> scheduling.Run:
         p, folder = self.plan, materials()
