@@ -405,7 +405,9 @@ class Dispatcher:
             if attempt.unknown > 1 and self._clock() - attempt.start > 2 * self.config.heartbeat_s:
                 self.counters["lost_calls"] += 1
                 self._send(worker, Cancel(attempt.number))  # in case it is not lost but late
-                self._fail(attempt, InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost"))
+                self._fail(
+                    attempt, InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost")
+                )
 
     def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)

@@ -332,7 +332,9 @@ class Run:
         except DataFault as fault:
             self._quarantine(tree, str(fault))
             return
-        if not tree.groups:  # an update of such trees alone would be answered to nobody, and the run would wait for ever
+        if (
+            not tree.groups
+        ):  # an update of such trees alone would be answered to nobody, and the run would wait for ever
             self._quarantine(tree, "no trajectory could be trained, because no judge gave a valid outcome")
             return
         replaced = self._replaces(tree)

@@ -97,6 +97,7 @@ class Stream:
                 whole = True
                 await asyncio.sleep(_RESEND_WAIT_S)
         self.replaced.discard(tree.id)
+        self._sent.pop(tree.id, None)  # again, if the group was sent again after the tree's end was told
         async with self._order:
             self.journal.mark_trained(group, trained.version)
             if trained.version > self.version:
