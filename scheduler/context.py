@@ -27,7 +27,7 @@ from scheduler.text import Shown, Text
 from scheduler.together import together
 from scheduler.tree import Fork, Node, Tree
 from wire import support, vision
-from wire.faults import DataFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -213,10 +213,10 @@ class Context:
     async def force_answer(self, node: Node) -> Node:
         """Append the forced opening of an answer and let the policy finish the answer. The answer is logged, never trained."""
         prefix = self.environment.forced_prefix
-        opening = self.tree.add(
-            node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state
-        )
-        (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
+        tokens = self.shop.text.encode(prefix)
+        (sample,), _ = await self.sample(np.concatenate([self.tree.prefix(node), tokens]), 1, ["</answer>"])
+        # Only now: after a fault of the call, the next attempt must not find an opening without its answer.
+        opening = self.tree.add(node, "observation", tokens, prefix, chosen=True, state=node.state)
         answer = self._sampled(opening, sample, forced=True, chosen=True)
         self.save([opening, answer])
         return answer
@@ -330,6 +330,7 @@ class Context:
         """The nearest passages (``actors.environments.base.Tools``)."""
         request = RetrieveRequest([query], topk)
         result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s)
+        _complete("retrieve", "lists of passages", result.passages, 1)
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
@@ -409,7 +410,9 @@ class Context:
 
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
         place = self.shop.fleet.call(self.tree.id, request, beside)
-        return await self._call("generate", request, self.settings.generate_deadline_s, place)
+        result: GenerateResult = await self._call("generate", request, self.settings.generate_deadline_s, place)
+        _complete("generate", "samples", result.samples, request.n)
+        return result
 
     def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
         """Add a sampled action to the tree."""
@@ -455,6 +458,7 @@ class Context:
         if judge == UNJUDGED:
             return [Judgement({}) for _ in turns]
         result: JudgeResult = await self._call(f"judge.{judge}", JudgeRequest(turns), self.settings.judge_deadline_s)
+        _complete(f"judge.{judge}", "judgements", result.judgements, len(turns))
         return result.judgements
 
     async def _judgements(self, turns: list[JudgedTurn]) -> list[Judgement]:
@@ -482,6 +486,12 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
+
+
+def _complete(service: str, parts: str, answer: Sequence[Any], expected: int) -> None:
+    """Raise InfrastructureFault if a worker answered with too few or too many parts, so that the tree is tried again."""
+    if len(answer) != expected:
+        raise InfrastructureFault(f"{service} answered {len(answer)} {parts}, expected {expected}: mend the worker")
 
 
 def _cut(node: Node) -> dict[str, float]:

@@ -14,8 +14,8 @@ import logging
 import random
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,6 +44,19 @@ log = logging.getLogger("scheduler.dispatch")
 
 JoinHook = Callable[[Worker], Awaitable[None]]
 
+
+class Transport(Protocol):
+    """What the dispatcher needs of its socket: ``wire.sockets.Router``, or the simulated network of tests/simulation."""
+
+    endpoint: str
+
+    def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]: ...
+
+    def send(self, frames: Iterable[Frame]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 _LOOK_AHEAD = 64
 """At most so many calls at the head of a queue are passed over (each waits for a certain worker) before those behind wait too."""
 _LOOK_AGAIN_S = 0.05
@@ -63,11 +76,20 @@ class Dispatcher:
         await dispatcher.wait_for("retrieve", 1, timeout=60)
         result = await dispatcher.call("retrieve", RetrieveRequest(["capital of Peru"], 3), deadline=30)
         await dispatcher.close()
-    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers. on_fault(service, fault, caller).
+    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers, lost_calls. on_fault(service, fault, caller). router, clock:
+    the bound socket and the seconds that a simulation replaces.
     """
 
-    def __init__(self, bind: str, keys: RunKeys | None, config: DispatchConfig = DispatchConfig(), seed: int = 0):
-        self.router = Router(bind, keys)
+    def __init__(
+        self,
+        bind: str,
+        keys: RunKeys | None,
+        config: DispatchConfig = DispatchConfig(),
+        seed: int = 0,
+        router: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.router, self._clock = router or Router(bind, keys), clock
         self.endpoint = self.router.endpoint
         self.config = config
         self.counters: Counter[str] = Counter()
@@ -117,7 +139,7 @@ class Dispatcher:
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         loop = asyncio.get_running_loop()
-        end = time.monotonic() + deadline
+        end = self._clock() + deadline
         result_type = service_types(service)[1]
         pending = Pending(service, encode_body(request), result_type, end, place, worker, caller)
         self.counters["calls"] += 1
@@ -139,11 +161,11 @@ class Dispatcher:
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
         """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many came."""
-        end = time.monotonic() + timeout
+        end = self._clock() + timeout
         while len(self.workers(service)) < count:
             self._joined.clear()
             try:
-                async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                async with asyncio.timeout(max(0.0, end - self._clock())):
                     await self._joined.wait()
             except TimeoutError:
                 raise TimeoutError(
@@ -239,7 +261,7 @@ class Dispatcher:
             self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, pump)
 
     def _usable(self, service: str) -> list[Worker]:
-        now = time.monotonic()
+        now = self._clock()
         return [w for w in self.workers(service) if not w.draining and w.breaker.closed(now)]
 
     def _place(self, pending: Pending) -> Worker | None:
@@ -252,7 +274,7 @@ class Dispatcher:
         return next((w for w in usable if w.name == name), None)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
-        now = time.monotonic()
+        now = self._clock()
         number = next(self._numbers)
         pending.tries += 1
         pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
@@ -269,12 +291,12 @@ class Dispatcher:
         if pending.place is not None:
             pending.place.ended(worker.name, result)
         if self.on_event is not None:
-            self.on_event(Event(pending.service, worker.name, attempt.start, time.monotonic(), outcome))
+            self.on_event(Event(pending.service, worker.name, attempt.start, self._clock(), outcome))
         self._pump_all(worker)
 
     def _fail(self, attempt: Attempt, fault: Fault) -> None:
         pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
-        attempt.worker.breaker.record(not infrastructure, time.monotonic())
+        attempt.worker.breaker.record(not infrastructure, self._clock())
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
@@ -300,7 +322,7 @@ class Dispatcher:
         if pending.done.done():
             return
         self.counters["timeouts"] += 1
-        now, attempt = time.monotonic(), pending.attempt
+        now, attempt = self._clock(), pending.attempt
         states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in self.workers(pending.service))
         where = (
             f"on {attempt.worker.name}, which did not answer"
@@ -356,12 +378,14 @@ class Dispatcher:
             if not isinstance(header, Goodbye):
                 self.router.send([identity, *encode(Goodbye(REGISTER_AGAIN))])
             return
-        worker.heard = time.monotonic()
+        worker.heard = self._clock()
         match header:
             case Result(id=number) | Error(id=number):
                 self._answer(worker, number, header, frames)
-            case Heartbeat(stats=stats):
+            case Heartbeat(stats=stats, open=listed):
                 worker.stats, worker.beat_at = stats, worker.heard
+                if listed is not None:
+                    self._compare(worker, set(listed))
                 self._send(worker, Heartbeat(len(worker.in_flight), {}))
                 self._pump_all(worker)  # a rested worker may be usable again
             case Drain():
@@ -370,6 +394,20 @@ class Dispatcher:
                 self._leave(worker, reason or "left")
             case _:
                 raise WireError(f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends")
+
+    def _compare(self, worker: Worker, listed: set[int]) -> None:
+        """Fail the attempts that two heartbeats in a row did not list: a connection was lost with the request or the answer on its way.
+
+        One heartbeat proves nothing, because the worker may have sent it before the request arrived.
+        """
+        for attempt in list(worker.in_flight.values()):
+            attempt.unknown = 0 if attempt.number in listed else attempt.unknown + 1
+            if attempt.unknown > 1 and self._clock() - attempt.start > 2 * self.config.heartbeat_s:
+                self.counters["lost_calls"] += 1
+                self._send(worker, Cancel(attempt.number))  # in case it is not lost but late
+                self._fail(
+                    attempt, InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost")
+                )
 
     def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)
@@ -381,7 +419,7 @@ class Dispatcher:
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)
-        worker.breaker.record(True, time.monotonic())
+        worker.breaker.record(True, self._clock())
         pending.settle(body)
         self._finish(attempt, "ok", body)
 
@@ -397,7 +435,7 @@ class Dispatcher:
 
     def _join(self, identity: bytes, hello: Register) -> None:
         if (worker := self._workers.get(identity)) is not None:
-            worker.heard = time.monotonic()
+            worker.heard = self._clock()
             self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
             return
         for service in hello.services:
@@ -408,7 +446,7 @@ class Dispatcher:
             )
         for old in [w for w in self._workers.values() if w.name == hello.worker]:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
-        worker = Worker(identity, hello, time.monotonic(), f"{next(self._numbers):x}")
+        worker = Worker(identity, hello, self._clock(), f"{next(self._numbers):x}")
         self._workers[identity] = worker
         self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
         self._spawn(self._admit(worker))
@@ -444,9 +482,9 @@ class Dispatcher:
     async def _watch(self) -> None:
         """Give up every worker that has been silent for more than ``dead_after_s``."""
         while True:
-            before = time.monotonic()
+            before = self._clock()
             await asyncio.sleep(self.config.heartbeat_s)
-            now = time.monotonic()
+            now = self._clock()
             if now - before > 2 * self.config.heartbeat_s:
                 continue  # this process itself was held up, so the heartbeats that arrived meanwhile are not read yet
             for worker in [w for w in self._workers.values() if now - w.heard > self.config.dead_after_s]:

@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from actors.environments.base import Task
 from scheduler import report, strategies, terminal
 from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
 from scheduler.context import ATTEMPTS, Context, Shop
-from scheduler.dispatch import Dispatcher, Worker
+from scheduler.dispatch import Dispatcher, Transport, Worker
 from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
 from scheduler.fleet import Fleet
@@ -48,6 +49,8 @@ REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
+LEAVE_S = 30.0
+"""The longest that the end of a run waits for the learner's last answers, and then for the workers to leave, in seconds."""
 
 
 class Frontier(msgspec.Struct, frozen=True):
@@ -79,16 +82,22 @@ class Run:
 
     training: Training
 
-    def __init__(self, process: SchedulerProcess):
-        self.process, self.settings = process, process.scheduler
+    def __init__(
+        self,
+        process: SchedulerProcess,
+        router: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.process, self.settings, self._clock = process, process.scheduler, clock
         began = command_began()
         self.phases = Phases("set-up", scheduler.STARTED if began is None else began)
         self.phases.enter("starting processes", scheduler.STARTED)
         self.growth = Phases("no trees")
         self.folder = Path(process.run)
         self.journal = Journal(self.folder / "journal.sqlite")
+        keys = RunKeys.create(self.folder / "keys") if router is None else None
         self.dispatcher = Dispatcher(
-            self.settings.bind, RunKeys.create(self.folder / "keys"), self.settings.dispatch, process.seed
+            self.settings.bind, keys, self.settings.dispatch, process.seed, router=router, clock=clock
         )
         self.metrics = Metrics(self.folder)
         self.dispatcher.on_event = self.metrics.event
@@ -126,7 +135,7 @@ class Run:
             self.counts,
             self.stream.emit,
             process.most,
-            fleet=Fleet(self.settings.budget, self.settings.placement.batch),
+            fleet=Fleet(self.settings.budget, self.settings.placement.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
             longest=process.longest,
         )
@@ -164,8 +173,9 @@ class Run:
         await together([self._begin(), self._train()])
         await self.examination.evaluate("end")
         self.phases.enter("stopping")
+        await self.stream.settle(LEAVE_S)  # answers of the last update that had to be asked for again
         await self.dismiss()
-        await self._workers_left(30.0)
+        await self._workers_left(LEAVE_S)
         spent = self.phases.seconds()
         report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
 
@@ -214,7 +224,7 @@ class Run:
         if weights.version:
             await self.begun.wait()
             await self.spread.everywhere(weights)
-        waited = time.monotonic() - scheduler.STARTED
+        waited = self._clock() - scheduler.STARTED
         print(f"all workers are here after {waited:.0f} s; policy version {weights.version}", flush=True)
         self.phases.enter("updates")
 
@@ -229,12 +239,12 @@ class Run:
         admitted = sum(row.status != "replaced" for row in unfinished)
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version, admitted)
         self.metrics.counters(self.dispatcher.workers())
-        first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), time.monotonic()
+        first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), self._clock()
         for row in unfinished:
             self._take_up(row)
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
-        moved_at = time.monotonic()
+        moved_at = self._clock()
         while not self.pacing.finished:
             while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < s.questions_per_update):
                 self._plant()
@@ -243,10 +253,10 @@ class Run:
             try:
                 async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
                     await self.moved.wait()
-                moved_at = time.monotonic()
+                moved_at = self._clock()
             except TimeoutError:
-                if time.monotonic() - moved_at > s.watchdog_s:
-                    moved_at = time.monotonic()
+                if self._clock() - moved_at > s.watchdog_s:
+                    moved_at = self._clock()
                     print(
                         f"  no progress for {s.watchdog_s:.0f} s; waiting for {self.dispatcher.waiting()}", flush=True
                     )
@@ -254,7 +264,7 @@ class Run:
         self.training = Training.of(
             (first, self.pacing.version),
             self.resumed,
-            time.monotonic() - self.training_since,
+            self._clock() - self.training_since,
             self.totals,
             self.metrics.busy(),
             self.growth.spent("no trees") - idle,
@@ -322,6 +332,11 @@ class Run:
         except DataFault as fault:
             self._quarantine(tree, str(fault))
             return
+        if (
+            not tree.groups
+        ):  # an update of such trees alone would be answered to nobody, and the run would wait for ever
+            self._quarantine(tree, "no trajectory could be trained, because no judge gave a valid outcome")
+            return
         replaced = self._replaces(tree)
         self.journal.close_tree(tree, "replaced" if replaced else "closed")
         self.stream.close(tree, replaced)
@@ -381,14 +396,14 @@ class Run:
     async def _trained(self, trained: Trained) -> None:
         """A version was trained: give its weights to the actors, record its metrics, then let pacing admit more trees."""
         await self.begun.wait()
-        start = time.monotonic()
+        start = self._clock()
         await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
         if self.shop.judged.share is not None:
             values.setdefault("score/judge_valid", self.shop.judged.share)  # PPR's turns already have this as a column
-        values["time/spread"] = time.monotonic() - start
-        values["time/training"] = time.monotonic() - self.training_since
+        values["time/spread"] = self._clock() - start
+        values["time/training"] = self._clock() - self.training_since
         if self.outcomes:
             values["rollout/outcome"] = sum(self.outcomes) / len(self.outcomes)
             self.outcomes.clear()
@@ -419,8 +434,8 @@ class Run:
         )
 
     async def _workers_left(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while self.dispatcher.workers() and time.monotonic() < end:
+        end = self._clock() + timeout
+        while self.dispatcher.workers() and self._clock() < end:
             await asyncio.sleep(0.05)
 
     # ------------------------------------------------------------------------------------------ end

@@ -53,7 +53,8 @@ def write(
             print(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
         for name, value in baselines.items():
             print(f"  baseline {name:<22} {value:.3f} {end.headline}")
-        print(f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}")
+        if start.headline in start.measures:  # not if every held-out task was quarantined
+            print(f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}")
     if kept is not None:
         print(
             f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (tools/export --version best)"

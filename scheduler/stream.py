@@ -61,6 +61,11 @@ class Stream:
         """The error that ended a send, or None."""
         return self._failure
 
+    async def settle(self, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds until every group is marked and the learner knows of every closed tree."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+
     async def stop(self) -> None:
         """Abandon the open calls. Their groups stay in the journal."""
         for task in self._tasks:
@@ -92,6 +97,7 @@ class Stream:
                 whole = True
                 await asyncio.sleep(_RESEND_WAIT_S)
         self.replaced.discard(tree.id)
+        self._sent.pop(tree.id, None)  # again, if the group was sent again after the tree's end was told
         async with self._order:
             self.journal.mark_trained(group, trained.version)
             if trained.version > self.version:

@@ -38,10 +38,14 @@ class Registered(msgspec.Struct, tag="registered", frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """Worker -> scheduler: the worker is alive. ``stats`` are monotonic counters and gauges that the worker names."""
+    """Worker -> scheduler: the worker is alive. ``stats`` are monotonic counters and gauges that the worker names.
+
+    ``open`` lists the worker's open requests, so that the scheduler notices calls that a lost connection swallowed. None tells nothing.
+    """
 
     in_flight: int
     stats: dict[str, float]
+    open: list[int] | None = None
 
 
 class Request(msgspec.Struct, tag="request", frozen=True):

@@ -160,7 +160,7 @@ class Service:
         while True:
             if not self.registered.is_set():
                 await self._register()
-            self.send(Heartbeat(len(self.calls), self.stats()))
+            self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls)))
             await asyncio.sleep(self._beat_s)
             if self.registered.is_set() and time.monotonic() - self._heard > self.silence_s:
                 log.warning("%s: the scheduler is silent, registering anew", self.name)

@@ -1,0 +1,136 @@
+"""What must hold after every run, read from the journal and the learner's own record, not from the scheduler's word."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from scheduler.journal import Journal, TreeRow
+from scheduler.main import Run
+from scheduler.tree import Node, Tree
+from tests.simulation.peers import first_logprob, score
+from tests.simulation.plan import Plan
+from tests.simulation.scripted_learner import Update
+
+
+def of_the_journal(journal: Journal, plan: Plan, record: Sequence[Update], lives: int) -> Iterator[str]:
+    """The violations of a finished run."""
+    settings = plan.settings
+    rows = journal.trees("split='train'")
+    groups = {group: (row, version) for row in rows for group, version in journal.groups(row.id)}
+    yield from _draws(rows)
+    yield from _trained_once(groups, record)
+    versions = [update.version for update in record]
+    if versions != list(range(1, settings.updates + 1)):
+        yield f"the learner made the versions {versions}, expected 1 to {settings.updates}"
+    if any(len(update.trees) != settings.questions_per_update for update in record):
+        yield f"an update has not {settings.questions_per_update} questions: {[len(u.trees) for u in record]}"
+    yield from _admission(rows, record, plan)
+    if settings.max_staleness == 0 and not lives:
+        for update in record:
+            if update.sampled - {update.version - 1}:
+                yield f"update {update.version} of a synchronous run trained on tokens of versions {update.sampled}"
+    for row in journal.trees():
+        yield from _well_formed(journal.tree(row), journal)
+
+
+def _draws(rows: Sequence[TreeRow]) -> Iterator[str]:
+    """Every task that was drawn is trained or quarantined with a reason, and no draw is skipped or made twice."""
+    if sorted(row.position for row in rows) != list(range(len(rows))):
+        yield f"the draws are {sorted(row.position for row in rows)}, expected 0 to {len(rows) - 1}, each once"
+    for row in rows:
+        if row.status == "growing":
+            yield f"tree {row.id} is still growing at the end"
+        if row.status == "quarantined" and not row.reason:
+            yield f"tree {row.id} is quarantined without a reason"
+
+
+def _trained_once(groups: dict[int, tuple[TreeRow, int | None]], record: Sequence[Update]) -> Iterator[str]:
+    """Every group is in exactly one update of the learner, and the journal says in which."""
+    trained = Counter[int]()
+    by_version: dict[int, int] = {}
+    for update in record:
+        for group in (*update.replaced, *(group for some in update.trees.values() for group in some)):
+            trained[group] += 1
+            by_version[group] = update.version
+    for group, count in trained.items():
+        if count > 1:
+            yield f"group {group} was trained {count} times"
+        if group not in groups:
+            yield f"group {group} was trained and is not in the journal"
+    for group, (row, version) in groups.items():
+        if group not in trained:
+            yield f"group {group} of tree {row.id} ({row.status}) was never trained"
+        elif version is None:
+            yield f"group {group} was trained and the journal does not say so"
+        elif version < by_version[group]:
+            yield f"group {group} was trained into version {by_version[group]}, and the journal says {version}"
+
+
+def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) -> Iterator[str]:
+    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, and no tree is admitted that no update takes."""
+    questions, staleness = plan.settings.questions_per_update, plan.settings.max_staleness
+    counted = {tree for update in record for tree in update.trees}
+    admitted = 0
+    for row in rows:
+        admitted += row.id in counted
+        if row.id in counted and admitted > (staleness + row.version + 1) * questions:
+            yield f"tree {row.id} was admitted at version {row.version} as number {admitted}, beyond the bound"
+    for row in rows:
+        if row.status == "closed" and row.id not in counted:
+            yield f"tree {row.id} is closed, and no update has taken it"
+
+
+def _well_formed(tree: Tree, journal: Journal) -> Iterator[str]:
+    for node in tree.nodes.values():
+        if (node.parent < 0) != (node.id == 0) or (node.parent >= 0 and node.parent not in tree.nodes):
+            yield f"tree {tree.id}: node {node.id} has the parent {node.parent}"
+        arrays = (node.logprobs, node.versions, node.sampled)
+        if node.kind == "action" and any(array is None or len(array) != len(node.tokens) for array in arrays):
+            yield f"tree {tree.id}: action {node.id} lacks log-probabilities or versions"
+        yield from _answers_belong(tree, node)
+    seen: dict[int, int] = {}
+    for group in tree.groups:
+        for turn in journal.turns(group):
+            if seen.setdefault(turn.node, group) != group:
+                yield f"tree {tree.id}: node {turn.node} is trained in the groups {seen[turn.node]} and {group}"
+            if turn.node not in tree.nodes or tree.nodes[turn.node].kind != "action":
+                yield f"tree {tree.id}: group {group} trains on node {turn.node}, which is no action of the tree"
+            if not all(map(math.isfinite, turn.scores.values())):
+                yield f"tree {tree.id}: group {group} has the scores {turn.scores}"
+
+
+def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
+    """A score is the one that the judge gave to this turn, and a sample continues this prefix."""
+    for column in ("think", "query", "answer"):
+        if column in node.scores and node.scores[column] != score(node.text, column):
+            yield f"tree {tree.id}: node {node.id} has another turn's score of {column!r}"
+    above = tree.parent(node)
+    if node.logprobs is not None and above is not None and not node.kept:
+        if float(node.logprobs[0]) != first_logprob(tree.prefix(above)):
+            yield f"tree {tree.id}: node {node.id} was sampled from another prefix"
+
+
+def of_the_workers(run: Run) -> Iterator[str]:
+    """What the scheduler believes to run on workers when all is done, which must be nothing but new weights on their way."""
+    for worker in run.dispatcher.workers():
+        if left := [a.pending.service for a in worker.in_flight.values() if a.pending.service != "load"]:
+            yield f"{worker.name} still holds the calls {left} when all is done"
+
+
+def of_the_scheduler(run: Run) -> Iterator[str]:
+    """What the scheduler still holds when its run is over, which must be nothing."""
+    calls = run.dispatcher.waiting()
+    calls.pop("load", None)  # an actor that was joining when the run ended; its call fails with the dispatcher
+    held = {
+        "open calls": calls,
+        "waiting calls": [service for service, queue in run.dispatcher._waiting.items() if queue],
+        "growing trees": run.growing,
+        "trees in the fleet": run.shop.fleet._trees,
+        "seats": [name for name, seats in run.shop.fleet._seats.items() if seats],
+        "samples being decoded": +run.shop.fleet._decoding,
+        "nodes of sent trees": run.stream._sent,
+        "replaced trees": run.stream.replaced,
+    }
+    for what, value in held.items():
+        if value:
+            yield f"{what} are left at the end: {value}"

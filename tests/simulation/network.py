@@ -1,0 +1,133 @@
+"""The simulated network between one scheduler and its peers: seeded delays, connection loss, order kept within a connection only.
+
+It has the semantics of ZeroMQ's ROUTER and DEALER over TCP: while a connection is down, what the scheduler sends is lost, what a peer sends
+waits for the reconnection, and messages under way are lost in both directions. A peer's identity survives a reconnection.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tests.simulation.virtual_time import Agenda
+from wire.arrays import Frame
+
+Note = Callable[..., None]
+
+
+class Connection:
+    """One peer's connection. arrive: receives the frames that the scheduler sent. epoch: counts the losses of the connection."""
+
+    def __init__(self, name: str, identity: bytes, arrive: Callable[[list[Frame]], None]):
+        self.name, self.identity, self.arrive = name, identity, arrive
+        self.epoch = 0
+        self.up_at = 0.0
+        self.down = self.up = 0.0
+        """When the newest message to the peer, and from the peer, arrives: later messages arrive after it."""
+
+
+class Network:
+    """The wires of a world. slow: mean delay of a message in seconds; spikes: the share of messages that take up to twenty times as long."""
+
+    def __init__(self, agenda: Agenda, rng: random.Random, note: Note, slow: float, spikes: float):
+        self.agenda, self.rng, self.note = agenda, rng, note
+        self.slow, self.spikes = slow, spikes
+        self.connections: dict[bytes, Connection] = {}
+        self.socket: Socket | None = None
+
+    def bind(self) -> "Socket":
+        """A new scheduler's socket. The one before is dead."""
+        self.socket = Socket(self)
+        return self.socket
+
+    def connect(self, name: str, identity: bytes, arrive: Callable[[list[Frame]], None]) -> Connection:
+        """A new connection of a peer."""
+        connection = self.connections[identity] = Connection(name, identity, arrive)
+        return connection
+
+    def cut(self, connection: Connection, seconds: float) -> None:
+        """Lose a connection: what is under way is lost, and for ``seconds`` nothing arrives."""
+        connection.epoch += 1
+        connection.up_at = self.agenda.now + seconds
+
+    def to_scheduler(self, connection: Connection, frames: list[Frame]) -> None:
+        """Carry a message of a peer."""
+        start = max(self.agenda.now, connection.up_at)
+        connection.up = max(connection.up, start + self._delay())
+        epoch = connection.epoch
+
+        def arrive() -> None:
+            if epoch != connection.epoch or self.connections.get(connection.identity) is not connection:
+                self.note("lost", connection.name, "to the scheduler")
+            elif self.socket is not None:
+                self.socket.arrived([connection.identity, *frames])
+
+        self.agenda.at(connection.up, arrive)
+
+    def to_peer(self, identity: bytes, frames: list[Frame]) -> None:
+        """Carry a message of the scheduler, or lose it."""
+        connection = self.connections.get(identity)
+        if connection is None or connection.up_at > self.agenda.now:
+            self.note("lost", connection.name if connection else identity.decode(), "from the scheduler")
+            return
+        connection.down = max(connection.down, self.agenda.now + self._delay())
+        epoch = connection.epoch
+
+        def arrive() -> None:
+            if epoch != connection.epoch or self.connections.get(identity) is not connection:
+                self.note("lost", connection.name, "from the scheduler")
+            else:
+                connection.arrive(frames)
+
+        self.agenda.at(connection.down, arrive)
+
+    def _delay(self) -> float:
+        delay = self.rng.random() * 2 * self.slow
+        return delay * 20 * self.rng.random() if self.rng.random() < self.spikes else delay
+
+
+class Socket:
+    """The scheduler's end: ``scheduler.dispatch.Transport``. on_send: called before each message (a crash may come there)."""
+
+    endpoint = "simulated"
+
+    def __init__(self, network: Network):
+        self.network = network
+        self.alive = True
+        self.on_send: Callable[[], None] = lambda: None
+        self._deliver: Callable[[list[Frame]], None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
+        """Pass every message to ``deliver`` from now on."""
+        self._deliver = deliver
+        self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def send(self, frames: Iterable[Frame]) -> None:
+        """Send ``[identity, header, ...]``."""
+        if self.alive:
+            self.on_send()
+            identity, *rest = frames
+            self.network.to_peer(bytes(identity), rest)
+
+    def arrived(self, frames: list[Frame]) -> None:
+        """A message has come for the scheduler; it is lost if nobody listens."""
+        if self._deliver is None or not self.alive:
+            return
+        try:
+            self._deliver(frames)
+        except Exception as error:  # as wire.sockets.Pump does
+            self._deliver = None
+            if self._ended is not None and not self._ended.done():
+                self._ended.set_exception(error)
+
+    def close(self) -> None:
+        """Nothing is sent or received from now on."""
+        self.alive, self._deliver = False, None
+
+
+def plain(value: Any) -> str:
+    """A short text of a message's field for the history."""
+    text = repr(value)
+    return text if len(text) < 160 else text[:157] + "..."

@@ -1,0 +1,307 @@
+"""Scripted workers that speak the real wire messages: membership, heartbeats, answers, and the faults of each on command.
+
+A peer is a state machine on the agenda, not a task. It keeps to the protocol of ``wire.service.Service``: it registers until it is accepted,
+abandons its calls when its admission changes, registers again after a silence, and leaves when it is drained.
+"""
+
+import random
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tests.simulation.network import Network
+from wire.arrays import Frame, decode_body, decode_header, encode
+from wire.messages import (
+    Cancel,
+    Drain,
+    Error,
+    GenerateRequest,
+    GenerateResult,
+    Goodbye,
+    Heartbeat,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    LoadRequest,
+    LoadResult,
+    Passage,
+    Register,
+    Registered,
+    Request,
+    Result,
+    RetrieveRequest,
+    RetrieveResult,
+    Sample,
+)
+from wire.service import PINNED_ROOM, REGISTER_AGAIN, service_types
+
+SILENCE_S = 15.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
+
+
+class Manners(msgspec.Struct):
+    """How peers answer: the share of answers with each fault while faults last. seconds: the mean time of an answer, by kind of service."""
+
+    error: float = 0.0
+    data_fault: float = 0.0
+    twice: float = 0.0
+    garbage: float = 0.0
+    hang: float = 0.0
+    short: float = 0.0
+    not_a_number: float = 0.0
+    seconds: dict[str, float] = {}
+
+
+def score(response: str, column: str) -> float:
+    """The score that every judge gives, so that a check can tell whether a score belongs to its turn."""
+    return float(zlib.crc32(f"{column}/{response}".encode()) & 1)
+
+
+def first_logprob(prefix: np.ndarray) -> float:
+    """The log-probability of the first token sampled after a prefix, so that a check can tell whether a sample belongs to its prefix."""
+    return -float(zlib.crc32(prefix.astype(np.int32).tobytes()) % 1024)
+
+
+class Peer:
+    """A worker process. services: what it offers; capacity: its requests at once. Subclasses answer by ``handle``."""
+
+    outside = False
+    """Whether the process belongs to nobody's run: it outlives a crash of the run (a judge of ``tools/serve``)."""
+
+    def __init__(self, network: Network, rng: random.Random, name: str, services: list[str], capacity: int):
+        self.network, self.rng, self.name = network, rng, name
+        self.agenda, self.note = network.agenda, network.note
+        self.services, self.capacity = services, capacity
+        self.manners = Manners()
+        self.faulty: Callable[[], bool] = lambda: False
+        self.violated: Callable[[str], None] = lambda reason: None
+        self.life = 0
+        self.alive = False
+        self.frozen_until = 0.0
+
+    # ------------------------------------------------------------------------------------------ life and death
+
+    def start(self) -> None:
+        """Begin a new process under the same name."""
+        if self.alive:
+            return
+        self.life += 1
+        self.alive, self.frozen_until = True, 0.0
+        identity = f"{self.name}/{self.life}".encode()
+        self.connection = self.network.connect(self.name, identity, self._arrived)
+        self.calls: dict[int, Request] = {}
+        self.registered, self.draining = False, False
+        self.admission: str | None = None
+        self.heard, self.beat_s, self.pause = self.agenda.now, 2.0, FIRST_RETRY_S
+        self.note("start", self.name)
+        self.born()
+        self._beat()
+
+    def born(self) -> None:
+        """What a new process does first."""
+
+    def die(self, restart_after: float | None = None) -> None:
+        """Vanish without a word; a new process starts ``restart_after`` seconds later."""
+        if self.alive:
+            self.note("dies", self.name)
+            self.alive = False
+            self.network.connections.pop(self.connection.identity, None)
+        if restart_after is not None:
+            self.agenda.after(restart_after, self.start)
+
+    def freeze(self, seconds: float) -> None:
+        """Do nothing for a while; messages and timers wait."""
+        self.note("freezes", self.name, f"{seconds:.1f} s")
+        self.frozen_until = max(self.frozen_until, self.agenda.now + seconds)
+
+    def later(self, delay: float, event: Callable[[], None]) -> None:
+        """Run ``event`` in this process, if it still lives then."""
+        life = self.life
+
+        def due() -> None:
+            if not self.alive or self.life != life:
+                return
+            if self.frozen_until > self.agenda.now:
+                self.agenda.at(self.frozen_until, due)
+            else:
+                event()
+
+        self.agenda.after(delay, due)
+
+    # ------------------------------------------------------------------------------------------ membership
+
+    def send(self, header: Any, body: msgspec.Struct | None = None) -> None:
+        """Send a message to the scheduler."""
+        self.note("to scheduler", self.name, header)
+        self.network.to_scheduler(self.connection, encode(header, body))
+
+    def _beat(self) -> None:
+        if self.registered and self.agenda.now - self.heard > SILENCE_S:
+            self.registered, self.pause = False, FIRST_RETRY_S
+        if not self.registered:
+            self.send(Register(self.name, self.services, self.capacity, self.life, "simulated"))
+            self.later(self.pause, self._beat)
+            self.pause = min(2 * self.pause, LAST_RETRY_S)
+            return
+        self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls)))
+        self.later(self.beat_s, self._beat)
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of the heartbeat."""
+        return {}
+
+    def _arrived(self, frames: list[Frame]) -> None:
+        if self.frozen_until > self.agenda.now:
+            self.later(0.0, lambda: self._receive(frames))
+        elif self.alive:
+            self._receive(frames)
+
+    def _receive(self, frames: list[Frame]) -> None:
+        header = decode_header(frames)
+        self.heard = self.agenda.now
+        self.note("from scheduler", self.name, header)
+        match header:
+            case Request():
+                self._accept(header, frames)
+            case Cancel(id=number):
+                self.calls.pop(number, None)
+            case Registered(heartbeat_s=beat_s, admission=admission):
+                if self.admission not in (None, admission):
+                    self.calls.clear()
+                self.admission, self.beat_s, self.registered = admission, beat_s, True
+            case Drain():
+                self.draining = True
+                self.send(Drain())
+                self._leave_if_done()
+            case Goodbye(reason=reason):
+                if reason != REGISTER_AGAIN:
+                    self.die(restart_after=1.0)
+                elif self.registered:
+                    self.registered, self.pause = False, FIRST_RETRY_S
+                    self._register_now()
+            case _:
+                pass
+
+    def _register_now(self) -> None:
+        self.send(Register(self.name, self.services, self.capacity, self.life, "simulated"))
+
+    def _leave_if_done(self) -> None:
+        if self.draining and not self.calls:
+            self.send(Goodbye("drained"))
+            self.alive = False
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def _accept(self, header: Request, frames: list[Frame]) -> None:
+        if len(self.calls) >= self.capacity + PINNED_ROOM:
+            self.send(Error(header.id, "infrastructure", f"{self.name} is over its capacity of {self.capacity}"))
+            return
+        self.calls[header.id] = header
+        pinned = header.service == "load"
+        if not pinned and sum(call.service != "load" for call in self.calls.values()) > self.capacity:
+            self.violated(f"{self.name} has more requests than its capacity of {self.capacity}")
+        self.later(header.deadline_s, lambda: self._expire(header))
+        body = decode_body(frames, service_types(header.service)[0])
+        self.accepted(header, body)
+
+    def accepted(self, header: Request, body: Any) -> None:
+        """Answer a request after a while, or not at all."""
+        mean = self.manners.seconds.get(header.service.split(".")[0], 0.1)
+        if self._strikes(self.manners.hang):
+            self.note("hangs", self.name, header.id)
+            return
+        self.later(self.rng.random() * 2 * mean, lambda: self._answer(header, body))
+
+    def _expire(self, header: Request) -> None:
+        if self.calls.pop(header.id, None) is not None:
+            self.send(Error(header.id, "infrastructure", f"{header.service} on {self.name} passed its deadline"))
+
+    def _strikes(self, share: float) -> bool:
+        return share > 0 and self.faulty() and self.rng.random() < share
+
+    def _answer(self, header: Request, body: Any) -> None:
+        if header.id not in self.calls:
+            return
+        if self._strikes(self.manners.error):
+            return self.reply(header.id, Error(header.id, "infrastructure", "an injected fault"))
+        if self._strikes(self.manners.data_fault) and header.service not in ("load", "train", "close"):
+            return self.reply(header.id, Error(header.id, "data", "this task cannot work"))
+        if self._strikes(self.manners.garbage):
+            self.note("garbage", self.name, header.id)
+            self.calls.pop(header.id)
+            self.network.to_scheduler(self.connection, [*encode(Result(header.id)), b"\xc1garbage"])
+            return None
+        self.reply(header.id, Result(header.id), self.handle(header, body))
+        return None
+
+    def reply(self, number: int, header: Result | Error, body: msgspec.Struct | None = None) -> None:
+        """Answer an open request once; an ill-mannered peer answers twice."""
+        if self.calls.pop(number, None) is None:
+            return
+        self.send(header, body)
+        if self._strikes(self.manners.twice):
+            self.later(self.rng.random() * 5, lambda: self.send(header, body))
+        self._leave_if_done()
+
+    def handle(self, header: Request, body: Any) -> msgspec.Struct:
+        """The result of a request."""
+        raise NotImplementedError
+
+
+class Actor(Peer):
+    """Samples actions from a few texts. texts: token ids int32 of each. kv: tokens that its cache holds, 0 for a worker that tells none."""
+
+    def __init__(self, *peer: Any, texts: list[np.ndarray], kv: int = 0):
+        super().__init__(*peer)
+        self.texts, self.kv = texts, kv
+
+    def born(self) -> None:
+        self.version = 0
+
+    def stats(self) -> dict[str, float]:
+        return {"kv_capacity_tokens": float(self.kv)} if self.kv else {}
+
+    def handle(self, header: Request, body: Any) -> msgspec.Struct:
+        if isinstance(body, LoadRequest):
+            self.version = body.version
+            return LoadResult(body.version, body.digest, 0.0)
+        assert isinstance(body, GenerateRequest)
+        samples = [self._sample(first_logprob(body.tokens)) for _ in range(body.n)]
+        if self._strikes(self.manners.short):
+            samples = samples[:-1]
+        return GenerateResult(samples, len(body.tokens), 0)
+
+    def _sample(self, first: float) -> Sample:
+        tokens = self.rng.choice(self.texts)
+        versions = np.full(len(tokens), self.version, np.int32)
+        return Sample(tokens, np.full(len(tokens), first, np.float32), versions, "stop")
+
+
+class Judge(Peer):
+    """Scores turns by ``score``, for the services ``judge.<name>`` with the columns of each."""
+
+    columns = {"judge.slate_rules": ("think", "query", "answer"), "judge.exact_match": ("outcome", "f1")}
+
+    def handle(self, header: Request, body: Any) -> msgspec.Struct:
+        assert isinstance(body, JudgeRequest)
+        judgements = [self._judged(header.service, turn.response) for turn in body.turns]
+        return JudgeResult(judgements[:-1] if self._strikes(self.manners.short) else judgements)
+
+    def _judged(self, service: str, response: str) -> Judgement:
+        scores = {column: score(response, column) for column in self.columns[service]}
+        if self._strikes(self.manners.not_a_number):
+            column = self.rng.choice(sorted(scores))
+            return Judgement({name: value for name, value in scores.items() if name != column}, [column])
+        return Judgement(scores)
+
+
+class Retriever(Peer):
+    """Finds the same passage for every query."""
+
+    def handle(self, header: Request, body: Any) -> msgspec.Struct:
+        assert isinstance(body, RetrieveRequest)
+        passages = [[Passage("1", "Peru", "Capital: Lima", 1.0)] for _ in body.queries]
+        return RetrieveResult(passages[:-1] if self._strikes(self.manners.short) else passages)

@@ -1,0 +1,140 @@
+"""What a seed decides before its run starts: the settings of the run, its workers, and which faults strike when.
+
+Every seed enables only some kinds of faults, so that rare combinations are met too ("swarm testing"). All faults end at ``healthy_from``;
+from then on the run must get to its end.
+"""
+
+import random
+from typing import Any
+
+import msgspec
+
+from scheduler.config import EvaluationConfig, PlacementConfig, SchedulerConfig
+from scheduler.dispatch import DispatchConfig
+from tests.simulation.peers import Manners
+
+STRATEGIES: list[tuple[str, dict[str, Any]]] = [
+    ("slate", {"k": 2}),
+    ("chain", {}),
+    ("full", {"k": 2}),
+    ("tree_grpo", {"trees": 1, "nodes": 1}),
+]
+KINDS = ("freeze", "die", "cut", "error", "data_fault", "twice", "garbage", "hang", "short", "not_a_number", "crash")
+
+
+class Strike(msgspec.Struct, frozen=True):
+    """A fault of one peer at a moment. kind: "freeze", "die" or "cut", for ``seconds``."""
+
+    at: float
+    kind: str
+    peer: int
+    seconds: float
+
+
+class Crash(msgspec.Struct, frozen=True):
+    """The death of the scheduler, which ends the run until it is resumed: at a moment, or at so many transactions or messages from its start.
+
+    place: "time" (count is seconds), "before commit", "after commit" or "send".
+    """
+
+    place: str
+    count: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """See the module. rejoin: seconds after which a resumed run's processes start; outside: whether judges outlive a crash."""
+
+    settings: SchedulerConfig
+    actors: int
+    capacity: int
+    kv: int
+    checkpoint_every: int
+    slow: float
+    spikes: float
+    manners: Manners
+    strikes: list[Strike]
+    crashes: list[Crash]
+    healthy_from: float
+    outside: bool
+
+
+def plan(seed: int) -> Plan:
+    """The plan of a seed."""
+    rng = random.Random(f"plan/{seed}")
+    kinds = {kind for kind in KINDS if rng.random() < 0.35}
+    healthy_from = rng.choice([5.0, 15.0, 40.0, 80.0])
+
+    def share(kind: str, most: float) -> float:
+        return rng.random() * most if kind in kinds else 0.0
+
+    manners = Manners(
+        error=share("error", 0.3),
+        data_fault=share("data_fault", 0.05),
+        twice=share("twice", 0.5),
+        garbage=share("garbage", 0.05),
+        hang=share("hang", 0.1),
+        short=share("short", 0.1),
+        not_a_number=share("not_a_number", 0.5),
+        seconds={
+            "generate": rng.choice([0.05, 0.5, 2.0]),
+            "load": rng.choice([0.05, 1.0]),
+            "judge": rng.choice([0.01, 0.3, 2.0]),
+            "retrieve": 0.05,
+            "train": rng.choice([0.1, 1.0, 5.0]),
+            "close": 0.01,
+        },
+    )
+    return Plan(
+        settings=_settings(rng),
+        actors=rng.randint(1, 3),
+        capacity=rng.choice([1, 2, 8]),
+        kv=rng.choice([0, 0, 400, 2000]),
+        checkpoint_every=rng.choice([1, 1, 2]),
+        slow=rng.choice([0.001, 0.02, 0.2]),
+        spikes=rng.choice([0.0, 0.1]),
+        manners=manners,
+        strikes=_strikes(rng, kinds, healthy_from),
+        crashes=_crashes(rng, healthy_from) if "crash" in kinds else [],
+        healthy_from=healthy_from,
+        outside=rng.random() < 0.5,
+    )
+
+
+def _settings(rng: random.Random) -> SchedulerConfig:
+    strategy, options = rng.choice(STRATEGIES)
+    questions = rng.randint(1, 2)
+    return SchedulerConfig(
+        strategy=strategy,
+        strategy_options=options,
+        budget=2,
+        judge="slate_rules",
+        max_action_tokens=16,
+        updates=rng.randint(1, 3),
+        questions_per_update=questions,
+        max_staleness=rng.choice([0, 1, 2]),
+        dynamic_sampling_budget=rng.choice([0, 0, 1]) if strategy != "chain" else 0,
+        evaluation=EvaluationConfig(questions=rng.choice([0, 0, 1]), every=rng.choice([0, 1])),
+        dispatch=DispatchConfig(heartbeat_s=rng.choice([3.0, 6.0]), dead_after_s=rng.choice([12.0, 20.0])),
+        placement=PlacementConfig(batch=rng.choice([0, 2])),
+        generate_deadline_s=30.0,
+        judge_deadline_s=15.0,
+        startup_timeout_s=120.0,
+    )
+
+
+def _strikes(rng: random.Random, kinds: set[str], until: float) -> list[Strike]:
+    wanted = [kind for kind in ("freeze", "die", "cut") if kind in kinds]
+    if not wanted:
+        return []
+    return [
+        Strike(rng.random() * until, rng.choice(wanted), rng.randrange(16), rng.choice([0.5, 3.0, 25.0]) * rng.random())
+        for _ in range(rng.randint(1, 5))
+    ]
+
+
+def _crashes(rng: random.Random, until: float) -> list[Crash]:
+    places = ("time", "before commit", "after commit", "send")
+    return [
+        Crash(place, rng.random() * until if place == "time" else rng.randint(1, 40))
+        for place in (rng.choice(places) for _ in range(rng.randint(1, 3)))
+    ]

@@ -1,0 +1,186 @@
+"""Planted faults: each breaks the real code as a bug of the past did, or as one might, and the simulation must find it.
+
+A fault is a function that patches the product while a simulation runs. ``found(fault, most)`` plays seeds until an invariant is violated.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from scheduler import context
+from scheduler.calls import Attempt
+from scheduler.dispatch import Dispatcher
+from scheduler.journal import Journal
+from scheduler.main import Run
+from scheduler.pacing import Pacing
+from scheduler.strategies import chain
+from scheduler.stream import Stream
+from tests.simulation.world import World, quiet
+from wire.faults import InfrastructureFault
+
+Change = Callable[[ExitStack], None]
+
+
+class Planted(msgspec.Struct, frozen=True):
+    """One fault: what is wrong, the commit that once mended it or one like it ("" for a fault that never was), and the patch."""
+
+    name: str
+    like: str
+    change: Change
+
+
+def _replace(owner: Any, name: str, value: Any) -> Change:
+    return lambda stack: stack.enter_context(patch.object(owner, name, value))
+
+
+# ------------------------------------------------------------------------------------------ the dispatcher
+
+
+def _deaf(self: Dispatcher, *arguments: Any, **options: Any) -> None:
+    _original_dispatcher(self, *arguments, **options)
+    self._joined.set = lambda: None
+
+
+_original_dispatcher = Dispatcher.__init__
+
+
+def _leave_without_calls(self: Dispatcher, worker: Any, reason: str) -> None:
+    if self._workers.get(worker.identity) is worker:
+        del self._workers[worker.identity]
+        worker.ready = False
+        if self.on_leave is not None:
+            self.on_leave(worker, reason)
+
+
+_finish = Dispatcher._finish
+
+
+def _finish_without_release(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
+    _finish(self, attempt, outcome, result)
+    if outcome == "infrastructure":
+        attempt.worker.in_flight[attempt.number] = attempt
+
+
+def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
+    _finish(self, attempt, outcome, result)
+    if outcome == "ok":
+        attempt.worker.in_flight[attempt.number] = attempt
+        asyncio.get_running_loop().call_later(10.0, attempt.worker.in_flight.pop, attempt.number, None)
+
+
+def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
+    if (attempt := pending.attempt) is not None:
+        self._finish(attempt, outcome)
+
+
+def _numbers_again(stack: ExitStack) -> None:
+    """Each scheduler counts its requests from 0, so a worker's answer to the scheduler before may fit a request of this one."""
+    original = World._born
+
+    async def born(self: World, socket: Any) -> Run:
+        run = await original(self, socket)
+        run.dispatcher._numbers = itertools.count()
+        return run
+
+    stack.enter_context(patch.object(World, "_born", born))
+
+
+# ------------------------------------------------------------------------------------------ journal, stream and pacing
+
+
+_untrained = Journal.untrained_trees
+
+
+def _emit_first(self: Stream, tree: Any, turns: Any) -> None:
+    group, self._next_group = self._next_group, self._next_group + 1
+    tree.groups.append(group)
+    self._spawn(self._send(tree, group, turns))
+    asyncio.get_running_loop().call_later(1.0, self.journal.save_group, tree, group, turns)
+
+
+async def _send_once(self: Stream, tree: Any, group: int, turns: Any) -> None:
+    from wire.messages import TrainGroup
+
+    try:
+        body = TrainGroup(group, tree.id, self._fresh(tree, turns, False), turns)
+        trained = await self.dispatcher.call("train", body, deadline=1e6)
+    except InfrastructureFault:
+        return
+    self.replaced.discard(tree.id)
+    async with self._order:
+        self.journal.mark_trained(group, trained.version)
+        if trained.version > self.version:
+            self.version = trained.version
+            await self.on_trained(trained)
+
+
+def _one_more(self: Pacing) -> bool:
+    within = (self.max_staleness + self.version + 1) * self.questions + 1
+    return self.admitted < min(within, self.updates * self.questions)
+
+
+_quarantine = Run._quarantine
+
+
+def _quarantine_unwritten(self: Run, tree: Any, reason: str) -> None:
+    with patch.object(self.journal, "close_tree", lambda *arguments: None):
+        _quarantine(self, tree, reason)
+
+
+def _quarantine_uncounted(self: Run, tree: Any, reason: str) -> None:
+    with patch.object(self.pacing, "withdraw", lambda: None):
+        _quarantine(self, tree, reason)
+
+
+async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
+    ctx.emit([await chain.episode(tree, ctx, bonus)])
+
+
+async def _at_once(self: Stream, timeout: float) -> None:
+    """The run ends without the last answers."""
+
+
+FAULTS = [
+    Planted("a lost wake-up: a worker that joins wakes nobody who waits for it", "c37b2d9", _replace(Dispatcher, "__init__", _deaf)),
+    Planted("a group is sent twice: a tree that crashed after its group emits another", "608484b", _replace(chain, "grow", _grow_again)),
+    Planted("a lease outlives its worker: the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls)),
+    Planted("a failed attempt does not release its place on the worker", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release)),
+    Planted("a resume skips the trees that were growing", "", _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "growing"])),
+    Planted("a resume skips what a quarantined tree had emitted", "7f5fe36", _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "quarantined"])),
+    Planted("an answer to an earlier scheduler is accepted by the next one", "", _numbers_again),
+    Planted("a cancellation is lost: the worker goes on with what nobody wants", "5f4b84b", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
+    Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
+    Planted("a quarantine is not written", "", _replace(Run, "_quarantine", _quarantine_unwritten)),
+    Planted("a quarantined tree keeps its admission", "", _replace(Run, "_quarantine", _quarantine_uncounted)),
+    Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
+    Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
+    Planted("a resume keeps the marks of updates that the checkpoint lost", "", _replace(Journal, "forget_training_after", lambda self, version: None)),
+    Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once)),
+    Planted("a call that a lost connection swallowed is never noticed", "this round", _replace(Dispatcher, "_compare", lambda self, worker, listed: None)),
+    Planted("the run ends before the last answers", "this round", _replace(Stream, "settle", _at_once)),
+    Planted("a short answer ends the run", "this round", _replace(context, "_complete", lambda *arguments: None)),
+]
+
+
+@contextmanager
+def planted(fault: Planted) -> Iterator[None]:
+    """The product with the fault."""
+    with ExitStack() as stack:
+        fault.change(stack)
+        yield
+
+
+def found(fault: Planted, most: int) -> tuple[int, str] | None:
+    """The first seed below ``most`` that finds the fault, with the violated invariant; None if none does."""
+    with planted(fault):
+        for seed in range(most):
+            with quiet():
+                history = World(seed).play()
+            if history.failures:
+                return seed, history.failures[0]
+    return None

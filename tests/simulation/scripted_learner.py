@@ -1,0 +1,136 @@
+"""A scripted learner that keeps its own record of what it trained, so that no check depends on the scheduler's word.
+
+It follows ``learner.main`` and ``learner.batches``: the first closed trees form an update, every group is answered by the update that holds
+it, weights are announced before the checkpoint is written, and a crash goes back to the newest checkpoint.
+"""
+
+import random
+from pathlib import Path
+
+import msgspec
+
+from scheduler.main import Frontier
+from tests.simulation.network import Network
+from tests.simulation.peers import Peer
+from wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, TreeClosed
+
+
+class Update(msgspec.Struct, frozen=True):
+    """One update: the version that it made, its trees with their groups, the groups of replaced trees, and the versions of its tokens."""
+
+    version: int
+    trees: dict[int, list[int]]
+    replaced: list[int]
+    sampled: set[int]
+
+
+class Learner(Peer):
+    """record: the updates whose weights are in force, oldest first. every: updates between two checkpoints."""
+
+    def __init__(self, network: Network, rng: random.Random, run: Path, questions: int, every: int):
+        super().__init__(network, rng, "learner", ["train", "close"], 4096)
+        self.run, self.questions, self.every = run, questions, every
+        self.record: list[Update] = []
+        self.lives = 0
+
+    def born(self) -> None:
+        """Restore the newest checkpoint, and announce its weights."""
+        self.lives += 1
+        files = sorted((self.run / "checkpoints").glob("v??????/state.json"))
+        state = msgspec.json.decode(files[-1].read_bytes(), type=Frontier) if files else Frontier()
+        self.version = self.durable = state.version
+        self.record = [update for update in self.record if update.version <= state.version]
+        self.trained = set(state.trained)
+        self.groups: dict[int, TrainGroup] = {}
+        self.nodes: dict[int, dict[int, int]] = {}
+        self.closed: dict[int, TreeClosed] = {}
+        self.done: set[int] = set()
+        self.waiting: dict[int, list[int]] = {}
+        self.busy = False
+        self._announce()
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def accepted(self, header: Request, body: TrainGroup | TreeClosed) -> None:
+        if isinstance(body, TreeClosed):
+            if body.tree not in self.done:
+                self.closed.setdefault(body.tree, body)
+            self.reply(header.id, Result(header.id), Closed())
+        elif body.id in self.trained and body.id not in self.waiting:
+            self.reply(header.id, Result(header.id), self._trained())
+        elif not self._whole(body):
+            self.reply(header.id, Error(header.id, "infrastructure", f"group {body.id}: nodes must be resent"))
+        else:
+            if body.id not in self.trained:
+                self.groups[body.id] = body
+            self.waiting.setdefault(body.id, []).append(header.id)
+        self._update_if_ready()
+
+    def _whole(self, group: TrainGroup) -> bool:
+        nodes = self.nodes.setdefault(group.tree, {})
+        nodes.update((node.id, node.parent) for node in group.nodes)
+        for turn in group.turns:
+            at = turn.node
+            while at >= 0 and at in nodes:
+                at = nodes[at]
+            if at >= 0:
+                return False
+        return True
+
+    def _trained(self) -> Trained:
+        return Trained(self.version, f"weights/v{self.version}", f"digest {self.version}", {}, [])
+
+    # ------------------------------------------------------------------------------------------ updates
+
+    def _ready(self, replaced: bool) -> list[TreeClosed]:
+        here = self.groups.keys() | self.trained
+        return [tree for tree in self.closed.values() if tree.replaced == replaced and here >= set(tree.groups)]
+
+    def _update_if_ready(self) -> None:
+        batch = self._ready(replaced=False)[: self.questions]
+        if self.busy or len(batch) < self.questions:
+            return
+        self.busy = True
+        replaced = [group for tree in self._ready(replaced=True) for group in self._take(tree)]
+        sampled = self._sampled(batch)
+        trees = {tree.tree: self._take(tree) for tree in batch}
+        update = Update(self.version + 1, trees, replaced, sampled)
+        self.trained.update(replaced, *trees.values())
+        self.later(self.rng.random() * 2 * self.manners.seconds["train"], lambda: self._publish(update))
+
+    def _sampled(self, batch: list[TreeClosed]) -> set[int]:
+        groups = [self.groups[group] for tree in batch for group in tree.groups if group in self.groups]
+        nodes = [node for group in groups for node in group.nodes if node.versions is not None]
+        return {int(version) for node in nodes if node.versions is not None for version in node.versions}
+
+    def _take(self, tree: TreeClosed) -> list[int]:
+        del self.closed[tree.tree]
+        self.done.add(tree.tree)
+        self.nodes.pop(tree.tree, None)
+        return [group for group in tree.groups if self.groups.pop(group, None) is not None]
+
+    def _publish(self, update: Update) -> None:
+        self.version = update.version
+        self.record.append(update)
+        self.note("update", self.name, update)
+        self._announce()
+        self.later(self.rng.random() * self.manners.seconds["train"], lambda: self._checkpoint(update))
+
+    def _announce(self) -> None:
+        weights = {"version": self.version, "path": f"weights/v{self.version}", "digest": f"digest {self.version}"}
+        (self.run / "learner.json").write_bytes(msgspec.json.encode(weights))
+
+    def _checkpoint(self, update: Update) -> None:
+        if self.version - self.durable >= self.every:
+            folder = self.run / "checkpoints" / f"v{self.version:06d}"
+            folder.mkdir(parents=True)
+            (folder / "state.json").write_bytes(msgspec.json.encode(Frontier(self.version, sorted(self.trained))))
+            self.durable = self.version
+        self.later(self.rng.random() * 0.1, lambda: self._answer_all(update))
+
+    def _answer_all(self, update: Update) -> None:
+        for group in [*(group for groups in update.trees.values() for group in groups), *update.replaced]:
+            for number in self.waiting.pop(group, []):
+                self.reply(number, Result(number), self._trained())
+        self.busy = False
+        self._update_if_ready()

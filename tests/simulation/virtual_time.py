@@ -1,0 +1,83 @@
+"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event. Nothing sleeps.
+
+Two kinds of events share the clock: the timers of the loop, which are the scheduler's, and the agenda, which is everybody else's. A crash of
+the scheduler abandons its loop with its timers, and the agenda goes on with the next loop.
+"""
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+class Stuck(Exception):  # noqa: N818 it is a finding, not an error of the simulator
+    """The run cannot end: nothing will ever happen again, or the virtual deadline has passed."""
+
+
+class Agenda:
+    """The virtual clock (seconds) and the events of everything outside the scheduler. deadline: the moment at which a run counts as stuck."""
+
+    def __init__(self, deadline: float = math.inf):
+        self.now, self.deadline = 0.0, deadline
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, event: Callable[[], None]) -> None:
+        """Run ``event`` at a moment; events of one moment run in the order in which they were added."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), event))
+
+    def after(self, delay: float, event: Callable[[], None]) -> None:
+        """Run ``event`` in ``delay`` seconds."""
+        self.at(self.now + delay, event)
+
+    def advance(self, timer: float = math.inf) -> bool:
+        """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns whether it was an event.
+
+        Raises Stuck if there is neither.
+        """
+        event = self._events[0][0] if self._events else math.inf
+        moment = min(event, timer)
+        if moment > self.deadline:
+            raise Stuck(
+                "nothing will ever happen again" if math.isinf(moment) else f"not over after {self.deadline:.0f} s"
+            )
+        self.now = max(self.now, moment)
+        if event > timer:
+            return False
+        heapq.heappop(self._events)[2]()
+        return True
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop on the clock of ``agenda``. Work for a thread is done at once, because threads have no order."""
+
+    def __init__(self, agenda: Agenda):
+        super().__init__()
+        self.agenda = agenda
+        self._selector = self  # the base class asks its selector to wait, and here waiting is a jump of the clock
+        self.set_exception_handler(lambda loop, context: None)
+
+    def time(self) -> float:
+        """The virtual time in seconds."""
+        return self.agenda.now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Wait for the next event as a selector would."""
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore[reportAttributeAccessIssue]
+        while timeout != 0 and self.agenda.advance(scheduled[0].when() if scheduled else math.inf):
+            timeout = 0 if self._ready else None  # pyright: ignore[reportAttributeAccessIssue]
+        return []
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Call ``func`` now."""
+        future = self.create_future()
+        future.set_result(func(*args))
+        return future
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There are no descriptors."""
+
+    def _write_to_self(self) -> None:
+        """There is no other thread that could wake the loop."""

@@ -1,0 +1,363 @@
+"""One simulated run: the real scheduler process on the virtual clock, its peers, faults, crashes and resumes, from the start to the summary.
+
+``simulate(seed)`` does all of it and returns a ``History``. The scheduler is ``scheduler.main.Run`` with its real journal (SQLite, a file on
+a file system in memory where there is one). Replaced are the socket, the clock, the metrics' writer and the reading of the tokenizer.
+"""
+
+import asyncio
+import contextlib
+import gc
+import io
+import itertools
+import json
+import logging
+import random
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from scheduler import main as scheduling
+from scheduler.config import SchedulerProcess
+from scheduler.journal import Journal, JournalError
+from scheduler.text import Text
+from tests.simulation import invariants
+from tests.simulation.network import Network, plain
+from tests.simulation.peers import Actor, Judge, Peer, Retriever
+from tests.simulation.plan import Crash, Plan, Strike, plan
+from tests.simulation.scripted_learner import Learner
+from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
+from wire.faults import Fault
+
+DEADLINE_S = 3000.0
+"""Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""
+MOST_LIVES = 12
+BURIALS = 20
+"""How often the tasks of a dead scheduler are cancelled until none is left; some wait for others."""
+TEXTS = (
+    "<think>a</think><search>b</search>",
+    "<think>a</think><search>c</search>",
+    "<think>d</think><answer>Lima</answer>",
+    "no action",
+)
+
+
+class Killed(SystemExit):
+    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised; what ``finally`` does then, no one sees."""
+
+
+class History:
+    """What happened, in order. failures: the violated invariants; text: one line per event, the same for every replay of the seed."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.events: list[tuple[float, str, tuple[Any, ...]]] = []
+        self.failures: list[str] = []
+
+    def lines(self) -> list[str]:
+        """One line per event."""
+        return [f"{at:10.3f}  {kind:<15} {' '.join(map(plain, rest))}" for at, kind, rest in self.events]
+
+
+@cache
+def materials() -> Path:
+    """A folder with a tokenizer of bytes, a prompt, and task files, made once per process."""
+    folder = scratch("materials")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "prompt.txt").write_text("Question: {question}\n")
+    for name, count in (("train", 5), ("heldout", 2)):
+        rows = [{"id": f"{name}{i}", "question": f"q{i}?", "golden_answers": ["Lima"]} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@cache
+def text() -> Text:
+    """The tokenizer of ``materials``, read once per process."""
+    return Text(str(materials()))
+
+
+def scratch(name: str) -> Path:
+    """A new folder, in memory where the machine has such a file system."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix=f"simulation-{name}-", dir=memory if memory.is_dir() else None))
+
+
+class Records:
+    """``scheduler.metrics.Metrics`` without its files: records of this start only."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        self.values: list[tuple[int, dict[str, float]]] = []
+
+    def last(self, names: Sequence[str]) -> dict[str, int]:
+        return dict.fromkeys(names, 0)
+
+    def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
+        self.values.append((version, values))
+
+    def counters(self, workers: Sequence[Any]) -> dict[str, float]:
+        return {}
+
+    def busy(self) -> dict[str, float]:
+        return {}
+
+    def event(self, event: Any) -> None:
+        """Traces are not kept."""
+
+    def close(self) -> None:
+        """There are no files."""
+
+
+class World:
+    """One seed's run. ``play`` does everything."""
+
+    def __init__(self, seed: int):
+        self.seed, self.plan, self.history = seed, plan(seed), History(seed)
+        self.agenda = Agenda(DEADLINE_S)
+        self.folder = scratch("run")
+        rng = random.Random(f"world/{seed}")
+        self.network = Network(self.agenda, rng, self.note, self.plan.slow, self.plan.spikes)
+        self.rng = rng
+        self.peers = self._peers()
+        self.learner = next(peer for peer in self.peers if isinstance(peer, Learner))
+        self.lives = 0
+
+    def note(self, kind: str, *rest: Any) -> None:
+        """Add an event to the history."""
+        self.history.events.append((self.agenda.now, kind, rest))
+
+    def violated(self, reason: str) -> None:
+        """Report a violated invariant."""
+        self.note("VIOLATED", reason)
+        self.history.failures.append(reason)
+
+    def _peers(self) -> list[Peer]:
+        p, settings = self.plan, self.plan.settings
+        texts = [text().encode(one) for one in TEXTS]
+        peers: list[Peer] = [
+            Actor(
+                self.network, self._rng(f"actor-{i}"), f"actor-{i}", ["generate", "load"], p.capacity, texts=texts, kv=p.kv
+            )
+            for i in range(p.actors)
+        ]
+        peers += [
+            Judge(self.network, self._rng(name), name, services, 4)
+            for name, services in (
+                ("judge-0", ["judge.slate_rules"]),
+                ("judge-1", ["judge.slate_rules", "judge.exact_match"]),
+                ("judge-2", ["judge.exact_match"]),
+            )
+        ]
+        peers.append(Retriever(self.network, self._rng("retriever"), "retriever", ["retrieve"], 2))
+        peers.append(
+            Learner(self.network, self._rng("learner"), self.folder, settings.questions_per_update, p.checkpoint_every)
+        )
+        for peer in peers:
+            peer.manners, peer.violated = p.manners, self.violated
+            peer.faulty = lambda: self.agenda.now < p.healthy_from
+            peer.outside = p.outside and isinstance(peer, Judge)
+        return peers
+
+    def _rng(self, name: str) -> random.Random:
+        return random.Random(f"{name}/{self.seed}")
+
+    # ------------------------------------------------------------------------------------------ the run
+
+    def play(self) -> History:
+        """Run until the scheduler has written its summary, then check everything."""
+        try:
+            for strike in self.plan.strikes:
+                self.agenda.at(strike.at, lambda strike=strike: self._strike(strike))
+            crashes = list(self.plan.crashes)
+            while not self._live(crashes.pop(0) if crashes else None):
+                self.lives += 1
+                if self.lives > MOST_LIVES:
+                    raise Stuck(f"the run died {self.lives} times")
+                self._stop_processes()
+                self.agenda.after(1.0 + self.rng.random(), lambda: None)
+        except Stuck as stuck:
+            self.violated(f"the run is stuck: {stuck}")
+        else:
+            journal = Journal(self.folder / "journal.sqlite", readonly=True)
+            for failure in invariants.of_the_journal(journal, self.plan, self.learner.record, self.lives):
+                self.violated(failure)
+            journal.close()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self.history
+
+    def _strike(self, strike: Strike) -> None:
+        peer = self.peers[strike.peer % len(self.peers)]
+        if not peer.alive:
+            return
+        if strike.kind == "freeze":
+            peer.freeze(strike.seconds)
+        elif strike.kind == "cut":
+            self.note("cut", peer.name, f"{strike.seconds:.1f} s")
+            self.network.cut(peer.connection, strike.seconds)
+        elif isinstance(peer, Learner):
+            raise Killed("a learner's death ends the whole run")  # the launcher resumes it
+        else:
+            peer.die(restart_after=strike.seconds)
+
+    def _stop_processes(self) -> None:
+        for peer in self.peers:
+            if not peer.outside:
+                peer.die()
+
+    def _live(self, crash: Crash | None) -> bool:
+        """One life of the scheduler. Returns True if the run is over, and False if it must be resumed."""
+        loop = VirtualLoop(self.agenda)
+        socket = self.network.bind()
+        run: scheduling.Run | None = None
+        try:
+            asyncio.set_event_loop(loop)
+            run = loop.run_until_complete(self._born(socket))
+            for peer in self.peers:
+                self.agenda.after(self.rng.random() * 3, peer.start)
+            if crash is not None:
+                self._arm(run, socket, crash)
+            self._watch_dismissal(run)
+            loop.run_until_complete(run.main())
+            for failure in invariants.of_the_scheduler(run):
+                self.violated(failure)
+            loop.run_until_complete(run.close())
+            return True
+        except Killed as killed:
+            self.note("CRASH", str(killed))
+        except Fault as fault:
+            self.note("run ended", repr(fault))
+            if self.agenda.now > self.plan.healthy_from + 120.0:
+                self.violated(f"the run ended although nothing was wrong any more: {fault}")
+        except Stuck:
+            raise
+        except Exception as error:
+            if not socket.alive:  # it was killed, and its ``finally`` clauses met the dead socket or journal
+                self.note("CRASH", "while it was unwinding")
+                return False
+            self.violated(f"the scheduler died of {error!r}: {''.join(traceback.format_exception(error)[-3:])}")
+            raise Stuck("the scheduler died of a fault of its own") from error
+        finally:
+            socket.close()
+            self._bury(loop, run)
+        return False
+
+    def _watch_dismissal(self, run: scheduling.Run) -> None:
+        dismiss = run.dismiss
+
+        async def checked() -> None:
+            for failure in invariants.of_the_workers(run):
+                self.violated(failure)
+            await dismiss()
+
+        run.dismiss = checked
+
+    async def _born(self, socket: Any) -> scheduling.Run:
+        p, folder = self.plan, materials()
+        process = SchedulerProcess(
+            "scheduler",
+            str(self.folder),
+            self.seed,
+            str(folder),
+            "search_qa",
+            {"prompt": str(folder / "prompt.txt")},
+            str(folder / "train.jsonl"),
+            str(folder / "heldout.jsonl"),
+            p.actors,
+            ["retrieve"],
+            4,
+            p.settings,
+            reward="reward",
+        )
+        run = scheduling.Run(process, socket, lambda: self.agenda.now)
+        run.dispatcher._numbers = itertools.count(1_000_000 * (self.lives + 1))  # not the time of the machine
+        self.note("scheduler", f"life {self.lives + 1}")
+        return run
+
+    def _arm(self, run: scheduling.Run, socket: Any, crash: Crash) -> None:
+        """Let the scheduler die where ``crash`` says."""
+        left = itertools.count(int(crash.count), -1)
+
+        def kill() -> None:
+            socket.close()
+            run.journal._write = dead
+            raise Killed(f"{crash.place} {crash.count:.1f}")
+
+        def dead(*statements: Any) -> None:
+            raise JournalError("the scheduler is dead")
+
+        def due() -> None:
+            if next(left) == 1:
+                kill()
+
+        if crash.place == "time":
+            moment = self.agenda.now + crash.count
+
+            def at_time() -> None:
+                if socket.alive and run.dispatcher.router is socket:
+                    kill()
+
+            self.agenda.at(moment, at_time)
+        elif crash.place == "send":
+            socket.on_send = due
+        else:
+            write: Callable[..., None] = run.journal._write
+
+            def written(*statements: Any) -> None:
+                if crash.place == "before commit":
+                    due()
+                write(*statements)
+                if crash.place == "after commit":
+                    due()
+
+            run.journal._write = written
+
+    def _bury(self, loop: VirtualLoop, run: scheduling.Run | None) -> None:
+        """End a dead scheduler: nothing that it still does reaches the network or the journal."""
+        if run is not None:
+            with contextlib.suppress(Exception):
+                run.journal._db.rollback()
+            run.journal._db.close()
+        loop.agenda = Agenda(deadline=-1.0)  # the time of the dead goes no further
+        for _ in range(BURIALS):
+            for task in (tasks := asyncio.all_tasks(loop)):
+                task.cancel()
+            with contextlib.suppress(Stuck, Killed):
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            if not tasks:
+                break
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The scheduler prints and logs nothing, writes no metrics, and reads its tokenizer once per process."""
+    before = scheduling.Metrics, scheduling.Text
+    scheduling.Metrics, scheduling.Text = Records, lambda folder: text()  # pyright: ignore
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        scheduling.Metrics, scheduling.Text = before
+        logging.disable(logging.NOTSET)
+        gc.enable()
+
+
+def simulate(seed: int) -> History:
+    """Play the run of one seed."""
+    with quiet():
+        return World(seed).play()
