@@ -29,7 +29,7 @@ LONG_S = 60.0
 async def learner(model: Path, run: Path, **settings: Any) -> AsyncIterator[tuple[Leader, Dispatcher]]:
     """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
     made = trainer(model, run, **settings)
-    leader = Leader(made, run, Inbox(3, set()), Published(0, "", ""))
+    leader = Leader(made, run, Inbox(3, {}), Published(0, "", ""))
     stop = asyncio.Event()
     async with bench(run) as here:
         await here.work("learner", {"train": leader.train, "close": leader.close}, capacity=64)
@@ -133,7 +133,7 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
     digests: list[str] = []
     for replaced in (0, 1):
         run = tmp_path / str(replaced)
-        leader = Leader(trainer(llama, run), run, Inbox(3, set()), Published(0, "", ""))
+        leader = Leader(trainer(llama, run), run, Inbox(3, {}), Published(0, "", ""))
         stop, call = asyncio.Event(), cast(Any, None)
         some, _ = groups(0, trees=3 + replaced)
         working = asyncio.create_task(leader.work(stop))
@@ -148,7 +148,7 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
         assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
         found = checkpoint.newest(run)
         assert found is not None
-        assert checkpoint.restore(leader.trainer, found).trained == sorted(group.id for group in some)
+        assert checkpoint.restore(leader.trainer, found).groups() == {group.id: 1 for group in some}
         digests.append(answers[0].digest)
     assert digests[0] == digests[1]
 
@@ -163,4 +163,4 @@ async def test_stopping_leaves_a_checkpoint_of_the_last_version(tmp_path: Path, 
     found = checkpoint.newest(tmp_path)
     assert found is not None
     state = checkpoint.restore(trainer(llama, tmp_path), found)
-    assert (state.version, state.trained) == (1, sorted(group.id for group in some))
+    assert (state.version, state.groups()) == (1, {group.id: 1 for group in some})
