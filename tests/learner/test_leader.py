@@ -104,6 +104,32 @@ async def test_a_trained_group_is_answered_at_once_also_before_a_checkpoint_hold
             assert (checkpoint.newest(tmp_path) is not None) == saved
             (again,) = await asyncio.gather(*send(dispatcher, some[:1]))
             assert again.version == version
+        first, _ = groups(1)
+        (late,) = await asyncio.gather(*send(dispatcher, first[:1]))
+        assert (late.version, late.metrics["learner/groups"]) == (1, 3)
+        assert late.path.endswith("v000001")
+
+
+async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_metrics_of_that_update(
+    tmp_path: Path, llama: Path
+) -> None:
+    async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
+        told: list[Trained] = []
+        for version in (1, 2):
+            some, _ = groups(version)
+            calls = send(dispatcher, some)
+            await close(dispatcher, some)
+            told += (await asyncio.gather(*calls))[:1]
+    resumed = trainer(llama, tmp_path)
+    state, _ = checkpoint.restore_newest(resumed, tmp_path)
+    assert set(state.groups().values()) == {1, 2}
+    leader = Leader(resumed, tmp_path, Inbox(3, state.groups()), Published(2, "", ""))
+    leader.records = dict(state.records)
+    for version, answer in zip((1, 2), told, strict=True):
+        again = await leader.train(groups(version)[0][0], cast(Any, None))
+        assert again.version == version
+        # The record was written with the checkpoint, which it therefore does not time.
+        assert again.metrics == {name: v for name, v in answer.metrics.items() if name != "time/checkpoint"}
 
 
 async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them(tmp_path: Path, llama: Path) -> None:
