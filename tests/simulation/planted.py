@@ -146,22 +146,60 @@ async def _at_once(self: Stream, timeout: float) -> None:
 
 
 FAULTS = [
-    Planted("a lost wake-up: a worker that joins wakes nobody who waits for it", "c37b2d9", _replace(Dispatcher, "__init__", _deaf)),
-    Planted("a group is sent twice: a tree that crashed after its group emits another", "608484b", _replace(chain, "grow", _grow_again)),
-    Planted("a lease outlives its worker: the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls)),
-    Planted("a failed attempt does not release its place on the worker", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release)),
-    Planted("a resume skips the trees that were growing", "", _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "growing"])),
-    Planted("a resume skips what a quarantined tree had emitted", "7f5fe36", _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "quarantined"])),
+    Planted(
+        "a lost wake-up: a worker that joins wakes nobody who waits for it",
+        "c37b2d9",
+        _replace(Dispatcher, "__init__", _deaf),
+    ),
+    Planted(
+        "a group is sent twice: a tree that crashed after its group emits another",
+        "608484b",
+        _replace(chain, "grow", _grow_again),
+    ),
+    Planted(
+        "a lease outlives its worker: the calls of a lost worker stay with it",
+        "",
+        _replace(Dispatcher, "_leave", _leave_without_calls),
+    ),
+    Planted(
+        "a failed attempt does not release its place on the worker",
+        "b351ee5",
+        _replace(Dispatcher, "_finish", _finish_without_release),
+    ),
+    Planted(
+        "a resume skips the trees that were growing",
+        "",
+        _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "growing"]),
+    ),
+    Planted(
+        "a resume skips what a quarantined tree had emitted",
+        "7f5fe36",
+        _replace(
+            Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "quarantined"]
+        ),
+    ),
     Planted("an answer to an earlier scheduler is accepted by the next one", "", _numbers_again),
-    Planted("a cancellation is lost: the worker goes on with what nobody wants", "5f4b84b", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
+    Planted(
+        "a cancellation is lost: the worker goes on with what nobody wants",
+        "5f4b84b",
+        _replace(Dispatcher, "_abandon", _abandon_in_silence),
+    ),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
     Planted("a quarantine is not written", "", _replace(Run, "_quarantine", _quarantine_unwritten)),
     Planted("a quarantined tree keeps its admission", "", _replace(Run, "_quarantine", _quarantine_uncounted)),
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
     Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
-    Planted("a resume keeps the marks of updates that the checkpoint lost", "", _replace(Journal, "forget_training_after", lambda self, version: None)),
+    Planted(
+        "a resume keeps the marks of updates that the checkpoint lost",
+        "",
+        _replace(Journal, "forget_training_after", lambda self, version: None),
+    ),
     Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once)),
-    Planted("a call that a lost connection swallowed is never noticed", "this round", _replace(Dispatcher, "_compare", lambda self, worker, listed: None)),
+    Planted(
+        "a call that a lost connection swallowed is never noticed",
+        "this round",
+        _replace(Dispatcher, "_compare", lambda self, worker, listed: None),
+    ),
     Planted("the run ends before the last answers", "this round", _replace(Stream, "settle", _at_once)),
     Planted("a short answer ends the run", "this round", _replace(context, "_complete", lambda *arguments: None)),
 ]

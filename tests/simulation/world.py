@@ -106,6 +106,9 @@ class Records:
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
         self.values.append((version, values))
 
+    def resume(self, frontier: Any) -> None:
+        """There are no records of earlier starts."""
+
     def counters(self, workers: Sequence[Any]) -> dict[str, float]:
         return {}
 
@@ -147,7 +150,13 @@ class World:
         texts = [text().encode(one) for one in TEXTS]
         peers: list[Peer] = [
             Actor(
-                self.network, self._rng(f"actor-{i}"), f"actor-{i}", ["generate", "load"], p.capacity, texts=texts, kv=p.kv
+                self.network,
+                self._rng(f"actor-{i}"),
+                f"actor-{i}",
+                ["generate", "load"],
+                p.capacity,
+                texts=texts,
+                kv=p.kv,
             )
             for i in range(p.actors)
         ]
