@@ -38,7 +38,7 @@ class Stream:
         self._next_group = journal.next_group()
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._order = asyncio.Lock()
+        self._order, self._closing = asyncio.Lock(), asyncio.Lock()
 
     def begin(self, version: int) -> None:
         """Go on from the learner's ``version``."""
@@ -126,7 +126,8 @@ class Stream:
         return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 
     async def _close(self, closed: TreeClosed) -> None:
-        await asyncio.to_thread(self.journal.sync)
+        async with self._closing:  # in order: a tree that was replaced is told before the tree in its place
+            await asyncio.to_thread(self.journal.sync)
         while True:
             try:
                 await self.dispatcher.call("close", closed, deadline=FOREVER_S)
