@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +46,8 @@ JoinHook = Callable[[Worker], Awaitable[None]]
 
 _LOOK_AHEAD = 64
 """At most so many calls at the head of a queue are passed over (each waits for a certain worker) before those behind wait too."""
+_AT_DEADLINE_S = 1.0
+"""An error so shortly before the deadline of its call means that the worker gave the call up at the deadline, a moment before this process."""
 _LOOK_AGAIN_S = 0.05
 """Seconds until held-back calls are tried again although nothing happened, while workers have room."""
 
@@ -154,6 +156,14 @@ class Dispatcher:
     def waiting(self) -> dict[str, int]:
         """The number of open calls per service, waiting and running ones; the watchdog prints it."""
         return dict(Counter(pending.service for pending in self._open))
+
+    def open_calls(self) -> Collection[Pending]:
+        """All calls that have no outcome yet."""
+        return self._open
+
+    def everyone(self) -> Collection[Worker]:
+        """All workers that are here, including those that are joining."""
+        return self._workers.values()
 
     def look_again(self, service: str) -> None:
         """Try the waiting calls of ``service`` again, because something that held them back has changed."""
@@ -268,8 +278,10 @@ class Dispatcher:
         pending.attempt = None
         if pending.place is not None:
             pending.place.ended(worker.name, result)
+        event = Event(pending.service, worker.name, attempt.start, time.monotonic(), outcome)
+        worker.recent.append((event, pending.caller))
         if self.on_event is not None:
-            self.on_event(Event(pending.service, worker.name, attempt.start, time.monotonic(), outcome))
+            self.on_event(event)
         self._pump_all(worker)
 
     def _fail(self, attempt: Attempt, fault: Fault) -> None:
@@ -310,6 +322,7 @@ class Dispatcher:
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
         if attempt:
             attempt.worker.breaker.record(False, now)
+            attempt.worker.unanswered += 1
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
         self._tell(pending, fault)
         pending.settle(fault)
@@ -378,10 +391,12 @@ class Dispatcher:
             return
         pending = attempt.pending
         if isinstance(header, Error):
+            worker.unanswered += time.monotonic() > pending.deadline - _AT_DEADLINE_S
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)
         worker.breaker.record(True, time.monotonic())
+        worker.answered, worker.unanswered = worker.answered + 1, 0
         pending.settle(body)
         self._finish(attempt, "ok", body)
 

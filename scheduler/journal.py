@@ -129,6 +129,10 @@ class Journal:
             ("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", [(version, group) for group in trained])
         )
 
+    def changes(self) -> int:
+        """The number of rows that this start of the run has written: it stands still when no node, group or trained mark is added."""
+        return self._db.total_changes
+
     # ------------------------------------------------------------------------------------------ reading
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:

@@ -5,6 +5,7 @@ error that says what failed, or by a signal; ``tools/launch --resume`` continues
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -25,6 +26,7 @@ from scheduler.dispatch import Dispatcher, Worker
 from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
 from scheduler.fleet import Fleet
+from scheduler.health import Reporter, Standing
 from scheduler.journal import Journal, JournalError, TreeRow
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
@@ -39,6 +41,7 @@ from scheduler.tree import Tree
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import Trained
+from wire.process import begin
 from wire.sockets import RunKeys
 
 log = logging.getLogger("scheduler.main")
@@ -94,7 +97,8 @@ class Run:
         self.dispatcher.on_event = self.metrics.event
         self.dispatcher.on_join = self._joined
         self.dispatcher.on_leave = self._left
-        self.dispatcher.on_fault = terminal.Faults().failed
+        self.dispatcher.on_fault = self._faulted
+        self.faults = terminal.Faults()
         self.attendance = terminal.Attendance(self.folder)
         self.reminders = terminal.Reminders()
         self.environment = registry.load(process.environment, process.options)
@@ -108,6 +112,10 @@ class Run:
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing
+        self.reporter = Reporter(
+            self.folder, self.dispatcher, self._standing, self.settings.watchdog_s, self.settings.stall_s
+        )
+        self.done = len(self.journal.trees("split='train' AND status!='growing'"))
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
         self.begun = asyncio.Event()
@@ -156,6 +164,19 @@ class Run:
             )
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
+        reporting = asyncio.create_task(self.reporter.work())
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                self._failure = task.exception()
+
+        reporting.add_done_callback(ended)
+        try:
+            await self._run()
+        finally:
+            reporting.cancel()
+
+    async def _run(self) -> None:
         await self._wait_for_workers()
         trivial = await self.examination.baselines(self.tasks)
         if trivial:
@@ -234,22 +255,14 @@ class Run:
             self._take_up(row)
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
-        moved_at = time.monotonic()
         while not self.pacing.finished:
             while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < s.questions_per_update):
                 self._plant()
             self._check()
             self.moved.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
                     await self.moved.wait()
-                moved_at = time.monotonic()
-            except TimeoutError:
-                if time.monotonic() - moved_at > s.watchdog_s:
-                    moved_at = time.monotonic()
-                    print(
-                        f"  no progress for {s.watchdog_s:.0f} s; waiting for {self.dispatcher.waiting()}", flush=True
-                    )
 
         self.training = Training.of(
             (first, self.pacing.version),
@@ -270,6 +283,16 @@ class Run:
     training_since = 0.0
 
     # ------------------------------------------------------------------------------------------ trees
+
+    def _standing(self) -> Standing:
+        return Standing(
+            self.phases.now(), self.spread.weights.version, self.settings.updates, len(self.growing), self.done,
+            len(self.journal.evaluations()), self.journal.changes(),
+        )  # fmt: skip
+
+    def _faulted(self, service: str, fault: Fault, caller: str) -> None:
+        self.faults.failed(service, fault, caller)
+        self.reporter.failed(service, fault)
 
     def _number(self) -> int:
         """Take the next tree's number."""
@@ -308,6 +331,7 @@ class Run:
 
         def ended(task: asyncio.Task[None]) -> None:
             self.growing.pop(tree.id, None)
+            self.done += not task.cancelled() and task.exception() is None
             if not task.cancelled() and task.exception() is not None:
                 self._failure = task.exception()
             self.moved.set()
@@ -406,6 +430,7 @@ class Run:
     async def _joined(self, worker: Worker) -> None:
         log.info("%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity)
         self.stream.learner_joined(worker)
+        self.reporter.joined(worker)
         if "load" in worker.hello.services:
             await self.spread.to(worker)
         self.attendance.joined(worker.name, worker.hello.services)
@@ -413,6 +438,7 @@ class Run:
     def _left(self, worker: Worker, reason: str) -> None:
         log.info("%s left: %s", worker.name, reason)
         self.shop.fleet.left(worker.name)
+        self.reporter.left(worker, reason)
         staying = [other for other in self.dispatcher.workers() if not other.draining]
         self.attendance.left(
             worker.hello.services, reason, {service for other in staying for service in other.hello.services}
@@ -452,7 +478,7 @@ async def run(process: SchedulerProcess) -> int:
 
 def main() -> None:
     """Run the scheduler process, as the launcher starts it."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
     try:
         sys.exit(loop.run(run(process)))

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -80,6 +81,9 @@ def main(command: list[str] | None = None) -> int:
         _check_place(run)
         if options.dry_run:
             return dry_run(config, run)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP, and so do we then
+                signal.signal(number, signal.default_int_handler)
         assets = prepare(config)
     except (ConfigError, OSError, ValueError, MemoryError) as error:
         print(f"tools/launch: {error}", file=sys.stderr)
