@@ -168,6 +168,10 @@ class Journal:
             " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL))"
         )
 
+    def tally(self) -> dict[str, int]:
+        """The number of training trees by status."""
+        return dict(self._db.execute("SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status"))
+
     def next_tree(self) -> int:
         """An unused tree id."""
         return self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM trees").fetchone()[0]

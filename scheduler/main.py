@@ -115,7 +115,7 @@ class Run:
         self.reporter = Reporter(
             self.folder, self.dispatcher, self._standing, self.settings.watchdog_s, self.settings.stall_s
         )
-        self.done = len(self.journal.trees("split='train' AND status!='growing'"))
+        self.done = sum(count for status, count in self.journal.tally().items() if status != "growing")
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
         self.begun = asyncio.Event()

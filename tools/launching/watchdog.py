@@ -7,7 +7,6 @@ stopped. A process that is merely slow is never found: heartbeats stop only if t
 
 import os
 import re
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ HELD_UP_S = 10.0
 the other processes get ``replace_after_s`` anew."""
 SCHEDULER = "scheduler"
 _STATES = {
-    psutil.STATUS_STOPPED: "it is stopped (state T)",
+    psutil.STATUS_STOPPED: "it is stopped (state T), as by SIGSTOP",
     psutil.STATUS_DISK_SLEEP: "it waits for a disk or a device (state D)",
     psutil.STATUS_RUNNING: "it computes (state R)",
     psutil.STATUS_SLEEPING: "it waits (state S)",
@@ -75,25 +74,26 @@ class Watchdog:
         self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
         for pid, since in self._stopped.items():
             if now - since > limit:
-                why = f"has been stopped (SIGSTOP) for {now - since:.0f} s"
-                return Finding(stopped[pid], why, self._calls(stopped[pid], pid))
+                return Finding(stopped[pid], f"has been stopped for {now - since:.0f} s", self._calls(pid))
         return None
 
     def _silent(self, report: Health, pids: Mapping[str, int], now: float) -> Finding | None:
         limit = report.replace_after_s
         if now - report.at > limit:
             return Finding(SCHEDULER, f"has not reported for {now - report.at:.0f} s")
+        names = {pid: name for name, pid in pids.items()}
         for worker in report.workers:
-            if report.host != worker.host or pids.get(worker.name) != worker.pid:
+            name = names.get(worker.pid) if worker.host == report.host else None
+            if name is None:
                 continue  # of tools/serve, or dead already, or started again
             if now - worker.heard > limit:
                 why = f"has been silent for {now - worker.heard:.0f} s"
                 if worker.state != "here" and not worker.state.startswith("silent"):
                     why = f"left {now - worker.heard:.0f} s ago ({worker.state}) and has not ended"
-                return Finding(worker.name, why, worker.calls)
+                return Finding(name, why, worker.calls)
             if worker.unanswered >= health.UNANSWERED:
                 why = f"answers heartbeats and let {worker.unanswered} calls in a row pass their deadline"
-                return Finding(worker.name, why, worker.calls)
+                return Finding(name, why, worker.calls)
         return None
 
     def _stalled(self, report: Health, pids: Mapping[str, int]) -> Finding | None:
@@ -103,17 +103,18 @@ class Watchdog:
             return None
         waits = "; ".join(report.waits()) or "no call is open"
         why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
-        culprit = report.stuck if report.stuck in pids else SCHEDULER
+        pid = next((w.pid for w in report.workers if w.name == report.stuck and w.host == report.host), None)
+        culprit = next((name for name in pids if pids[name] == pid), SCHEDULER)
         if self._replaced != report.progress_at and culprit != SCHEDULER and not culprit.startswith("learner"):
             self._replaced = report.progress_at
-            return Finding(culprit, why, self._calls(culprit, pids[culprit]))
+            return Finding(culprit, why, self._calls(pids[culprit]))
         if self._replaced == report.progress_at and idle <= 2 * report.stall_s:
             return None
         return Finding(SCHEDULER if self._replaced == report.progress_at else culprit, why, whole=True)
 
-    def _calls(self, name: str, pid: int) -> list[str]:
+    def _calls(self, pid: int) -> list[str]:
         workers = self.health.workers if self.health is not None else []
-        return next((worker.calls for worker in workers if (worker.name, worker.pid) == (name, pid)), [])
+        return next((worker.calls for worker in workers if worker.pid == pid), [])
 
 
 def _status(pid: int) -> str:
@@ -176,7 +177,3 @@ def diagnosis(finding: Finding, pid: int, log: Path) -> str:
         known.append(f"its last calls: {'; '.join(finding.calls)}")
     return f"{finding.why}; {'; '.join(known)}"
 
-
-def kill(pid: int) -> None:
-    """End a process that may be stopped."""
-    os.kill(pid, signal.SIGKILL)
