@@ -83,10 +83,10 @@ class Signals:
         self.interrupted, self.stacks = threading.Event(), threading.Event()
 
     def listen(self) -> None:
-        """Take the signals of this process. One that is ignored stays so, as ``nohup`` wants it."""
+        """Take the signals of this process. SIGHUP stays ignored where it is, as ``nohup`` wants it."""
         ends = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self.interrupted)
         for number, event in {**ends, signal.SIGQUIT: self.stacks}.items():
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_, event=event: event.set())
 
 
@@ -210,7 +210,7 @@ class Supervisor:
                     self.recorder.started(child.spec.name, child.process.pid)
             elif child.spec.name != SCHEDULER and child.dead(now):
                 first = self._first(child) if child.spec.vital else child
-                group = self._ranks(child) if child.spec.vital else [child]
+                group = self._ranks() if child.spec.vital else [child]
                 cause = first.cause()
                 if child.spec.vital and not (cause.passing and self._before_training(group)):
                     return first
@@ -227,8 +227,8 @@ class Supervisor:
         say(f"{child.spec.name}: {cause.text}; {then} (log: {shown(child.log)})")
         self.recorder.failed(child.spec.name, cause.text, child.log, then)
 
-    def _ranks(self, child: Child) -> list[Child]:
-        return [other for other in self.children.values() if other.spec.module == child.spec.module]
+    def _ranks(self) -> list[Child]:
+        return [child for child in self.children.values() if child.spec.vital and child.spec.name != SCHEDULER]
 
     def _served(self, child: Child) -> bool:
         """Whether a worker answered calls since its last start, as far as the scheduler has reported it."""
@@ -239,7 +239,9 @@ class Supervisor:
         """Whether no rank has joined this start of the run, so that the ranks alone can be started again. Then all ranks are dead."""
         if self.watchdog.health is None or self.watchdog.health.began:
             return False
-        self._signal([rank.spec.name for rank in ranks], signal.SIGKILL)
+        names = [rank.spec.name for rank in ranks]
+        self._signal(names, signal.SIGKILL)
+        self._wait(names, 5.0)
         dead_at = time.monotonic()
         while time.monotonic() < dead_at + FRESH_S and not self.signals.interrupted.wait(0.1):
             report = health.read(self.run)
@@ -278,7 +280,7 @@ class Supervisor:
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
-        group = self._ranks(child)
+        group = self._ranks()
         self._wait([other.spec.name for other in group], SETTLE_S)
         dead = [other for other in group if other.process.poll() not in (None, 0)]
         return next((other for other in dead if not other.cause().second_hand), child)

@@ -67,6 +67,8 @@ class Watchdog:
         stopped = self._stopped_process(pids, now, limit)
         if stopped is not None or self.health is None or now - self._calm_since < limit:
             return stopped
+        if self.health.phase == "stopping":
+            return None  # workers leave, and the learner writes its last checkpoint
         return self._silent(self.health, pids, now) or self._stalled(self.health, pids)
 
     def _stopped_process(self, pids: Mapping[str, int], now: float, limit: float) -> Finding | None:
@@ -99,7 +101,7 @@ class Watchdog:
     def _stalled(self, report: Health, pids: Mapping[str, int]) -> Finding | None:
         """After ``stall_s`` a worker that holds up the run is replaced; after as long again, or if it is vital, the whole run is resumed."""
         idle = report.at - report.progress_at
-        if idle <= report.stall_s or report.phase == "stopping":
+        if idle <= report.stall_s:
             return None
         waits = "; ".join(report.waits()) or "no call is open"
         why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
@@ -176,4 +178,3 @@ def diagnosis(finding: Finding, pid: int, log: Path) -> str:
     if finding.calls:
         known.append(f"its last calls: {'; '.join(finding.calls)}")
     return f"{finding.why}; {'; '.join(known)}"
-
