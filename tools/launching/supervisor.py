@@ -22,7 +22,7 @@ from typing import IO
 
 from scheduler import health
 from tools.bootstrap import ROOT
-from tools.launching import watchdog
+from tools.launching import leftovers, watchdog
 from tools.launching.failures import Cause, Rate, Resumes, cause_of, remedy
 from tools.launching.processes import Process
 from tools.launching.record import Recorder
@@ -36,6 +36,8 @@ SETTLE_S = 3.0
 """Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's cause is reported and not theirs."""
 LOOK_S = 1.0
 """Seconds between two looks for processes that hang."""
+NOTE_S = 30.0
+"""Seconds between two looks at the shared memory of the processes, which a process that is killed may leave behind."""
 FRESH_S = 6.0
 """Seconds to wait for a report that is newer than a rank's death, in order to know whether the training had begun."""
 INTERRUPTED = 130
@@ -151,6 +153,8 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         self.watchdog = Watchdog(run)
         self._look_at = 0.0
+        self._note_at = 0.0
+        self._segments: set[str] = set()
         self._relay = threading.Thread()
 
     def start(self) -> None:
@@ -259,6 +263,9 @@ class Supervisor:
             return
         self._look_at = now + LOOK_S
         alive = {name: child for name, child in self.children.items() if child.process.poll() is None}
+        if now >= self._note_at:
+            self._note_at = now + NOTE_S
+            self._segments |= leftovers.mapped(child.process.pid for child in alive.values())
         finding = self.watchdog.look({name: child.process.pid for name, child in alive.items()}, now)
         if finding is None:
             return
@@ -286,7 +293,8 @@ class Supervisor:
         return next((other for other in dead if not other.cause().second_hand), child)
 
     def stop(self) -> None:
-        """End every process: workers drain on SIGTERM, and processes that stay are killed."""
+        """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing of them stays in shared memory."""
+        self._segments |= leftovers.mapped(child.process.pid for child in self.children.values())
         for name in (SCHEDULER, "learner-0"):
             self._signal([name], signal.SIGTERM)
         self._wait([SCHEDULER, "learner-0"], GRACE_S)
@@ -295,6 +303,7 @@ class Supervisor:
         self._wait(rest, 10.0)
         self._signal(rest, signal.SIGKILL)
         self._wait(rest, 5.0)
+        leftovers.sweep(self._segments)
 
     def _signal(self, names: list[str], number: signal.Signals) -> None:
         for name in names:
