@@ -42,7 +42,8 @@ class Event(msgspec.Struct, frozen=True):
 class Worker:
     """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
 
-    answered: its answers so far. unanswered: calls in a row that passed their deadline here. recent: its last attempts, with their callers.
+    answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
+    attempts, with their callers.
     """
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str):
@@ -54,9 +55,18 @@ class Worker:
         self.breaker = Breaker()
         self.heard = now
         self.answered = self.unanswered = 0
+        self._answered_at = now
         self.recent: deque[tuple[Event, str]] = deque(maxlen=4)
         self.ready = False
         self.draining = False
+
+    def answers(self, now: float) -> None:
+        """The worker has answered a call."""
+        self.answered, self.unanswered, self._answered_at = self.answered + 1, 0, now
+
+    def expires(self, attempt: "Attempt") -> None:
+        """A call passed its deadline here. It counts only if nothing was answered since it began: a slow worker is not a stuck one."""
+        self.unanswered += attempt.start >= self._answered_at
 
     def state(self, now: float) -> str:
         """How the worker treats calls now, in words that follow its name in a message."""

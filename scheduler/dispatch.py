@@ -322,7 +322,7 @@ class Dispatcher:
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
         if attempt:
             attempt.worker.breaker.record(False, now)
-            attempt.worker.unanswered += 1
+            attempt.worker.expires(attempt)
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
         self._tell(pending, fault)
         pending.settle(fault)
@@ -391,12 +391,13 @@ class Dispatcher:
             return
         pending = attempt.pending
         if isinstance(header, Error):
-            worker.unanswered += time.monotonic() > pending.deadline - _AT_DEADLINE_S
+            if time.monotonic() > pending.deadline - _AT_DEADLINE_S:
+                worker.expires(attempt)
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)
-        worker.breaker.record(True, time.monotonic())
-        worker.answered, worker.unanswered = worker.answered + 1, 0
+        worker.breaker.record(True, now := time.monotonic())
+        worker.answers(now)
         pending.settle(body)
         self._finish(attempt, "ok", body)
 

@@ -21,8 +21,8 @@ __all__ = ["config"]
 SMALL = ["actors.count=1", "learner.count=1"]
 QUICK = [
     "scheduler.dispatch.heartbeat_s=0.5",
-    "scheduler.dispatch.dead_after_s=3",
-    "scheduler.dispatch.replace_after_s=6",
+    "scheduler.dispatch.dead_after_s=5",
+    "scheduler.dispatch.replace_after_s=10",
 ]
 
 
@@ -47,7 +47,7 @@ def test_a_judge_in_an_endless_loop_is_diagnosed_and_replaced_and_the_run_ends_w
     process = launch(config, run, *settings(*SMALL, *QUICK, use, "scheduler.updates=2"))
     out = finish(process)
     assert process.returncode == 0, out
-    (line,) = [line for line in out.splitlines() if line.startswith("judges: ")]
+    line, *_ = [line for line in out.splitlines() if line.startswith("judges: ")]
     assert line.startswith("judges: has been silent for ")
     assert "it computes (state R); its threads are in e2e/hanging.py:" in line
     assert " never_ends (stacks in its log); its last calls: judge.exact_match for tree " in line
@@ -71,15 +71,13 @@ def test_a_stopped_judge_is_replaced_and_a_killed_launcher_leaves_no_process_por
     assert set(first) == {"scheduler", "judges", "retriever", "actor-0", "learner-0"}
     os.kill(first["judges"].pid, signal.SIGSTOP)
     until(lambda: "judges hangs; the launcher will replace it" in status().do, process)
-    until(lambda: any(p.name == "judges" and p.restarts == 1 for p in status().processes), process)
+    until(lambda: any(p.name == "judges" and p.restarts for p in status().processes), process)
     updates = (read(run) or pytest.fail("no report")).version
     until(lambda: (read(run) or pytest.fail("no report")).version > updates, process)
-    failure = status().failure
-    assert failure is not None
-    assert failure.process == "judges"
+    launched = record.read(run) or pytest.fail("no record")
+    failure = next(failure for failure in launched.failures if failure.process == "judges")
     assert "it is stopped (state T)" in failure.cause
-    members = (record.read(run) or pytest.fail("no record")).members
-    pids = {member.pid for member in members.values()}
+    pids = {member.pid for member in launched.members.values()}
     ports = [c.laddr.port for c in psutil.net_connections("tcp") if c.pid in pids and c.status == "LISTEN"]  # pyright: ignore[reportAttributeAccessIssue]
     assert ports
     process.send_signal(signal.SIGKILL)

@@ -80,6 +80,26 @@ async def test_an_answer_starts_the_count_of_unanswered_calls_anew_and_a_worker_
         assert not writer.report(0.0).workers
 
 
+async def test_a_slow_worker_that_answers_something_while_other_calls_pass_their_deadline_is_not_counted(
+    tmp_path: Path,
+) -> None:
+    async def one_in_five(request: EchoRequest, call: Call) -> EchoResult:
+        if request.tokens[0]:
+            await asyncio.Event().wait()
+        return EchoResult(request.tokens, 0)
+
+    async with bench(tmp_path, CONFIG) as b:
+        await b.work("slow", {"echo": one_in_five}, capacity=8)
+        late = [
+            asyncio.create_task(b.dispatcher.call("echo", EchoRequest(np.ones(1, np.float32)), deadline=1.0))
+            for _ in range(4)
+        ]
+        await asyncio.sleep(0)
+        await b.dispatcher.call("echo", REQUEST, deadline=30.0)
+        await asyncio.gather(*late, return_exceptions=True)
+        assert [(w.answered, w.unanswered) for w in b.dispatcher.workers()] == [(1, 0)]
+
+
 async def test_progress_is_what_the_journal_or_the_learner_adds_and_a_standstill_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
