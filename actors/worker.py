@@ -16,6 +16,7 @@ from actors.engines.base import Engine
 from wire import loop
 from wire.faults import InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
+from wire.process import begin
 from wire.service import Call, Service
 from wire.sockets import RunKeys
 
@@ -58,7 +59,7 @@ async def run(process: ActorProcess) -> None:
 
 def main() -> None:
     """Run the actor process that the launcher starts."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    begin()
     loop.run(run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorProcess)))
 
 

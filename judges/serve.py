@@ -6,7 +6,6 @@ The launcher starts ``python -m judges.serve PROCESS.json``. ``tools/serve modul
 import argparse
 import asyncio
 import inspect
-import logging
 import sys
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from judges.speakers import Speaker
 from wire import loop, options
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayResult, SpeakResult
+from wire.process import begin
 from wire.service import Call, Handler, Service
 from wire.sockets import RunKeys
 
@@ -235,7 +235,7 @@ def plug_in(arguments: list[str] | None = None) -> int:
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="constructor option")
     parser.add_argument("--name", default=None, help="worker name (default: the judge's)")
     asked = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    begin()
     try:
         endpoint, keys = connection(asked.run)
         worker = make_worker(asked.judge, dict(options.option(text) for text in asked.option))
@@ -266,7 +266,7 @@ def _endpoint_now(run: Path) -> str:
 def main() -> None:
     """Run the judge process that the launcher starts."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeProcess)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    begin()
     judges = [make_worker(spec, settings) for spec, settings in process.judges.items()]
     endpoint, keys = connection(Path(process.run))
     loop.run(serve(judges, process.name, endpoint, keys))

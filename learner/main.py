@@ -17,11 +17,13 @@ from learner import checkpoint
 from learner.batches import Inbox
 from learner.config import LearnerProcess
 from learner.giver import Giver
+from learner.model import TreeModel
 from learner.publish import Published, announce, publish
 from learner.ranks import Ranks
 from learner.trainer import Batch, Trainer
 from wire import arrays, loop
 from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
+from wire.process import begin
 from wire.service import Call, Service
 from wire.sockets import RunKeys
 
@@ -156,7 +158,8 @@ class Leader:
 
     def stats(self) -> dict[str, float]:
         """Return the counters for the heartbeat."""
-        return {"busy_s": self.trainer.busy_s, "version": self.trainer.version, "updates": self.updates, **self.counts}
+        t, passes = self.trainer, TreeModel.passes
+        return {"busy_s": t.busy_s, "version": t.version, "updates": self.updates, "passes": passes, **self.counts}
 
 
 def publish_newest(
@@ -222,7 +225,7 @@ def follow(trainer: Trainer) -> None:
 
 def main() -> None:
     """Run one rank."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
     ranks = Ranks(process.learner.collective_timeout_s, process.learner.sharding)
     trainer = Trainer(process, ranks)

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -96,7 +96,11 @@ class Tower(torch.nn.Module):
 
 
 class TreeModel:
-    """A model of the learner, which construction loads, adapts and places. Trained weights are float32; compute is float32, or bfloat16 by autocast."""
+    """A model of the learner, which construction loads, adapts and places. Trained weights are float32; compute is float32, or bfloat16 by autocast.
+
+    passes: the forwards of all models of this process, which show that an update moves."""
+
+    passes: ClassVar[int] = 0
 
     def __init__(
         self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks, seed: int = 0, values: bool = False, reference: bool = False
@@ -192,6 +196,7 @@ class TreeModel:
         self, row: Row, initial: bool = False, compute: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tower's two outputs [targets]. compute: a number type to use instead of the run's."""
+        TreeModel.passes += 1
         outputs = self.tower(row, self.device, compute or self.compute, initial)
         if row.again is None:
             return outputs

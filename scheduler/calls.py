@@ -1,6 +1,7 @@
 """The dispatcher's records of workers and calls. Only the dispatcher changes them."""
 
 import asyncio
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -18,6 +19,9 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_s: Positive = 2.0
     dead_after_s: Positive = 20.0
     """A worker that is silent for so long is given up and its calls move on; well above a long pause of a busy machine."""
+    replace_after_s: Positive = 120.0
+    """A process that is stopped or silent for so long is killed and started again by the launcher, which first asks for its stacks. Far above
+    any computation that may hold up heartbeats, since updates and decoding run in threads and a process that loads is not yet known."""
     max_attempts: Count = 3
 
 
@@ -35,7 +39,11 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``."""
+    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
+
+    answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
+    attempts, with their callers.
+    """
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str):
         self.identity, self.hello, self.admission = identity, hello, admission
@@ -45,8 +53,19 @@ class Worker:
         self.beat_at = now
         self.breaker = Breaker()
         self.heard = now
+        self.answered = self.unanswered = 0
+        self._answered_at = now
+        self.recent: deque[tuple[Event, str]] = deque(maxlen=4)
         self.ready = False
         self.draining = False
+
+    def answers(self, now: float) -> None:
+        """The worker has answered a call."""
+        self.answered, self.unanswered, self._answered_at = self.answered + 1, 0, now
+
+    def expires(self, attempt: "Attempt") -> None:
+        """A call passed its deadline here. It counts only if nothing was answered since it began: a slow worker is not a stuck one."""
+        self.unanswered += attempt.start >= self._answered_at
 
     def state(self, now: float) -> str:
         """How the worker treats calls now, in words that follow its name in a message."""
@@ -74,6 +93,7 @@ class Pending:
         "place",
         "result_type",
         "service",
+        "since",
         "tries",
         "worker",
     )
@@ -87,10 +107,11 @@ class Pending:
         place: Place | None,
         worker: str | None,
         caller: str,
+        since: float,
     ):
         self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
         self.place, self.worker = place, worker
-        self.caller = caller
+        self.caller, self.since = caller, since
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()
         self.attempt: Attempt | None = None

@@ -44,6 +44,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     thinking block, if the chat template has that switch. updates: how many the run makes. questions_per_update: trees per update.
     max_staleness: see scheduler/pacing.py. dynamic_sampling_budget: how many questions without any spread of the reward may be replaced for
     an update (scheduler/dynamic_sampling.py; 0: none). Deadlines and timeouts are in seconds.
+    watchdog_s: the terminal says what waits for what when nothing has moved for so long; stall_s: then the stuck part is replaced
+    (docs/reliability.md).
     """
 
     strategy: str = "slate"
@@ -67,6 +69,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judge_deadline_s: Positive = 120.0
     startup_timeout_s: Positive = 600.0
     watchdog_s: Positive = 120.0
+    stall_s: Positive = 1800.0
 
 
 class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -59,6 +59,8 @@ class Transport(Protocol):
 
 _LOOK_AHEAD = 64
 """At most so many calls at the head of a queue are passed over (each waits for a certain worker) before those behind wait too."""
+_AT_DEADLINE_S = 1.0
+"""An error so shortly before the deadline of its call means that the worker gave the call up at the deadline, a moment before this process."""
 _LOOK_AGAIN_S = 0.05
 """Seconds until held-back calls are tried again although nothing happened, while workers have room."""
 
@@ -89,7 +91,7 @@ class Dispatcher:
         router: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.router, self._clock = router or Router(bind, keys), clock
+        self.router, self.clock = router or Router(bind, keys), clock
         self.endpoint = self.router.endpoint
         self.config = config
         self.counters: Counter[str] = Counter()
@@ -139,9 +141,8 @@ class Dispatcher:
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         loop = asyncio.get_running_loop()
-        end = self._clock() + deadline
-        result_type = service_types(service)[1]
-        pending = Pending(service, encode_body(request), result_type, end, place, worker, caller)
+        since, result_type = self.clock(), service_types(service)[1]
+        pending = Pending(service, encode_body(request), result_type, since + deadline, place, worker, caller, since)
         self.counters["calls"] += 1
         self._open.add(pending)
         timer = loop.call_later(deadline, self._expire, pending, deadline)
@@ -161,11 +162,11 @@ class Dispatcher:
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
         """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many came."""
-        end = self._clock() + timeout
+        end = self.clock() + timeout
         while len(self.workers(service)) < count:
             self._joined.clear()
             try:
-                async with asyncio.timeout(max(0.0, end - self._clock())):
+                async with asyncio.timeout(max(0.0, end - self.clock())):
                     await self._joined.wait()
             except TimeoutError:
                 raise TimeoutError(
@@ -176,6 +177,14 @@ class Dispatcher:
     def waiting(self) -> dict[str, int]:
         """The number of open calls per service, waiting and running ones; the watchdog prints it."""
         return dict(Counter(pending.service for pending in self._open))
+
+    def open_calls(self) -> Collection[Pending]:
+        """All calls that have no outcome yet."""
+        return self._open
+
+    def everyone(self) -> Collection[Worker]:
+        """All workers that are here, including those that are joining."""
+        return self._workers.values()
 
     def look_again(self, service: str) -> None:
         """Try the waiting calls of ``service`` again, because something that held them back has changed."""
@@ -261,7 +270,7 @@ class Dispatcher:
             self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, pump)
 
     def _usable(self, service: str) -> list[Worker]:
-        now = self._clock()
+        now = self.clock()
         return [w for w in self.workers(service) if not w.draining and w.breaker.closed(now)]
 
     def _place(self, pending: Pending) -> Worker | None:
@@ -274,7 +283,7 @@ class Dispatcher:
         return next((w for w in usable if w.name == name), None)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
-        now = self._clock()
+        now = self.clock()
         number = next(self._numbers)
         pending.tries += 1
         pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
@@ -290,13 +299,15 @@ class Dispatcher:
         pending.attempt = None
         if pending.place is not None:
             pending.place.ended(worker.name, result)
+        event = Event(pending.service, worker.name, attempt.start, self.clock(), outcome)
+        worker.recent.append((event, pending.caller))
         if self.on_event is not None:
-            self.on_event(Event(pending.service, worker.name, attempt.start, self._clock(), outcome))
+            self.on_event(event)
         self._pump_all(worker)
 
     def _fail(self, attempt: Attempt, fault: Fault) -> None:
         pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
-        attempt.worker.breaker.record(not infrastructure, self._clock())
+        attempt.worker.breaker.record(not infrastructure, self.clock())
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
@@ -322,7 +333,7 @@ class Dispatcher:
         if pending.done.done():
             return
         self.counters["timeouts"] += 1
-        now, attempt = self._clock(), pending.attempt
+        now, attempt = self.clock(), pending.attempt
         states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in self.workers(pending.service))
         where = (
             f"on {attempt.worker.name}, which did not answer"
@@ -332,6 +343,7 @@ class Dispatcher:
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
         if attempt:
             attempt.worker.breaker.record(False, now)
+            attempt.worker.expires(attempt)
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
         self._tell(pending, fault)
         pending.settle(fault)
@@ -378,7 +390,7 @@ class Dispatcher:
             if not isinstance(header, Goodbye):
                 self.router.send([identity, *encode(Goodbye(REGISTER_AGAIN))])
             return
-        worker.heard = self._clock()
+        worker.heard = self.clock()
         match header:
             case Result(id=number) | Error(id=number):
                 self._answer(worker, number, header, frames)
@@ -402,7 +414,7 @@ class Dispatcher:
         """
         for attempt in list(worker.in_flight.values()):
             attempt.unknown = 0 if attempt.number in listed else attempt.unknown + 1
-            if attempt.unknown > 1 and self._clock() - attempt.start > 2 * self.config.heartbeat_s:
+            if attempt.unknown > 1 and self.clock() - attempt.start > 2 * self.config.heartbeat_s:
                 self.counters["lost_calls"] += 1
                 self._send(worker, Cancel(attempt.number))  # in case it is not lost but late
                 self._fail(
@@ -416,10 +428,13 @@ class Dispatcher:
             return
         pending = attempt.pending
         if isinstance(header, Error):
+            if self.clock() > pending.deadline - _AT_DEADLINE_S:
+                worker.expires(attempt)
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)
-        worker.breaker.record(True, self._clock())
+        worker.breaker.record(True, now := self.clock())
+        worker.answers(now)
         pending.settle(body)
         self._finish(attempt, "ok", body)
 
@@ -435,7 +450,7 @@ class Dispatcher:
 
     def _join(self, identity: bytes, hello: Register) -> None:
         if (worker := self._workers.get(identity)) is not None:
-            worker.heard = self._clock()
+            worker.heard = self.clock()
             self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
             return
         for service in hello.services:
@@ -446,7 +461,7 @@ class Dispatcher:
             )
         for old in [w for w in self._workers.values() if w.name == hello.worker]:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
-        worker = Worker(identity, hello, self._clock(), f"{next(self._numbers):x}")
+        worker = Worker(identity, hello, self.clock(), f"{next(self._numbers):x}")
         self._workers[identity] = worker
         self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
         self._spawn(self._admit(worker))
@@ -482,9 +497,9 @@ class Dispatcher:
     async def _watch(self) -> None:
         """Give up every worker that has been silent for more than ``dead_after_s``."""
         while True:
-            before = self._clock()
+            before = self.clock()
             await asyncio.sleep(self.config.heartbeat_s)
-            now = self._clock()
+            now = self.clock()
             if now - before > 2 * self.config.heartbeat_s:
                 continue  # this process itself was held up, so the heartbeats that arrived meanwhile are not read yet
             for worker in [w for w in self._workers.values() if now - w.heard > self.config.dead_after_s]:

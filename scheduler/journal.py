@@ -123,9 +123,7 @@ class Journal:
 
     def sync(self) -> None:
         """Wait until everything that was written is on the disk. Any thread may call this."""
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # nothing was written since SQLite moved the log into the file, and synced that
+        with contextlib.suppress(FileNotFoundError):  # SQLite has moved the log into the file, and synced that
             atomic.sync(self.path.with_name(self.path.name + "-wal"))
 
     def forget_training_after(self, version: int) -> None:
@@ -145,6 +143,10 @@ class Journal:
         """Remove the nodes and groups of a tree that is to grow anew."""
         row = [(tree,)]
         self._write(("DELETE FROM nodes WHERE tree=?", row), ("DELETE FROM groups WHERE tree=?", row))
+
+    def changes(self) -> int:
+        """The number of rows that this start of the run has written: it stands still when no node, group or trained mark is added."""
+        return self._db.total_changes
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -180,6 +182,10 @@ class Journal:
             "split='train' AND (status='growing' OR EXISTS"
             " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL))"
         )
+
+    def tally(self) -> dict[str, int]:
+        """The number of training trees by status."""
+        return dict(self._db.execute("SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status"))
 
     def next_tree(self) -> int:
         """An unused tree id."""

@@ -5,6 +5,7 @@ error that says what failed, or by a signal; ``tools/launch --resume`` continues
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -26,6 +27,7 @@ from scheduler.dispatch import Dispatcher, Transport, Worker
 from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
 from scheduler.fleet import Fleet
+from scheduler.health import Reporter, Standing
 from scheduler.journal import Journal, JournalError, TreeRow
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
@@ -41,6 +43,7 @@ from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.frontier import Frontier, read
 from wire.messages import Trained
+from wire.process import begin
 from wire.sockets import RunKeys
 
 log = logging.getLogger("scheduler.main")
@@ -97,7 +100,8 @@ class Run:
         self.dispatcher.on_event = self.metrics.event
         self.dispatcher.on_join = self._joined
         self.dispatcher.on_leave = self._left
-        self.dispatcher.on_fault = terminal.Faults().failed
+        self.dispatcher.on_fault = self._faulted
+        self.faults = terminal.Faults()
         self.attendance = terminal.Attendance(self.folder)
         self.reminders = terminal.Reminders()
         self.environment = registry.load(process.environment, process.options)
@@ -112,6 +116,10 @@ class Run:
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing
         self.unfinished: deque[TreeRow] = deque()
+        self.reporter = Reporter(
+            self.folder, self.dispatcher, self._standing, self.settings.watchdog_s, self.settings.stall_s
+        )
+        self.done = sum(count for status, count in self.journal.tally().items() if status != "growing")
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
         self.begun = asyncio.Event()
@@ -161,6 +169,19 @@ class Run:
             )
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
+        reporting = asyncio.create_task(self.reporter.work())
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                self._failure = task.exception()
+
+        reporting.add_done_callback(ended)
+        try:
+            await self._run()
+        finally:
+            reporting.cancel()
+
+    async def _run(self) -> None:
         await self._wait_for_workers()
         trivial = await self.examination.baselines(self.tasks)
         if trivial:
@@ -244,21 +265,13 @@ class Run:
         self._admit()
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
-        moved_at = self._clock()
         while not self.pacing.finished:
             self._admit()
             self._check()
             self.moved.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
                     await self.moved.wait()
-                moved_at = self._clock()
-            except TimeoutError:
-                if self._clock() - moved_at > s.watchdog_s:
-                    moved_at = self._clock()
-                    print(
-                        f"  no progress for {s.watchdog_s:.0f} s; waiting for {self.dispatcher.waiting()}", flush=True
-                    )
 
         self.training = Training.of(
             (first, self.pacing.version),
@@ -279,6 +292,16 @@ class Run:
     training_since = 0.0
 
     # ------------------------------------------------------------------------------------------ trees
+
+    def _standing(self) -> Standing:
+        return Standing(
+            self.phases.now(), self.spread.weights.version, self.settings.updates, len(self.growing), self.done,
+            len(self.journal.evaluations()), self.journal.changes(),
+        )  # fmt: skip
+
+    def _faulted(self, service: str, fault: Fault, caller: str) -> None:
+        self.faults.failed(service, fault, caller)
+        self.reporter.failed(service, fault)
 
     def _number(self) -> int:
         """Take the next tree's number."""
@@ -335,6 +358,7 @@ class Run:
 
         def ended(task: asyncio.Task[None]) -> None:
             self.growing.pop(tree.id, None)
+            self.done += not task.cancelled() and task.exception() is None
             if not task.cancelled() and task.exception() is not None:
                 self._failure = task.exception()
             self.moved.set()
@@ -443,6 +467,7 @@ class Run:
     async def _joined(self, worker: Worker) -> None:
         log.info("%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity)
         self.stream.learner_joined(worker)
+        self.reporter.joined(worker)
         if "load" in worker.hello.services:
             await self.spread.to(worker)
         self.attendance.joined(worker.name, worker.hello.services)
@@ -450,6 +475,7 @@ class Run:
     def _left(self, worker: Worker, reason: str) -> None:
         log.info("%s left: %s", worker.name, reason)
         self.shop.fleet.left(worker.name)
+        self.reporter.left(worker, reason)
         staying = [other for other in self.dispatcher.workers() if not other.draining]
         self.attendance.left(
             worker.hello.services, reason, {service for other in staying for service in other.hello.services}
@@ -489,7 +515,7 @@ async def run(process: SchedulerProcess) -> int:
 
 def main() -> None:
     """Run the scheduler process, as the launcher starts it."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
     try:
         sys.exit(loop.run(run(process)))

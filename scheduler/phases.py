@@ -48,6 +48,10 @@ class Phases:
             self._book()
             self._over.remove(name)
 
+    def now(self) -> str:
+        """The phase that is running."""
+        return self._over[-1] if self._over else self._name
+
     def seconds(self) -> dict[str, float]:
         """Seconds per phase until now, in the order in which the phases first came. Phases that took no time are left out."""
         self._book()
@@ -59,7 +63,7 @@ class Phases:
 
     def _book(self, at: float | None = None) -> None:
         now = self._clock() if at is None else at
-        self._spent[self._over[-1] if self._over else self._name] += now - self._since
+        self._spent[self.now()] += now - self._since
         self._since = now
 
 

@@ -2,11 +2,14 @@
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from wire.process import die_with
 
 
 class Killed(Exception):
@@ -21,7 +24,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     # The process is not a daemon, because the function may itself call ``apart``.
-    process = context.Process(target=_answer, args=(theirs, function, arguments))
+    process = context.Process(target=_answer, args=(os.getpid(), theirs, function, arguments))
     process.start()
     theirs.close()
     try:
@@ -39,7 +42,8 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _answer(channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(parent: int, channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller passes an interruption on, once
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

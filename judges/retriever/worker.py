@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import logging
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -20,6 +19,7 @@ from judges.serve import connection
 from wire import loop
 from wire.faults import DataFault
 from wire.messages import Passage, RetrieveRequest, RetrieveResult
+from wire.process import begin
 from wire.service import Call, Service
 
 
@@ -122,7 +122,7 @@ async def run(process: RetrieverProcess) -> None:
 def main() -> None:
     """Run the retriever process that the launcher starts."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RetrieverProcess)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    begin()
     loop.run(run(process))
 
 

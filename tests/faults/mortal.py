@@ -1,7 +1,8 @@
 """A process of a run that does as it is told: ``python -m tests.faults.mortal RUN/processes/NAME.json``.
 
 The file holds a list of acts; each start does the next one. An act is a list of words: "checkpoint" makes one; "ready" is said by the
-scheduler; "kill", "leave" and "stay" end it, or not; anything else is the message of the exception that ends it.
+scheduler; "kill", "leave", "freeze", "wait" (some seconds) and "stay" end it, or not; "report" stays as a scheduler whose run has not begun to train, "training" as
+one whose run has; anything else is the message of the exception that ends it.
 """
 
 import json
@@ -10,6 +11,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+import msgspec
+
+from scheduler.health import NAME, Health
+from wire.atomic import write_whole
 
 
 class PackingError(RuntimeError):
@@ -34,8 +40,36 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "leave":
                 sys.exit(0)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "wait":
+                time.sleep(3)
             case "stay":
                 time.sleep(600)
+            case "report" | "training":
+                while True:
+                    now = time.monotonic()
+                    health = Health(
+                        os.getpid(),
+                        "here",
+                        now,
+                        0.0,
+                        "updates",
+                        0,
+                        3,
+                        word == "training",
+                        0,
+                        0,
+                        0,
+                        now,
+                        "",
+                        {},
+                        [],
+                        60.0,
+                        60.0,
+                    )
+                    write_whole(run / NAME, msgspec.json.encode(health))
+                    time.sleep(0.1)
             case message:
                 raise PackingError(message)
 

@@ -1,16 +1,18 @@
 """What the launcher does when processes of a run die: it resumes what may pass, and ends with the cause what would repeat."""
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tools.launching import failures
+from scheduler.calls import DispatchConfig
+from tools.launching import failures, record, watchdog
 from tools.launching import supervisor as supervise_module
 from tools.launching.processes import Process
 from tools.launching.supervisor import supervise
@@ -21,7 +23,8 @@ STAYS, PEER = [["ready", "stay"]], "[/gloo/transport/tcp/pair.cc:547] Connection
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A launcher takes the signals of its process; here it does not wait long before it starts something again."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setattr(failures, "FIRST_PAUSE_S", 0.01)
     yield
     for number, handler in before.items():
@@ -46,7 +49,28 @@ class Crew:
         return supervise(self.run, self.plan)
 
     def starts(self, name: str) -> int:
-        return len((self.run / "processes" / f"{name}.starts").read_text())
+        file = self.run / "processes" / f"{name}.starts"
+        return len(file.read_text()) if file.exists() else 0
+
+
+@contextlib.contextmanager
+def once(condition: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
+    """Act beside the launch when the condition is met."""
+
+    def wait() -> None:
+        end = time.monotonic() + 60
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.05)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield
+    thread.join()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_an_error_before_the_first_checkpoint_ends_the_run_with_cause_remedy_and_log(
@@ -141,22 +165,57 @@ def test_a_rank_that_was_asked_to_leave_is_missed_when_the_run_goes_on(
     )
 
 
-def test_ctrl_c_stops_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("frozen", ["actor_0", "learner_1"])
+def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
+    frozen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "DispatchConfig", lambda: DispatchConfig(replace_after_s=1.0))
+    name = frozen.replace("_", "-")
+    crew = Crew(tmp_path, **{"scheduler": STAYS, "learner_0": STAYS, frozen: [["freeze"], ["stay"]]})
+    with once(lambda: crew.starts(name) == 2, terminate):
+        assert crew.launch() == 130
+    then = "starting it again" if frozen == "actor_0" else "resuming the run"
+    said = capsys.readouterr().out
+    assert f"{name}: has been stopped for " in said
+    assert f"it is stopped (state T), as by SIGSTOP; {then} in " in said
+    (failure,) = (record.read(tmp_path) or pytest.fail("no record")).failures
+    assert (failure.process, failure.then.partition(" in ")[0]) == (name, then)
+
+
+@pytest.mark.parametrize(("word", "starts"), [("report", 1), ("training", 2)])
+def test_a_rank_that_dies_before_the_training_began_leaves_the_start_of_the_others(
+    word: str, starts: int, tmp_path: Path
+) -> None:
+    told = {"scheduler": [["ready", word]], "learner_0": STAYS, "learner_1": [["wait", "kill"], ["stay"]]}
+    crew = Crew(tmp_path, **told, actor_0=STAYS)
+    with once(lambda: all(crew.starts(name) == 2 for name in ("learner-0", "learner-1")), terminate):
+        assert crew.launch() == 130
+    assert [crew.starts(name) for name in ("scheduler", "actor-0", "learner-0", "learner-1")] == [starts, starts, 2, 2]
+
+
+def test_everything_killed_at_once_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    crew = Crew(tmp_path, scheduler=[["ready", "stay"], ["leave"]], learner_0=STAYS, learner_1=STAYS, actor_0=STAYS)
+
+    def kill() -> None:
+        for member in (record.read(tmp_path) or pytest.fail("no record")).members.values():
+            os.kill(member.pid, signal.SIGKILL)
+
+    with once(lambda: crew.starts("actor-0") == 1, kill):
+        assert crew.launch() == 0
+    assert capsys.readouterr().out.count("resuming the run in ") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_a_live_run(number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS)
 
-    def interrupt() -> None:
-        while not (tmp_path / "processes" / "learner-0.starts").exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert crew.launch() == 130
-    thread.join()
+    with once(lambda: crew.starts("learner-0") == 1, lambda: os.kill(os.getpid(), number)):
+        assert crew.launch() == 130
     assert capsys.readouterr().out.splitlines()[1:] == [
         "stopping (press Ctrl-C again to kill) ...",
         f"stopped; go on with: tools/launch --resume {tmp_path}",
     ]
+    assert (record.read(tmp_path) or pytest.fail("no record")).state == "stopped"
 
 
 def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
@@ -166,15 +225,11 @@ def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
     crew = Crew(tmp_path, scheduler=STAYS, learner_0=[["kill"]])
     said: list[str] = []
 
-    def interrupt() -> None:
-        while "resuming" not in "".join(said):
-            said.append(capsys.readouterr().out)
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+    def waits() -> bool:
+        said.append(capsys.readouterr().out)
+        return "resuming" in "".join(said)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert crew.launch() == 130
-    thread.join()
+    with once(waits, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert crew.launch() == 130
     assert capsys.readouterr().out == f"stopped; go on with: tools/launch --resume {tmp_path}\n"
     assert crew.starts("learner-0") == 1

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tools.defaults.settings import cache_folder
-from tools.launching import processes, rules
+from tools.launching import processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.prepare import prepare
@@ -35,6 +36,8 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
         help="change a key, e.g. learner.lr=1e-6; null takes a key or section away",
     )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
+    parser.add_argument("--status", type=Path, metavar="RUN", help="explain a live, stopped or broken run on one page")
+    parser.add_argument("--json", action="store_true", help="with --status: for machines")
     parser.add_argument("--run-folder", type=Path, help="where to put the run (default: runs/<name>-<time>)")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
@@ -75,11 +78,16 @@ def _check_place(run: Path) -> None:
 def main(command: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = arguments(command)
+    if options.status is not None:
+        return status.show(options.status, options.json)
     try:
         config, run = resolve(options)
         _check_place(run)
         if options.dry_run:
             return dry_run(config, run)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP, and so do we then
+                signal.signal(number, signal.default_int_handler)
         assets = prepare(config)
     except (ConfigError, OSError, ValueError, MemoryError) as error:
         print(f"tools/launch: {error}", file=sys.stderr)

@@ -6,8 +6,10 @@ import signal
 import msgspec
 
 RESTARTS, WITHIN_S = 3, 600.0
-"""A process is restarted, and a run resumed, at most RESTARTS times within WITHIN_S seconds. A start takes from one to a few minutes, so a
-process that dies a fourth time in ten minutes spends most of its time starting; one that dies less often is worth restarting."""
+"""A process is restarted, and a run resumed, at most RESTARTS times within WITHIN_S seconds if it gets nowhere meanwhile. A start takes from
+half a minute to a few, so what dies a fourth time without progress would most likely never work."""
+MOST = 40
+"""Deaths within WITHIN_S that end a run although each came after progress: the run spends its time starting."""
 FIRST_PAUSE_S = 1.0
 """Seconds to wait before the first restart. The wait doubles with each further restart within ``WITHIN_S``."""
 _LONGEST = 300
@@ -30,10 +32,12 @@ _NO_SPACE = re.compile("No space left on device|disk is full")
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why a process ended. text: one line. passing: the cause came from outside (a signal, a lost peer) and need not happen again."""
+    """Why a process ended. text: one line. passing: the cause came from outside (a signal, a lost peer) and need not happen again. stall: the
+    launcher ended the process because the run stood still."""
 
     text: str
     passing: bool
+    stall: bool = False
 
     @property
     def second_hand(self) -> bool:
@@ -88,6 +92,8 @@ def remedy(cause: Cause, again: str) -> str:
         return (
             f"if memory was short: fewer --actors or --learner, or a smaller actors.kv_cache_gib; go on with: {again}"
         )
+    if cause.stall:
+        return f"look at the stacks at the end of the logs for what hangs, mend or replace it; then {again}"
     if cause.passing:
         return f"go on with: {again}"
     if "ImportError" in cause.text or "ModuleNotFoundError" in cause.text:
@@ -96,30 +102,43 @@ def remedy(cause: Cause, again: str) -> str:
 
 
 class Rate:
-    """Deaths of one process or of the run. For deaths within ten minutes, ``pause`` returns 1 s, 2 s and 4 s, and None for the fourth."""
+    """Deaths of one process or of the run. For deaths within ten minutes and without progress, ``pause`` returns 1 s, 2 s and 4 s, and None
+    for the fourth. A death after progress starts the count anew."""
 
     def __init__(self) -> None:
         self._deaths: list[float] = []
+        self._fruitless: list[float] = []
 
-    def pause(self, now: float) -> float | None:
-        """Record a death at ``now`` (seconds). Return the seconds until the next start, or None after too many deaths."""
-        self._deaths = [*(before for before in self._deaths if before > now - WITHIN_S), now]
-        return None if len(self._deaths) > RESTARTS else FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1)
+    def pause(self, now: float, progress: bool = False) -> float | None:
+        """Record a death at ``now`` (seconds). Return the seconds until the next start, or None after too many deaths. progress: whether the
+        process, or the run, got anywhere since its last start."""
+        self._deaths, self._fruitless = (
+            [*(before for before in deaths if before > now - WITHIN_S), now]
+            for deaths in (self._deaths, [] if progress else self._fruitless)
+        )
+        too_many = len(self._fruitless) > RESTARTS or len(self._deaths) > MOST
+        return None if too_many else FIRST_PAUSE_S * 2 ** (len(self._fruitless) - 1)
 
 
 class Resumes:
     """Decides whether a run whose scheduler or learner died is resumed. Made once per launch; ``pause`` is called after each death.
 
-    An error would repeat, so the run is resumed only if it wrote a checkpoint since its last start. A cause from outside may come
-    ``RESTARTS`` times in a row without a new checkpoint. Both kinds are limited by ``Rate`` as well.
+    Progress is a new checkpoint, or more trees and evaluations in the journal. An error would repeat, so the run is resumed only if it wrote
+    a checkpoint since its last start. A cause from outside may come ``RESTARTS`` times in a row without progress, a stall once. Everything
+    is limited by ``Rate`` as well.
     """
 
-    def __init__(self, checkpoint: str) -> None:
-        self._rate, self._checkpoint, self._fruitless = Rate(), checkpoint, 0
+    def __init__(self, checkpoint: str, done: int = 0) -> None:
+        self._rate, self._checkpoint, self._done, self._fruitless = Rate(), checkpoint, done, 0
 
-    def pause(self, now: float, cause: Cause, checkpoint: str) -> float | None:
-        """Return the seconds until the run is resumed, or None if the run ends. checkpoint: the newest one now, "" for none."""
-        self._fruitless = self._fruitless + 1 if checkpoint == self._checkpoint else 0
-        self._checkpoint = checkpoint
-        pause = self._rate.pause(now)
-        return None if self._fruitless > (RESTARTS if cause.passing else 0) or cause.full_disk else pause
+    def pause(self, now: float, cause: Cause, checkpoint: str, done: int = 0) -> float | None:
+        """Return the seconds until the run is resumed, or None if the run ends. checkpoint: the newest one now, "" for none. done: the trees
+        and evaluations in the journal."""
+        durable = checkpoint != self._checkpoint
+        progress = durable or done > self._done
+        self._checkpoint, self._done = checkpoint, max(done, self._done)
+        self._fruitless = 0 if progress else self._fruitless + 1
+        repeats = not cause.passing and not durable
+        if repeats or cause.full_disk or self._fruitless > (1 if cause.stall else RESTARTS):
+            return None
+        return self._rate.pause(now, progress)

@@ -9,6 +9,7 @@ import msgspec
 from judges.config import JudgeModelConfig
 from wire import loop
 from wire.faults import InfrastructureFault
+from wire.process import begin
 
 HOST = "127.0.0.1"
 
@@ -33,6 +34,7 @@ def main() -> None:
     # The launcher imports this module to write the process file and must not import torch, which serve_model imports.
     from tools.launching.serve_model import serve
 
+    begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
     options = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
     try:

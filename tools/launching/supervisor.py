@@ -1,12 +1,13 @@
 """Runs the processes of a plan, with logs, restarts and an orderly end. No process outlives the launcher.
 
 A worker that dies is started again. When a vital process (scheduler, learner rank) dies, all processes are stopped and started anew from
-journal and checkpoint, as by ``--resume``. A process that dies too often, or of an error that would repeat (tools/launching/failures.py),
-ends the run, and the launcher prints the cause.
+journal and checkpoint, as by ``--resume``; only before the training has begun are the ranks alone started again. A process that hangs
+(tools/launching/watchdog.py) is diagnosed, killed, and then treated like one that died. A process that dies too often, or of an error that
+would repeat (tools/launching/failures.py), ends the run, and the launcher prints the cause.
 """
 
 import contextlib
-import ctypes
+import faulthandler
 import os
 import shutil
 import signal
@@ -15,24 +16,44 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
+from scheduler import health
 from tools.bootstrap import ROOT
+from tools.launching import leftovers, watchdog
 from tools.launching.failures import Cause, Rate, Resumes, cause_of, remedy
 from tools.launching.processes import Process
+from tools.launching.record import Recorder
+from tools.launching.watchdog import SCHEDULER, Watchdog
+from wire.process import die_with
 
 GRACE_S = 30.0
 LEFT_S = 2 * GRACE_S
 """Seconds after which an exit with status 0 counts as a death, if the scheduler still runs (it waits half as long for dismissed workers)."""
 SETTLE_S = 3.0
 """Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's cause is reported and not theirs."""
+LOOK_S = 1.0
+"""Seconds between two looks for processes that hang."""
+NOTE_S = 30.0
+"""Seconds between two looks at the shared memory of the processes, which a process that is killed may leave behind."""
+FRESH_S = 6.0
+"""Seconds to wait for a report that is newer than a rank's death, in order to know whether the training had begun."""
 INTERRUPTED = 130
 _FULL_BYTES = 2**24
 """Bytes of free space below which the disk counts as full: the weights of one version, or minutes of logs, do not fit into less."""
 _TAIL_BYTES = 2**18
 """Bytes at the end of a log that are searched for the last traceback."""
-_PR_SET_PDEATHSIG = 1
+
+
+def say(line: str) -> None:
+    """Print a line at once. A terminal that is gone (a closed window, ``| head``) stops no run."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def existing(path: Path) -> Path:
@@ -50,15 +71,31 @@ def _free_bytes(run: Path) -> int:
     return shutil.disk_usage(existing(run)).free
 
 
-def _die_with_parent() -> None:
+def _alone(launcher: int) -> None:
     """Give the child, in which this runs, its own session, so that Ctrl-C reaches only the launcher; have it killed with the launcher."""
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(launcher)
+
+
+class Signals:
+    """What the user's signals ask for. interrupted: to stop in order (Ctrl-C, SIGTERM, a closed terminal). stacks: to write the stacks of all
+    processes to their logs (Ctrl-\\)."""
+
+    def __init__(self) -> None:
+        self.interrupted, self.stacks = threading.Event(), threading.Event()
+
+    def listen(self) -> None:
+        """Take the signals of this process. SIGHUP stays ignored where it is, as ``nohup`` wants it."""
+        ends = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self.interrupted)
+        for number, event in {**ends, signal.SIGQUIT: self.stacks}.items():
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_, event=event: event.set())
 
 
 class Child:
-    """A process of the plan with its log and its restarts. The process starts with the object; ``start`` starts it again after a death."""
+    """A process of the plan with its log and its restarts. The process starts with the object; ``start`` starts it again after a death.
+
+    verdict: why the launcher killed it, if it did."""
 
     def __init__(self, spec: Process, run: Path):
         self.spec, self.run = spec, run
@@ -66,10 +103,12 @@ class Child:
         self.rate = Rate()
         self.again_at: float | None = None
         self.left_at = 0.0
+        self.verdict: Cause | None = None
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process, for the first time or again."""
+        self.verdict = None
         environment = os.environ | self.spec.environment
         threads = str(self.spec.threads)
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
@@ -81,7 +120,9 @@ class Child:
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             show = subprocess.PIPE if self.spec.name == "scheduler" else log
-            return subprocess.Popen(command, stdout=show, stderr=log, env=environment, preexec_fn=_die_with_parent)
+            return subprocess.Popen(
+                command, stdout=show, stderr=log, env=environment, preexec_fn=partial(_alone, os.getpid())
+            )
 
     def dead(self, now: float) -> bool:
         """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago. now: seconds."""
@@ -93,21 +134,27 @@ class Child:
 
     def cause(self) -> Cause:
         """Return why the process ended. Must be called after its end."""
+        if self.verdict is not None:
+            return self.verdict
         with self.log.open("rb") as log:
             log.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
             return cause_of(self.process.wait(), log.read().decode(errors="replace"))
 
 
 class Supervisor:
-    """Owns the child processes of one start of a run; a resumed run gets a new Supervisor. interrupted: set by Ctrl-C or SIGTERM.
+    """Owns the child processes of one start of a run; a resumed run gets a new Supervisor.
 
-    Life cycle, all inside ``watch``: start every process, restart workers that die, stop every process. For example
-    ``Supervisor(run, plan, threading.Event()).watch()`` returns 0 after a finished run.
+    Life cycle, all inside ``watch``: start every process, restart workers that die or hang, stop every process. For example
+    ``Supervisor(run, plan, Signals(), Recorder(run)).watch()`` returns 0 after a finished run.
     """
 
-    def __init__(self, run: Path, plan: list[Process], interrupted: threading.Event):
-        self.run, self.plan, self.interrupted = run, plan, interrupted
+    def __init__(self, run: Path, plan: list[Process], signals: Signals, recorder: Recorder):
+        self.run, self.plan, self.signals, self.recorder = run, plan, signals, recorder
         self.children: dict[str, Child] = {}
+        self.watchdog = Watchdog(run)
+        self._look_at = 0.0
+        self._note_at = 0.0
+        self._segments: set[str] = set()
         self._relay = threading.Thread()
 
     def start(self) -> None:
@@ -116,14 +163,20 @@ class Supervisor:
         endpoint.unlink(missing_ok=True)
         (self.run / "logs").mkdir(exist_ok=True)
         copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
-        self.children["scheduler"] = scheduler = Child(self.plan[0], self.run)
+        scheduler = self._hire(self.plan[0])
         self._relay = threading.Thread(target=_relay, args=(scheduler.process.stdout, copy), daemon=True)
         self._relay.start()
-        while not endpoint.exists() and scheduler.process.poll() is None and not self.interrupted.is_set():
+        while not endpoint.exists() and scheduler.process.poll() is None and not self.signals.interrupted.is_set():
+            self._look(time.monotonic())
             time.sleep(0.05)
         for spec in self.plan[1:]:
-            if scheduler.process.poll() is None and not self.interrupted.is_set():
-                self.children[spec.name] = Child(spec, self.run)
+            if scheduler.process.poll() is None and not self.signals.interrupted.is_set():
+                self._hire(spec)
+
+    def _hire(self, spec: Process) -> Child:
+        child = self.children[spec.name] = Child(spec, self.run)
+        self.recorder.started(spec.name, child.process.pid)
+        return child
 
     def watch(self) -> Child | int:
         """Run until the end, then stop every process. Return the exit status, or the process whose death ended the run. Raises OSError."""
@@ -134,22 +187,23 @@ class Supervisor:
             self.stop()
             if self._relay.is_alive():
                 self._relay.join(1.0)  # the relay prints the scheduler's last lines
-        return dead or (0 if self.children["scheduler"].process.wait() == 0 else INTERRUPTED)
+        return dead or (0 if self.children[SCHEDULER].process.wait() == 0 else INTERRUPTED)
 
     def _watch(self) -> Child | None:
-        scheduler = self.children["scheduler"].process
+        scheduler = self.children[SCHEDULER].process
         while scheduler.poll() is None:
-            if self.interrupted.wait(0.2):
-                print("\nstopping (press Ctrl-C again to kill) ...", flush=True)
+            if self.signals.interrupted.wait(0.2):
+                say("\nstopping (press Ctrl-C again to kill) ...")
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_DFL)
-                self._signal(["scheduler"], signal.SIGINT)
-                self._wait(["scheduler"], GRACE_S)
+                self._signal([SCHEDULER], signal.SIGINT)
+                self._wait([SCHEDULER], GRACE_S)
                 return None
             dead = self._tend(time.monotonic())
             if dead is not None:
                 return dead
-        return None if scheduler.poll() in (0, INTERRUPTED) else self.children["scheduler"]
+            self._look(time.monotonic())
+        return None if scheduler.poll() in (0, INTERRUPTED) else self.children[SCHEDULER]
 
     def _tend(self, now: float) -> Child | None:
         """Start dead workers again. Return the child whose death ends this start of the run, if there is one."""
@@ -157,31 +211,99 @@ class Supervisor:
             if child.again_at is not None:
                 if now >= child.again_at:
                     child.process, child.again_at, child.left_at = child.start(), None, 0.0
-            elif child.spec.name != "scheduler" and child.dead(now):
-                pause = None if child.spec.vital else child.rate.pause(now)
+                    self.recorder.started(child.spec.name, child.process.pid)
+            elif child.spec.name != SCHEDULER and child.dead(now):
+                first = self._first(child) if child.spec.vital else child
+                group = self._ranks() if child.spec.vital else [child]
+                cause = first.cause()
+                if child.spec.vital and not (cause.passing and self._before_training(group)):
+                    return first
+                pause = first.rate.pause(now, self._served(child))
                 if pause is None:
-                    return self._first(child) if child.spec.vital else child
-                child.again_at, death = now + pause, f"{child.spec.name}: {child.cause().text}"
-                print(f"{death}; starting it again in {pause:.0f} s (log: {shown(child.log)})", flush=True)
+                    return first
+                self.announce(first, cause, f"starting it again in {pause:.0f} s")
+                for other in group:
+                    other.again_at = now + pause
         return None
+
+    def announce(self, child: Child, cause: Cause, then: str) -> None:
+        """Print and record a death that does not end the run, and what follows."""
+        say(f"{child.spec.name}: {cause.text}; {then} (log: {shown(child.log)})")
+        self.recorder.failed(child.spec.name, cause.text, child.log, then)
+
+    def _ranks(self) -> list[Child]:
+        return [child for child in self.children.values() if child.spec.vital and child.spec.name != SCHEDULER]
+
+    def _served(self, child: Child) -> bool:
+        """Whether a worker answered calls since its last start, as far as the scheduler has reported it."""
+        workers = self.watchdog.health.workers if self.watchdog.health is not None else []
+        return any(worker.pid == child.process.pid and worker.answered for worker in workers)
+
+    def _before_training(self, ranks: list[Child]) -> bool:
+        """Whether no rank has joined this start of the run, so that the ranks alone can be started again. Then all ranks are dead."""
+        if self.watchdog.health is None or self.watchdog.health.began:
+            return False
+        names = [rank.spec.name for rank in ranks]
+        self._signal(names, signal.SIGKILL)
+        self._wait(names, 5.0)
+        dead_at = time.monotonic()
+        while time.monotonic() < dead_at + FRESH_S and not self.signals.interrupted.wait(0.1):
+            report = health.read(self.run)
+            if report is not None and report.pid == self.children[SCHEDULER].process.pid and report.at > dead_at:
+                return not report.began
+        return False
+
+    def _look(self, now: float) -> None:
+        """Diagnose and kill a process that hangs, so that ``_tend`` finds it dead; write all stacks if the user asked for them."""
+        if self.signals.stacks.is_set():
+            self.signals.stacks.clear()
+            faulthandler.dump_traceback(all_threads=True)
+            self._stacks()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        alive = {name: child for name, child in self.children.items() if child.process.poll() is None}
+        if now >= self._note_at:
+            self._note_at = now + NOTE_S
+            self._segments |= leftovers.mapped(child.process.pid for child in alive.values())
+        finding = self.watchdog.look({name: child.process.pid for name, child in alive.items()}, now)
+        if finding is None:
+            return
+        child = alive[finding.process]
+        if finding.whole:
+            self._stacks()
+        text = watchdog.diagnosis(finding, child.process.pid, child.log)
+        child.verdict = Cause(text, True, finding.whole)
+        child.process.kill()
+        self._wait([child.spec.name], 5.0)
+
+    def _stacks(self) -> None:
+        """Have every process that can write its stacks to its log."""
+        for name, child in self.children.items():
+            if child.process.poll() is None:
+                answered = bool(watchdog.stacks(child.process.pid, child.log))
+                kind = f"its stacks are in {shown(child.log)}" if answered else watchdog.state(child.process.pid)
+                say(f"{name}: {kind}")
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
-        group = [other for other in self.children.values() if other.spec.module == child.spec.module]
+        group = self._ranks()
         self._wait([other.spec.name for other in group], SETTLE_S)
         dead = [other for other in group if other.process.poll() not in (None, 0)]
         return next((other for other in dead if not other.cause().second_hand), child)
 
     def stop(self) -> None:
-        """End every process: workers drain on SIGTERM, and processes that stay are killed."""
-        for name in ("scheduler", "learner-0"):
+        """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing of them stays in shared memory."""
+        self._segments |= leftovers.mapped(child.process.pid for child in self.children.values())
+        for name in (SCHEDULER, "learner-0"):
             self._signal([name], signal.SIGTERM)
-        self._wait(["scheduler", "learner-0"], GRACE_S)
+        self._wait([SCHEDULER, "learner-0"], GRACE_S)
         rest = list(self.children)
         self._signal(rest, signal.SIGTERM)
         self._wait(rest, 10.0)
         self._signal(rest, signal.SIGKILL)
         self._wait(rest, 5.0)
+        leftovers.sweep(self._segments)
 
     def _signal(self, names: list[str], number: signal.Signals) -> None:
         for name in names:
@@ -199,28 +321,40 @@ class Supervisor:
 
 def supervise(run: Path, make: Callable[[], list[Process]]) -> int:
     """Run the plan that ``make`` returns to its end, resuming the run where that helps. Return the exit status. Raises OSError."""
-    interrupted = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: interrupted.set())
-    resumes, again = Resumes(_checkpoint(run)), f"tools/launch --resume {shown(run)}"
-    while not interrupted.is_set():
-        ended = Supervisor(run, make(), interrupted).watch()
+    signals, recorder = Signals(), Recorder(run)
+    signals.listen()
+    resumes, again = Resumes(_checkpoint(run), _done(run)), f"tools/launch --resume {shown(run)}"
+    while not signals.interrupted.is_set():
+        supervisor = Supervisor(run, make(), signals, recorder)
+        ended = supervisor.watch()
         if ended == 0:
+            recorder.end("finished")
             return 0
         if isinstance(ended, int):
             break
         cause, full = ended.cause(), _free_bytes(run) < _FULL_BYTES
-        pause = resumes.pause(time.monotonic(), cause, _checkpoint(run)) if ended.spec.vital and not full else None
-        log = f"log: {shown(ended.log)}"
+        pause = None
+        if ended.spec.vital and not full:
+            pause = resumes.pause(time.monotonic(), cause, _checkpoint(run), _done(run))
         if pause is None:
             advice = no_space(run) if full or cause.full_disk else remedy(cause, again)
-            print(f"\n{ended.spec.name} failed: {cause.text}\nremedy: {advice}\n{log}", flush=True)
+            recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")
+            recorder.end("failed", advice)
+            say(f"\n{ended.spec.name} failed: {cause.text}\nremedy: {advice}\nlog: {shown(ended.log)}")
             return 1
-        print(f"{ended.spec.name}: {cause.text}; resuming the run in {pause:.0f} s ({log})", flush=True)
-        interrupted.wait(pause)
+        recorder.record.resumes += 1
+        supervisor.announce(ended, cause, f"resuming the run in {pause:.0f} s")
+        signals.interrupted.wait(pause)
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"  # the summary counts from this start
-    print(f"stopped; go on with: {again}", flush=True)
+    recorder.end("stopped", again)
+    say(f"stopped; go on with: {again}")
     return INTERRUPTED
+
+
+def _done(run: Path) -> int:
+    """Return the trees and evaluations that the scheduler last reported as done."""
+    report = health.read(run)
+    return report.progress() if report is not None else 0
 
 
 def _checkpoint(run: Path) -> str:

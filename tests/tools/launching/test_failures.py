@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.launching.failures import RESTARTS, WITHIN_S, Cause, Rate, Resumes, cause_of, remedy
+from tools.launching.failures import MOST, RESTARTS, WITHIN_S, Cause, Rate, Resumes, cause_of, remedy
 
 RAISED = """2026-11-22 09:00:00,123 learner.main rank 1 of 2: version 0, torch.float32
 Traceback (most recent call last):
@@ -81,6 +81,15 @@ def test_a_pause_is_given_until_too_many_deaths_lie_in_the_window(deaths: list[f
         assert rate.pause(now) == (2.0 ** (near - 1) if near <= RESTARTS else None)
 
 
+def test_deaths_after_progress_count_as_the_first_until_there_are_far_too_many() -> None:
+    rate = Rate()
+    assert [rate.pause(float(i), progress=True) for i in range(MOST)] == [1.0] * MOST
+    assert rate.pause(float(MOST), progress=True) is None
+    rate = Rate()
+    pauses = [rate.pause(float(i), progress=i == 2) for i in range(6)]
+    assert pauses == [1.0, 2.0, 1.0, 2.0, 4.0, None]
+
+
 FAULT, KILL = Cause("ValueError: bad", False), cause_of(-9, "")
 
 
@@ -100,3 +109,16 @@ def test_kills_are_resumed_a_few_times_without_progress_however_rare_and_for_a_w
 
 def test_a_full_disk_is_not_resumed_though_there_was_progress() -> None:
     assert Resumes("").pause(0.0, Cause("OSError: [Errno 28] No space left on device", False), "v000001") is None
+
+
+def test_trees_in_the_journal_are_progress_after_a_kill_and_not_after_an_error() -> None:
+    resumes = Resumes("", 5)
+    assert [resumes.pause(float(i), KILL, "", 6 + i) for i in range(10)] == [1.0] * 10
+    assert resumes.pause(20.0, FAULT, "", 99) is None
+
+
+def test_a_stall_that_comes_again_without_progress_ends_the_run_with_its_remedy() -> None:
+    stall = Cause("holds up the run", True, True)
+    resumes = Resumes("", 5)
+    assert [resumes.pause(5000.0 * i, stall, "", 5) for i in range(2)] == [1.0, None]
+    assert remedy(stall, "AGAIN").startswith("look at the stacks at the end of the logs")

@@ -1,0 +1,211 @@
+"""What the scheduler knows of a run's health, in ``RUN/health.json``. The launcher and ``tools/launch --status`` read it.
+
+The file is written anew every heartbeat, so that a file that grows old means that the scheduler itself does not answer. Times that
+processes of this machine compare are seconds of the monotonic clock, which no change of the date moves.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from scheduler import terminal
+from scheduler.calls import Pending, Worker
+from scheduler.dispatch import Dispatcher
+from wire.atomic import write_whole
+
+NAME = "health.json"
+UNANSWERED = 3
+"""A worker that let so many calls in a row pass their deadline, and answered none meanwhile, is stuck although its heartbeats come."""
+
+
+class WorkerHealth(msgspec.Struct, frozen=True):
+    """A worker. heard: when its last message came (monotonic seconds). state: "here", or why it left. calls: its last calls, in words."""
+
+    name: str
+    pid: int
+    host: str
+    services: list[str]
+    heard: float
+    state: str
+    in_flight: int
+    capacity: int
+    answered: int
+    unanswered: int
+    calls: list[str]
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """The open calls of a service. on: the workers that have them. since: when the oldest began (monotonic); caller: who waits for it.
+    offered: the number of workers that offer the service."""
+
+    running: int
+    waiting: int
+    offered: int
+    since: float
+    caller: str
+    on: list[str]
+
+    def told(self, service: str, now: float) -> str:
+        """The queue in words."""
+        where = f"{self.running} at {', '.join(self.on)}" if self.on else f"none runs ({self.offered} workers offer it)"
+        waiting = f", {self.waiting} waiting" if self.waiting else ""
+        caller = f", for {self.caller}" if self.caller else ""
+        return f"{service}: {where}{waiting}; the oldest since {now - self.since:.0f} s{caller}"
+
+
+class Health(msgspec.Struct, frozen=True):
+    """One report. pid: the scheduler's. at, progress_at: monotonic seconds of the report and of the last node, group or update. time:
+    seconds of the epoch. began: whether a learner has joined. done: training trees that ended; evaluations: those in the journal. stuck: the
+    worker that everything waits for if nothing moves ("" for the scheduler itself). fault: the last fault of a service, with its time."""
+
+    pid: int
+    host: str
+    at: float
+    time: float
+    phase: str
+    version: int
+    updates: int
+    began: bool
+    growing: int
+    done: int
+    evaluations: int
+    progress_at: float
+    stuck: str
+    queues: dict[str, Queue]
+    workers: list[WorkerHealth]
+    replace_after_s: float
+    stall_s: float
+    fault: tuple[float, str] | None = None
+
+    def progress(self) -> int:
+        """What the journal keeps of the run's work, whatever dies."""
+        return self.done + self.evaluations
+
+    def waits(self) -> list[str]:
+        """What waits for what, one line per service."""
+        return [queue.told(service, self.at) for service, queue in self.queues.items()]
+
+
+def read(run: Path) -> Health | None:
+    """Return the newest report of a run, or None if there is none that can be read."""
+    try:
+        return msgspec.json.decode((run / NAME).read_bytes(), type=Health)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def queues(calls: Iterable[Pending], offered: Callable[[str], int]) -> dict[str, Queue]:
+    """The open calls by service. offered: the number of workers that offer a service."""
+    by_service: dict[str, list[Pending]] = {}
+    for call in calls:
+        by_service.setdefault(call.service, []).append(call)
+    return {service: _queue(calls, offered(service)) for service, calls in by_service.items()}
+
+
+def _queue(calls: list[Pending], offered: int) -> Queue:
+    oldest = min(calls, key=lambda call: call.since)
+    running = [call.attempt.worker.name for call in calls if call.attempt is not None]
+    return Queue(len(running), len(calls) - len(running), offered, oldest.since, oldest.caller, sorted(set(running)))
+
+
+def stuck(calls: Iterable[Pending]) -> str:
+    """The worker with the oldest attempt. The learner counts only if no other worker has a call, because it waits for their answers."""
+    attempts = [call.attempt for call in calls if call.attempt is not None]
+    others = [attempt for attempt in attempts if attempt.pending.service not in ("train", "close")]
+    return min(others or attempts, key=lambda attempt: attempt.start).worker.name if attempts else ""
+
+
+def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
+    """Describe a worker. state: why it left, if it did."""
+    calls = [
+        f"{event.service}{f' for {caller}' if caller else ''}: {event.outcome} after {event.end - event.start:.1f} s"
+        for event, caller in worker.recent
+    ]
+    oldest = sorted(worker.in_flight.values(), key=lambda attempt: attempt.start)[:2]
+    calls += [f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s" for a in oldest]
+    hello = worker.hello
+    return WorkerHealth(
+        worker.name, hello.pid, hello.host, list(hello.services), worker.heard, state, len(worker.in_flight),
+        hello.capacity, worker.answered, worker.unanswered, calls,
+    )  # fmt: skip
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What the run itself adds to a report. marks: a counter that changes with every progress, beside those of the learner's heartbeats."""
+
+    phase: str
+    version: int
+    updates: int
+    growing: int
+    done: int
+    evaluations: int
+    marks: int
+
+
+class Reporter:
+    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``. ``work`` runs until it is cancelled."""
+
+    def __init__(
+        self, run: Path, dispatcher: Dispatcher, standing: Callable[[], Standing], watchdog_s: float, stall_s: float
+    ):
+        self.run, self.dispatcher, self.standing = run, dispatcher, standing
+        self.watchdog_s, self.stall_s = watchdog_s, stall_s
+        self.began = False
+        self.fault: tuple[float, str] | None = None
+        self._gone: dict[str, WorkerHealth] = {}
+        self._marks: tuple[object, ...] = ()
+        self._progress_at = self._said_at = self.dispatcher.clock()
+
+    def joined(self, worker: Worker) -> None:
+        """A worker is here."""
+        self._gone.pop(worker.name, None)
+        self.began = self.began or "train" in worker.hello.services
+
+    def left(self, worker: Worker, reason: str) -> None:
+        """A worker is gone. It is remembered until one of its name joins, since a process that left without an end is stuck."""
+        self._gone[worker.name] = worker_health(worker, self.dispatcher.clock(), reason)
+
+    def failed(self, service: str, fault: Exception) -> None:
+        """A call of ``service`` failed."""
+        self.fault = time.time(), f"{service}: {fault}"
+
+    async def work(self) -> None:
+        """Write a report every heartbeat. A full disk must not end the run here, since the journal tells of it."""
+        while True:
+            report = self.report(self.dispatcher.clock())
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
+            self._remind(report)
+            await asyncio.sleep(self.dispatcher.config.heartbeat_s)
+
+    def report(self, now: float) -> Health:
+        """The report of this moment. now: monotonic seconds."""
+        standing, workers, calls = self.standing(), list(self.dispatcher.everyone()), self.dispatcher.open_calls()
+        marks = (standing.phase, standing.marks, *(_learnt(w.stats) for w in workers if "train" in w.hello.services))
+        if marks != self._marks:
+            self._marks, self._progress_at = marks, now
+        return Health(
+            os.getpid(), socket.gethostname(), now, time.time(), standing.phase, standing.version, standing.updates,
+            self.began, standing.growing, standing.done, standing.evaluations, self._progress_at, stuck(calls),
+            queues(calls, lambda service: len(self.dispatcher.workers(service))),
+            [worker_health(worker, now) for worker in workers] + list(self._gone.values()),
+            self.dispatcher.config.replace_after_s, self.stall_s, self.fault,
+        )  # fmt: skip
+
+    def _remind(self, report: Health) -> None:
+        idle = report.at - max(report.progress_at, self._said_at)
+        if idle > self.watchdog_s:
+            self._said_at = report.at
+            waits = "; ".join(report.waits()) or "no call is open"
+            terminal.say(f"  no progress for {report.at - report.progress_at:.0f} s ({report.phase}): {waits}")
+
+
+def _learnt(stats: Mapping[str, float]) -> tuple[float, float]:
+    """The learner's counters that grow within an update and with each update."""
+    return stats.get("passes", 0.0), stats.get("updates", 0.0)

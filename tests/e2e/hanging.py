@@ -1,0 +1,25 @@
+"""The judge of outcomes, which hangs once: the first process that scores a turn never ends."""
+
+from pathlib import Path
+
+from judges.exact_match import ExactMatch
+from wire.messages import JudgedTurn, Judgement
+
+
+class Hanging(ExactMatch):
+    """gate: a file that the process which hangs has made before."""
+
+    def __init__(self, gate: str):
+        super().__init__()
+        self.gate = Path(gate)
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        if not self.gate.exists():
+            self.gate.touch()
+            self.never_ends()
+        return await super().score(turns)
+
+    def never_ends(self) -> None:
+        """Loop without an end."""
+        while True:
+            pass

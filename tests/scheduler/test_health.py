@@ -1,0 +1,131 @@
+"""scheduler/health.py: what the scheduler reports of workers, queues and progress, from a real dispatcher and real workers."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler.dispatch import DispatchConfig
+from scheduler.health import UNANSWERED, Health, Reporter, Standing, read
+from tests.services import EchoRequest, EchoResult, bench
+from wire.faults import InfrastructureFault
+from wire.service import Call
+
+REQUEST = EchoRequest(np.zeros(1, np.float32))
+CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=30.0)
+
+
+def reporter(run: Path, dispatcher: object, standing: Standing) -> Reporter:
+    return Reporter(run, dispatcher, lambda: standing, 60.0, 600.0)  # pyright: ignore[reportArgumentType]
+
+
+def standing(marks: int = 0) -> Standing:
+    return Standing("updates", 2, 9, 1, 4, 1, marks)
+
+
+async def test_a_report_names_who_waits_for_whom_and_a_call_that_is_never_answered(tmp_path: Path) -> None:
+    async def never(request: EchoRequest, call: Call) -> EchoResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with bench(tmp_path, CONFIG) as b:
+        await b.work("mute", {"echo": never}, capacity=2)
+        calls = [
+            asyncio.create_task(b.dispatcher.call("echo", REQUEST, deadline=30.0, caller=f"tree {i}")) for i in range(3)
+        ]
+        lone = asyncio.create_task(b.dispatcher.call("judge.x", REQUEST, deadline=30.0))
+        await asyncio.sleep(0)
+        writer = reporter(tmp_path, b.dispatcher, standing())
+        report = writer.report(100.0)
+        queue = report.queues["echo"]
+        assert (queue.running, queue.waiting, queue.offered, queue.on) == (2, 1, 1, ["mute"])
+        assert report.queues["judge.x"].told("judge.x", report.queues["judge.x"].since) == (
+            "judge.x: none runs (0 workers offer it), 1 waiting; the oldest since 0 s"
+        )
+        assert report.stuck == "mute"
+        for call in (*calls, lone):
+            call.cancel()
+        await asyncio.gather(*calls, lone, return_exceptions=True)
+        for _ in range(UNANSWERED):
+            with pytest.raises(InfrastructureFault, match="did not answer"):
+                await b.dispatcher.call("echo", REQUEST, deadline=0.05, caller="tree 7")
+        (worker,) = writer.report(101.0).workers
+        assert (worker.name, worker.state, worker.answered, worker.unanswered) == ("mute", "here", 0, UNANSWERED)
+        assert worker.calls[-1].startswith("echo for tree 7: deadline after 0.")
+
+
+async def test_an_answer_starts_the_count_of_unanswered_calls_anew_and_a_worker_that_left_is_remembered(
+    tmp_path: Path,
+) -> None:
+    slow = asyncio.Event()
+
+    async def sometimes(request: EchoRequest, call: Call) -> EchoResult:
+        await slow.wait()
+        return EchoResult(request.tokens, 0)
+
+    async with bench(tmp_path, CONFIG) as b:
+        await b.work("a", {"echo": sometimes})
+        with pytest.raises(InfrastructureFault):
+            await b.dispatcher.call("echo", REQUEST, deadline=0.05)
+        slow.set()
+        await b.dispatcher.call("echo", REQUEST, deadline=30.0)
+        writer = reporter(tmp_path, b.dispatcher, standing())
+        (worker,) = b.dispatcher.workers()
+        assert [(w.answered, w.unanswered) for w in writer.report(0.0).workers] == [(1, 0)]
+        writer.left(worker, "silent for 20 s")
+        b.dispatcher.remove(worker, "register")
+        assert [w.state for w in writer.report(0.0).workers] == ["silent for 20 s"]
+        writer.joined(worker)
+        assert not writer.report(0.0).workers
+
+
+async def test_a_slow_worker_that_answers_something_while_other_calls_pass_their_deadline_is_not_counted(
+    tmp_path: Path,
+) -> None:
+    async def one_in_five(request: EchoRequest, call: Call) -> EchoResult:
+        if request.tokens[0]:
+            await asyncio.Event().wait()
+        return EchoResult(request.tokens, 0)
+
+    async with bench(tmp_path, CONFIG) as b:
+        await b.work("slow", {"echo": one_in_five}, capacity=8)
+        late = [
+            asyncio.create_task(b.dispatcher.call("echo", EchoRequest(np.ones(1, np.float32)), deadline=1.0))
+            for _ in range(4)
+        ]
+        await asyncio.sleep(0)
+        await b.dispatcher.call("echo", REQUEST, deadline=30.0)
+        await asyncio.gather(*late, return_exceptions=True)
+        assert [(w.answered, w.unanswered) for w in b.dispatcher.workers()] == [(1, 0)]
+
+
+async def test_progress_is_what_the_journal_or_the_learner_adds_and_a_standstill_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with bench(tmp_path, CONFIG) as b:
+        marks = [0]
+        writer = Reporter(tmp_path, b.dispatcher, lambda: standing(marks[0]), 60.0, 600.0)
+        assert [writer.report(at).progress_at for at in (10.0, 20.0)] == [10.0, 10.0]
+        marks[0] = 1
+        assert [writer.report(at).progress_at for at in (30.0, 40.0)] == [30.0, 30.0]
+        writer._said_at = 0.0
+        for at in (50.0, 95.0, 96.0, 160.0):
+            writer._remind(writer.report(at))
+        assert capsys.readouterr().out.splitlines() == [
+            "  no progress for 65 s (updates): no call is open",
+            "  no progress for 130 s (updates): no call is open",
+        ]
+
+
+async def test_the_report_is_written_every_heartbeat_and_read_back(tmp_path: Path) -> None:
+    async with bench(tmp_path, CONFIG) as b:
+        work = asyncio.create_task(reporter(tmp_path, b.dispatcher, standing()).work())
+        reports: list[Health] = []
+        async with asyncio.timeout(20):
+            while len({report.at for report in reports}) < 2:
+                await asyncio.sleep(0.01)
+                reports += filter(None, [read(tmp_path)])
+        work.cancel()
+        assert reports[-1].progress() == 5
+        assert reports[-1].version == 2

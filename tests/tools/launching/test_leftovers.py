@@ -1,0 +1,39 @@
+"""tools/launching/leftovers.py: shared memory of processes that were killed."""
+
+import subprocess
+import sys
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+
+from tools.launching.leftovers import FOLDER, mapped, sweep
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="this system has no /dev/shm")
+TAKES = """
+import os, sys, time
+from multiprocessing import resource_tracker, shared_memory
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+print(segment.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_once_nobody_maps_it_and_a_users_file_stays(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", TAKES], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    path = FOLDER / process.stdout.readline().strip()
+    segments = mapped([process.pid])
+    assert str(path) in segments
+    process.kill()
+    process.communicate()
+    mine = shared_memory.SharedMemory(path.name)
+    sweep(segments)
+    assert path.exists()
+    mine.close()
+    sweep(segments)
+    assert not path.exists()
+    own = tmp_path / "weights"
+    own.write_bytes(b"1")
+    assert not any(str(own) in segment for segment in segments)

@@ -1,0 +1,181 @@
+"""tools/launch --status: one page about live, stopped and broken runs, which is only read."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from scheduler.health import Health, Queue, WorkerHealth
+from scheduler.journal import Journal
+from scheduler.tree import Tree
+from tools.launching import record
+from tools.launching.command import main
+from tools.launching.config import DEFAULT_CONFIG, load
+from tools.launching.record import Failure, Member, Record
+from tools.launching.status import WIDTH
+from wire.atomic import write_whole
+
+NOBODY = 2**22 + 1
+"""A number that no process has."""
+
+
+def a_run(run: Path, journal: bool = True) -> Path:
+    """The folder of a run with two trees and an evaluation."""
+    run.mkdir()
+    write_whole(run / "config.json", load(DEFAULT_CONFIG, ["scheduler.updates=9"]))
+    if journal:
+        book = Journal(run / "journal.sqlite")
+        for number in range(2):
+            book.start_tree(Tree(number, f"task {number}"), number, 0)
+        book.close_tree(Tree(0, "task 0"))
+        result = {"version": 0, "questions": 4, "headline": "em", "measures": {"em": {"mean": 0.5, "half": 0.25}}}
+        book.save_evaluation(0, "start", result)
+        book.close()
+    return run
+
+
+def launched(run: Path, state: str, pid: int = NOBODY, **members: Member) -> None:
+    """Write the launcher's record."""
+    born = psutil.Process(pid).create_time() if pid != NOBODY else 0.0
+    death = Failure(
+        time.time() - 30,
+        "actor-0",
+        "killed by signal 9 (SIGKILL)",
+        str(run / "logs" / "actor-0.log"),
+        "starting it again",
+    )
+    body = Record(pid, born, state, members, [death], 2, "free some memory")  # pyright: ignore[reportArgumentType]
+    write_whole(run / record.NAME, body)
+
+
+def reported(run: Path, pid: int, idle_s: float = 1.0) -> None:
+    """Write the scheduler's report."""
+    now = time.monotonic()
+    judge = WorkerHealth("judges", NOBODY, "here", ["judge.x"], now, "here", 3, 4, 9, 0, [])
+    health = Health(
+        pid, "here", now, time.time(), "updates", 4, 9, True, 2, 5, 1, now - idle_s, "judges",
+        {"judge.x": Queue(3, 1, 1, now - 7, "tree 4", ["judges"])}, [judge], 120.0, 1800.0, (time.time() - 5, "judge.x: late"),
+    )  # fmt: skip
+    write_whole(run / "health.json", health)
+
+
+def page(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The page, whose lines are at most 80 columns wide unless they hold one long word."""
+    assert main(["--status", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert all(len(line) <= WIDTH or str(run) in line for line in said.splitlines()), said
+    return " ".join(said.split())
+
+
+def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_nothing_is_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run")
+    process = subprocess.Popen([sys.executable, "-c", "input()", f"{run}/processes/scheduler.json"], stdin=-1)
+    try:
+        members = {"scheduler": Member(process.pid, time.time() - 200, 1), "judges": Member(os.getpid(), 0.0)}
+        launched(run, "running", os.getpid(), **members)
+        reported(run, process.pid)
+        said = page(run, capsys)
+        assert f"run {run}: running (launcher {os.getpid()}, since" in said
+        assert "update 4 of 9 (updates); last progress " in said
+        assert " ago tasks: 1 closed, 1 growing" in said
+        assert "held out last: start (version 0): em 0.500 ±0.250" in said
+        row = next(line for line in said.split("scheduler ")[1:] if line.split()[0] == str(process.pid))
+        assert "3 min 1" in row
+        assert f"judges {os.getpid()} ended - 0 - -" in said  # the number belongs to another process
+        assert "judge.x: 3 at judges, 1 waiting; the oldest since 7 s, for tree 4" in said
+        assert "actor-0: killed by signal 9 (SIGKILL); starting it again log: " in said
+        assert f"what to do nothing, the run goes on. Look at a tree: tools/dump {run}" in said
+        reported(run, process.pid, idle_s=100.0)
+        assert (
+            f"nothing moves; the launcher will replace it. For all stacks in the logs: kill -QUIT {os.getpid()}"
+            in page(run, capsys)
+        )
+    finally:
+        process.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("state", "says", "do"),
+    [
+        ("stopped", "stopped (its launcher has ended in order)", "tools/launch --resume RUN"),
+        ("failed", "failed (its launcher has ended in order)", "free some memory"),
+        ("finished", "finished (its launcher has ended in order)", "look at the results: tools/report RUN"),
+        ("running", "killed (its launcher 4194305 is gone without a word", "tools/launch --resume RUN"),
+    ],
+)
+def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
+    state: str, says: str, do: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run")
+    launched(run, state)
+    reported(run, NOBODY)
+    said = page(run, capsys)
+    assert f"run {run}: {says}" in said
+    assert "what waits" not in said
+    assert said.endswith(f"what to do {do.replace('RUN', str(run))}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", "{", "damaged: config.json is torn or of another version"),
+        ("journal.sqlite", "no database" * 100, "damaged: journal.sqlite cannot be read (file is not a database)"),
+        ("journal.sqlite", None, "damaged: journal.sqlite is not there: no scheduler has begun in this folder"),
+        ("launcher.json", "{", "damaged: launcher.json cannot be read"),
+        ("health.json", "[]", "damaged: health.json cannot be read"),
+        ("health.json", None, "damaged: health.json is not there"),
+    ],
+)
+def test_what_is_damaged_is_said_and_the_rest_of_the_page_stays(
+    name: str, content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run", journal=content is not None or name != "journal.sqlite")
+    launched(run, "stopped")
+    reported(run, NOBODY)
+    (run / name).unlink(missing_ok=True)
+    if content is not None:
+        (run / name).write_text(content)
+    said = page(run, capsys)
+    assert says in said
+    assert f"tools/launch --resume {run}" in said
+
+
+def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in (
+        (tmp_path, "no config.json is there"),
+        (tmp_path / "file", "it is not a folder"),
+        (tmp_path / "no", "nothing is there"),
+    ):
+        assert main(["--status", str(place)]) == 2
+        said = capsys.readouterr()
+        assert said.err == f"tools/launch --status {place}: {reason}; expected the folder of a run, runs/NAME-TIME\n"
+        assert not said.out
+
+
+def test_machines_get_the_same_as_json_and_the_folder_stays_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run")
+    launched(run, "stopped")
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert main(["--status", str(run), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["state"], status["trees"], status["do"]) == (
+        "stopped",
+        {"closed": 1, "growing": 1},
+        f"tools/launch --resume {run}",
+    )
+    after = {
+        path.name: path.read_bytes() for path in run.iterdir() if path.suffix not in (".sqlite-shm", ".sqlite-wal")
+    }
+    assert after == before
+    assert msgspec.convert(status["failure"], Failure).process == "actor-0"

@@ -1,0 +1,181 @@
+"""tools/launching/watchdog.py: which processes count as stuck, and what is known of where they hang."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from scheduler.health import NAME, Health, Queue, WorkerHealth
+from tools.launching import watchdog
+from tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks, where
+
+LIMIT, STALL = 100.0, 1000.0
+PIDS = {SCHEDULER: 2**22 + 1, "judges": 2**22 + 2, "learner-0": 2**22 + 3}
+"""Numbers that no process has."""
+
+
+def report(
+    run: Path, at: float, progress_at: float = 0.0, stuck: str = "", phase: str = "updates", **judges: Any
+) -> None:
+    """Write the scheduler's report of the moment ``at``, with changes to what it knows of the judges."""
+    fields = {
+        "pid": PIDS["judges"],
+        "host": "here",
+        "heard": at,
+        "state": "here",
+        "unanswered": 0,
+        "calls": ["judge.x: ok"],
+    }
+    worker = WorkerHealth(
+        name="judges",
+        services=["judge.x"],
+        in_flight=0,
+        capacity=4,
+        answered=9,
+        **(fields | judges),
+    )
+    learner = msgspec.structs.replace(
+        worker, name="learner", pid=PIDS["learner-0"], heard=at, unanswered=0, state="here"
+    )
+    health = Health(
+        PIDS[SCHEDULER], "here", at, 0.0, phase, 1, 9, True, 2, 5, 1, progress_at, stuck,
+        {"judge.x": Queue(3, 1, 1, at - 7, "tree 4", ["judges"])}, [worker, learner], LIMIT, STALL,
+    )  # fmt: skip
+    (run / NAME).write_bytes(msgspec.json.encode(health))
+
+
+@pytest.fixture
+def dog(tmp_path: Path) -> Watchdog:
+    """A watchdog of a launcher that has looked for a while."""
+    dog = Watchdog(tmp_path)
+    dog._calm_since, dog._looked = 0.0, 5000.0
+    return dog
+
+
+@pytest.mark.parametrize(
+    ("judges", "why"),
+    [
+        ({}, None),
+        ({"heard": 5000.0 - LIMIT}, None),
+        ({"heard": 4990.0 - LIMIT, "state": "silent for 20 s"}, "has been silent for 110 s"),
+        ({"heard": 4990.0 - LIMIT, "state": "drained"}, "left 110 s ago (drained) and has not ended"),
+        ({"heard": 0.0, "host": "elsewhere"}, None),
+        ({"heard": 0.0, "pid": 7}, None),
+        ({"unanswered": 2}, None),
+        ({"unanswered": 3}, "answers heartbeats and let 3 calls in a row pass their deadline"),
+    ],
+)
+def test_a_worker_of_this_launch_that_does_not_answer_is_stuck(
+    judges: dict[str, Any], why: str | None, dog: Watchdog, tmp_path: Path
+) -> None:
+    report(tmp_path, 5000.0, 5000.0, **judges)
+    finding = dog.look(PIDS, 5000.0)
+    assert (finding and (finding.process, finding.why, finding.calls)) == (why and ("judges", why, ["judge.x: ok"]))
+
+
+def test_a_scheduler_whose_report_grows_old_is_stuck_unless_the_machine_was_held_up(
+    dog: Watchdog, tmp_path: Path
+) -> None:
+    report(tmp_path, 4990.0 - LIMIT, 4990.0 - LIMIT)
+    held_up = Watchdog(tmp_path)
+    held_up._calm_since, held_up._looked = 0.0, 4990.0 - HELD_UP_S
+    assert held_up.look(PIDS, 5000.0) is None
+    finding = dog.look(PIDS, 5000.0)
+    assert finding is not None
+    assert (finding.process, finding.why) == (SCHEDULER, "has not reported for 110 s")
+
+
+def test_a_report_of_an_earlier_scheduler_says_nothing(dog: Watchdog, tmp_path: Path) -> None:
+    report(tmp_path, 1.0, heard=0.0)
+    assert dog.look(PIDS | {SCHEDULER: 2**22 + 9}, 5000.0) is None
+
+
+def test_what_holds_up_the_run_is_replaced_and_if_that_does_not_help_the_run_is_resumed(
+    dog: Watchdog, tmp_path: Path
+) -> None:
+    report(tmp_path, 5000.0, 5000.0 - STALL, "judges")
+    assert dog.look(PIDS, 5000.0) is None
+    report(tmp_path, 5001.0, 5000.0 - STALL, "judges")
+    first = dog.look(PIDS, 5001.0)
+    assert first is not None
+    assert (first.process, first.whole) == ("judges", False)
+    assert first.why == (
+        "holds up the run: no node, group or update for 1001 s (updates). What waits: judge.x: 3 at judges, 1 waiting;"
+        " the oldest since 7 s, for tree 4"
+    )
+    assert dog.look(PIDS, 5001.5) is None
+    report(tmp_path, 5002.0 + STALL, 5000.0 - STALL, "judges")
+    dog._looked = 5002.0 + STALL
+    second = dog.look(PIDS, 5002.0 + STALL)
+    assert second is not None
+    assert (second.process, second.whole) == (SCHEDULER, True)
+
+
+def test_a_learner_that_holds_up_the_run_is_a_reason_to_resume_it_and_the_end_of_a_run_is_none(
+    dog: Watchdog, tmp_path: Path
+) -> None:
+    report(tmp_path, 5000.0, 0.0, "learner", phase="stopping")
+    assert dog.look(PIDS, 5000.0) is None
+    report(tmp_path, 5000.0, 0.0, "learner")
+    finding = dog.look(PIDS, 5000.0)
+    assert finding is not None
+    assert (finding.process, finding.whole) == ("learner-0", True)
+
+
+HANGS = """
+import sys, threading, concurrent.futures
+from wire.process import begin
+def endless_judgement():
+    print("ready", flush=True)
+    while True:
+        pass
+def never_unlocked():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+pool = concurrent.futures.ThreadPoolExecutor(2)
+pool.submit(int).result()
+pool.submit(never_unlocked)
+begin()
+endless_judgement()
+"""
+
+
+def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(tmp_path: Path) -> None:
+    log, script = tmp_path / "log", tmp_path / "judge.py"
+    script.write_text(HANGS)
+    with log.open("wb") as file:
+        process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=file)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        places = where(stacks(process.pid, log, 20.0))
+        main, other = places.split(", ")
+        assert main.startswith(f"{tmp_path.name}/judge.py:")
+        assert main.endswith(" endless_judgement")
+        assert other == f"{tmp_path.name}/judge.py:11 never_unlocked"
+        finding = watchdog.Finding("judges", "has been silent for 9 s", ["judge.x: ok after 1.0 s"])
+        text = watchdog.diagnosis(finding, process.pid, log)
+        assert text.startswith("has been silent for 9 s; it computes (state R); its threads are in ")
+        assert text.endswith("(stacks in its log); its last calls: judge.x: ok after 1.0 s")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_that_has_not_begun_is_not_killed_by_the_question_for_its_stacks(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        assert stacks(process.pid, tmp_path / "log") == ""
+        time.sleep(0.1)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,245 @@
+"""``tools/launch --status RUN``: what runs, how far it is, what waits for what, what failed last and what to do, on one page.
+
+It only reads: the launcher's record, the scheduler's report, the journal (opened read-only), and the system's list of processes. So it works
+on live, stopped and broken runs and disturbs none. What cannot be read is said on the page and costs only its own lines.
+"""
+
+import sqlite3
+import sys
+import textwrap
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from scheduler import health
+from scheduler.evaluation import HeldOut
+from scheduler.health import Health
+from scheduler.journal import Journal
+from tools.launching import record
+from tools.launching.record import Failure, Record
+from tools.launching.settings import Config
+from tools.launching.supervisor import shown
+
+WIDTH = 80
+QUIET_S = 60.0
+"""A run without progress, or a worker without a heartbeat, for longer is worth a look at the stacks."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """A process of the run. age_s, heard_s: seconds since its start and since its last heartbeat. mib: its memory (resident)."""
+
+    name: str
+    pid: int
+    state: str
+    restarts: int
+    age_s: float | None = None
+    mib: float | None = None
+    heard_s: float | None = None
+
+
+class Status(msgspec.Struct):
+    """The page. state: running, finished, stopped, failed, killed (the launcher is gone without a word), or unknown. damaged: what could not
+    be read. do: what to do next."""
+
+    run: str
+    state: str
+    said: str
+    damaged: list[str]
+    version: int | None = None
+    updates: int | None = None
+    phase: str = ""
+    idle_s: float | None = None
+    trees: dict[str, int] = {}
+    heldout: str = ""
+    processes: list[ProcessStatus] = []
+    waits: list[str] = []
+    fault: str = ""
+    failure: Failure | None = None
+    do: str = ""
+
+
+def show(run: Path, as_json: bool) -> int:
+    """Print the page, or the status as JSON. Return the exit status: 2 if ``run`` is not the folder of a run."""
+    if not (run / "config.json").exists():
+        reason = (
+            "no config.json is there" if run.is_dir() else "it is not a folder" if run.exists() else "nothing is there"
+        )
+        print(f"tools/launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME", file=sys.stderr)
+        return 2
+    status = gather(run.resolve(), time.monotonic())
+    print(msgspec.json.encode(status).decode() if as_json else "\n".join(page(status)))
+    return 0
+
+
+def gather(run: Path, now: float) -> Status:
+    """Read the status of a run. now: monotonic seconds."""
+    launched, report = record.read(run), health.read(run)
+    state, said = _state(run, launched)
+    status = Status(str(shown(run)), state, said, [])
+    for name, read in ((record.NAME, launched), (health.NAME, report)):
+        if read is None:
+            missing = (
+                "cannot be read" if (run / name).exists() else "is not there: this run was not begun by this version"
+            )
+            status.damaged.append(f"{name} {missing}")
+    _read_config(run, status)
+    _read_journal(run, status)
+    if launched is not None:
+        status.processes = _processes(run, launched, report if state == "running" else None, now)
+        status.failure = launched.failures[-1] if launched.failures else None
+    if report is not None:
+        status.version, status.phase = report.version, report.phase
+        status.fault = _ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
+        if state == "running" and any(p.pid == report.pid for p in status.processes):
+            status.idle_s, status.waits = now - report.progress_at, report.waits()
+    status.do = _advice(status, launched)
+    return status
+
+
+def _state(run: Path, launched: Record | None) -> tuple[str, str]:
+    if launched is None:
+        if (run / "summary.json").exists():
+            return "finished", "its summary is in summary.json"
+        return "unknown", "no launcher has left a record here"
+    if launched.alive:
+        resumes = f", resumed {launched.resumes} times" if launched.resumes else ""
+        return "running", f"launcher {launched.pid}, since {_span(time.time() - launched.born)}{resumes}"
+    if launched.state == "running":
+        return "killed", f"its launcher {launched.pid} is gone without a word (killed, or the machine went down)"
+    return launched.state, "its launcher has ended in order"
+
+
+def _read_config(run: Path, status: Status) -> None:
+    try:
+        # Only the types: names of plug-ins would be imported, which a look at a run must not do.
+        status.updates = msgspec.json.decode((run / "config.json").read_bytes(), type=Config).scheduler.updates
+    except (msgspec.DecodeError, OSError) as error:
+        status.damaged.append(f"config.json is torn or of another version ({error}): restore it, or start anew")
+
+
+def _read_journal(run: Path, status: Status) -> None:
+    path = run / "journal.sqlite"
+    if not path.exists():
+        status.damaged.append("journal.sqlite is not there: no scheduler has begun in this folder")
+        return
+    try:
+        journal = Journal(path, readonly=True)
+        try:
+            status.trees = journal.tally()
+            version, name, result = (journal.evaluations() or [(0, "", {})])[-1]
+        finally:
+            journal.close()
+        if name:
+            measures = msgspec.convert(result, HeldOut).measures
+            shown_ = ", ".join(f"{key} {measure}" for key, measure in sorted(measures.items()))
+            status.heldout = f"{name} (version {version}): {shown_}"
+    except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+        status.damaged.append(f"journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
+
+
+def _processes(run: Path, launched: Record, report: Health | None, now: float) -> list[ProcessStatus]:
+    heard = {worker.pid: now - worker.heard for worker in report.workers} if report is not None else {}
+    if report is not None:
+        heard[report.pid] = now - report.at
+    return [_process(run, name, member, heard.get(member.pid)) for name, member in launched.members.items()]
+
+
+def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
+    """Look at a process. Another process may have its number by now, so it must have a process file of this run."""
+    try:
+        process = psutil.Process(member.pid)
+        if not any(argument.startswith(f"{run}/processes/") for argument in process.cmdline()):
+            return ProcessStatus(name, member.pid, "ended", member.restarts)
+        state = process.status()
+        mib = process.memory_info().rss / 2**20
+    except psutil.Error:
+        return ProcessStatus(name, member.pid, "ended", member.restarts)
+    return ProcessStatus(name, member.pid, state, member.restarts, time.time() - member.began, mib, heard)
+
+
+def _advice(status: Status, launched: Record | None) -> str:
+    """One line that says what to do, with the exact command."""
+    again = f"tools/launch --resume {status.run}"
+    config = next((text for text in status.damaged if text.startswith(("config", "journal.sqlite cannot"))), "")
+    if status.state == "running" and launched is not None:
+        hanging = [p.name for p in status.processes if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S]
+        if hanging or (status.idle_s or 0) > QUIET_S:
+            what = f"{', '.join(hanging)} hangs" if hanging else "nothing moves"
+            return f"{what}; the launcher will replace it. For all stacks in the logs: kill -QUIT {launched.pid}"
+        return f"nothing, the run goes on. Look at a tree: tools/dump {status.run}"
+    if config:
+        return f"mend what is damaged ({config}); then {again}"
+    if status.state == "finished":
+        return f"look at the results: tools/report {status.run}"
+    return launched.remedy if status.state == "failed" and launched is not None and launched.remedy else again
+
+
+def page(status: Status) -> list[str]:
+    """The page, in lines of at most 80 columns, except where a path or a word is longer."""
+    lines = _told(f"run {status.run}: {status.state} ({status.said})")
+    lines += [line for text in status.damaged for line in _told(f"damaged: {text}")]
+    of = f" of {status.updates}" if status.updates is not None else ""
+    idle = f"; last progress {_span(status.idle_s)} ago" if status.idle_s is not None else ""
+    if status.version is not None:
+        lines += _told(f"update {status.version}{of} ({status.phase}){idle}")
+    if status.trees:
+        lines += _told(f"tasks: {', '.join(f'{count} {name}' for name, count in sorted(status.trees.items()))}")
+    lines += _told(f"held out last: {status.heldout or 'not yet'}")
+    if status.processes:
+        lines += [
+            "what runs",
+            f"  {'process':<14}{'pid':>8}  {'state':<12}{'age':>10}{'restarts':>9}{'memory':>10}{'heard':>10}",
+        ]
+        lines += [_row(process) for process in status.processes]
+    if status.state == "running":
+        lines += ["what waits for what"]
+        lines += [line for text in status.waits or ["nothing: no call is open"] for line in _told(text, "  ")]
+    lines += ["what failed last"]
+    if status.failure is not None:
+        f = status.failure
+        lines += _told(f"{_ago(time.time() - f.time, f.process)}: {f.cause}; {f.then}", "  ")
+        lines += [f"  log: {shown(Path(f.log))}"]
+    if status.fault:
+        lines += _told(f"a call, {status.fault}", "  ")
+    if status.failure is None and not status.fault:
+        lines += ["  nothing that is known"]
+    return [*lines, "what to do", *_told(status.do, "  ")]
+
+
+def _row(process: ProcessStatus) -> str:
+    age = _span(process.age_s) if process.age_s is not None else "-"
+    memory = f"{process.mib:.0f} MiB" if process.mib is not None else "-"
+    heard = f"{_span(process.heard_s)} ago" if process.heard_s is not None else "-"
+    return f"  {process.name[:13]:<14}{process.pid:>8}  {process.state:<12}{age:>10}{process.restarts:>9}{memory:>10}{heard:>10}"
+
+
+def _told(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _span(seconds: float) -> str:
+    """A duration in at most seven characters."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return (
+        f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.0f} h"
+        if seconds < 1e6
+        else f"{seconds / 86400:.0f} d"
+    )
+
+
+def _ago(seconds: float, what: str) -> str:
+    at = datetime.fromtimestamp(time.time() - seconds, UTC).astimezone()
+    return f"{at:%Y-%m-%d %H:%M:%S} ({_span(seconds)} ago) {what}"

@@ -1,0 +1,180 @@
+"""Finds processes that are alive and do not answer, and says where they hang: their state, their Python stacks and their last calls.
+
+The scheduler reports heartbeats, calls and progress in ``RUN/health.json`` (scheduler/health.py); the system tells which processes are
+stopped. A process that is merely slow is never found: heartbeats stop only if the event loop of a worker stands still, and
+``scheduler.dispatch.replace_after_s`` is far above any pause of a busy machine.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from scheduler import health
+from scheduler.calls import DispatchConfig
+from scheduler.health import Health
+from wire.process import STACKS
+
+HELD_UP_S = 10.0
+"""The launcher looks several times a second. If so much time passed between two looks, the whole machine or container was held up, and
+the other processes get ``replace_after_s`` anew."""
+SCHEDULER = "scheduler"
+_STATES = {
+    psutil.STATUS_STOPPED: "it is stopped (state T), as by SIGSTOP",
+    psutil.STATUS_DISK_SLEEP: "it waits for a disk or a device (state D)",
+    psutil.STATUS_RUNNING: "it computes (state R)",
+    psutil.STATUS_SLEEPING: "it waits (state S)",
+}
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n((?:  File [^\n]*\n?)+)", re.MULTILINE)
+_FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (\S+)')
+_IDLE = ("/concurrent/futures/thread.py", "/asyncio/", "/threading.py", "/selectors.py", "/tqdm/", "/queue.py")
+"""Where a thread without work rests. A thread whose innermost frames are there is shown by the first frame outside."""
+_SHOWN = 3
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A process that is stuck. why: a clause without its subject. calls: its last calls. whole: the run itself stalls."""
+
+    process: str
+    why: str
+    calls: list[str] = []
+    whole: bool = False
+
+
+class Watchdog:
+    """Looks at the processes of one start of a run. ``look`` is called several times a second."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        self.health: Health | None = None
+        self._stopped: dict[int, float] = {}
+        self._looked = self._calm_since = time.monotonic()
+        self._replaced = -1.0
+
+    def look(self, pids: Mapping[str, int], now: float) -> Finding | None:
+        """Return a stuck process. pids: the living processes, by name. now: monotonic seconds."""
+        if now - self._looked > HELD_UP_S:
+            self._calm_since = now
+            self._stopped.clear()
+        self._looked = now
+        report = health.read(self.run)
+        self.health = report if report is not None and report.pid == pids.get(SCHEDULER) else None
+        limit = report.replace_after_s if report is not None else DispatchConfig().replace_after_s
+        stopped = self._stopped_process(pids, now, limit)
+        if stopped is not None or self.health is None or now - self._calm_since < limit:
+            return stopped
+        if self.health.phase == "stopping":
+            return None  # workers leave, and the learner writes its last checkpoint
+        return self._silent(self.health, pids, now) or self._stalled(self.health, pids)
+
+    def _stopped_process(self, pids: Mapping[str, int], now: float, limit: float) -> Finding | None:
+        stopped = {pid: name for name, pid in pids.items() if _status(pid) == psutil.STATUS_STOPPED}
+        self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped.items():
+            if now - since > limit:
+                return Finding(stopped[pid], f"has been stopped for {now - since:.0f} s", self._calls(pid))
+        return None
+
+    def _silent(self, report: Health, pids: Mapping[str, int], now: float) -> Finding | None:
+        limit = report.replace_after_s
+        if now - report.at > limit:
+            return Finding(SCHEDULER, f"has not reported for {now - report.at:.0f} s")
+        names = {pid: name for name, pid in pids.items()}
+        for worker in report.workers:
+            name = names.get(worker.pid) if worker.host == report.host else None
+            if name is None:
+                continue  # of tools/serve, or dead already, or started again
+            if now - worker.heard > limit:
+                why = f"has been silent for {now - worker.heard:.0f} s"
+                if worker.state != "here" and not worker.state.startswith("silent"):
+                    why = f"left {now - worker.heard:.0f} s ago ({worker.state}) and has not ended"
+                return Finding(name, why, worker.calls)
+            if worker.unanswered >= health.UNANSWERED:
+                why = f"answers heartbeats and let {worker.unanswered} calls in a row pass their deadline"
+                return Finding(name, why, worker.calls)
+        return None
+
+    def _stalled(self, report: Health, pids: Mapping[str, int]) -> Finding | None:
+        """After ``stall_s`` a worker that holds up the run is replaced; after as long again, or if it is vital, the whole run is resumed."""
+        idle = report.at - report.progress_at
+        if idle <= report.stall_s:
+            return None
+        waits = "; ".join(report.waits()) or "no call is open"
+        why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
+        pid = next((w.pid for w in report.workers if w.name == report.stuck and w.host == report.host), None)
+        culprit = next((name for name in pids if pids[name] == pid), SCHEDULER)
+        if self._replaced != report.progress_at and culprit != SCHEDULER and not culprit.startswith("learner"):
+            self._replaced = report.progress_at
+            return Finding(culprit, why, self._calls(pids[culprit]))
+        if self._replaced == report.progress_at and idle <= 2 * report.stall_s:
+            return None
+        return Finding(SCHEDULER if self._replaced == report.progress_at else culprit, why, whole=True)
+
+    def _calls(self, pid: int) -> list[str]:
+        workers = self.health.workers if self.health is not None else []
+        return next((worker.calls for worker in workers if worker.pid == pid), [])
+
+
+def _status(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.Error:
+        return ""
+
+
+def state(pid: int) -> str:
+    """Say what a process does, as far as the system knows."""
+    status = _status(pid)
+    return _STATES.get(status, f"its state is {status}" if status else "it is gone")
+
+
+def answers(pid: int) -> bool:
+    """True if the process would write its stacks on ``STACKS``, which ends a process that has not begun (wire/process.py)."""
+    try:
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (STACKS - 1) & 1)
+
+
+def stacks(pid: int, log: Path, wait_s: float = 3.0) -> str:
+    """Have a process write its Python stacks to its log, and return them; "" if it cannot answer."""
+    if _status(pid) == psutil.STATUS_STOPPED or not answers(pid):
+        return ""
+    with log.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        os.kill(pid, STACKS)
+        text, end = b"", time.monotonic() + wait_s
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            more = file.read()
+            text += more
+            if text and not more:
+                break
+    return text.decode(errors="replace")
+
+
+def where(text: str) -> str:
+    """Return where the threads of a process are, in a few words, from its stacks. The main thread comes first."""
+    places: list[str] = []
+    for thread in reversed(_THREAD.findall(text)):
+        frames = _FRAME.findall(thread)
+        awake = [frame for frame in frames if not any(part in frame[0] for part in _IDLE)]
+        if awake and (not places or not any(part in frames[0][0] for part in _IDLE)):
+            file, line, function = awake[0]
+            places.append(f"{'/'.join(Path(file).parts[-2:])}:{line} {function}")
+    return ", ".join(dict.fromkeys(places[:_SHOWN]))
+
+
+def diagnosis(finding: Finding, pid: int, log: Path) -> str:
+    """Ask a stuck process for its stacks and return what is known, as one line."""
+    known = [state(pid)]
+    if place := where(stacks(pid, log)):
+        known.append(f"its threads are in {place} (stacks in its log)")
+    if finding.calls:
+        known.append(f"its last calls: {'; '.join(finding.calls)}")
+    return f"{finding.why}; {'; '.join(known)}"
