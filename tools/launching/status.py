@@ -91,7 +91,7 @@ def gather(run: Path, now: float) -> Status:
         status.processes = _processes(run, launched, report if state == "running" else None, now)
         status.failure = launched.failures[-1] if launched.failures else None
     if report is not None:
-        status.version, status.phase = report.version, report.phase
+        status.version, status.phase = report.version if report.began else None, report.phase
         status.fault = _ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
         if state == "running" and any(p.pid == report.pid for p in status.processes):
             status.idle_s, status.waits = now - report.progress_at, report.waits()
@@ -183,8 +183,9 @@ def page(status: Status) -> list[str]:
     lines += [line for text in status.damaged for line in _told(f"damaged: {text}")]
     of = f" of {status.updates}" if status.updates is not None else ""
     idle = f"; last progress {_span(status.idle_s)} ago" if status.idle_s is not None else ""
-    if status.version is not None:
-        lines += _told(f"update {status.version}{of} ({status.phase}){idle}")
+    if status.phase:  # a scheduler learns the version from the learner, when that has joined
+        update = f"update {status.version}{of} ({status.phase})" if status.version is not None else status.phase
+        lines += _told(f"{update}{idle}")
     if status.trees:
         lines += _told(f"tasks: {', '.join(f'{count} {name}' for name, count in sorted(status.trees.items()))}")
     lines += _told(f"held out last: {status.heldout or 'not yet'}")

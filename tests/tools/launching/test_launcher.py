@@ -2,8 +2,10 @@
 
 import errno
 import io
+import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,3 +160,13 @@ def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take
     _relay(source, copy)
     assert source.read() == b""
     assert (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_terminal_that_is_gone_stops_no_launcher() -> None:
+    code = "from tools.launching.supervisor import say; [say(f'line {i}') for i in range(3)]; say('x' * 100_000)"
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    os.close(reader)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
