@@ -14,14 +14,17 @@ import msgspec
 
 from scheduler import context
 from scheduler.calls import Attempt
+from scheduler.context import Context
 from scheduler.dispatch import Dispatcher
-from scheduler.journal import Journal
+from scheduler.journal import Journal, TreeRow
 from scheduler.main import Run
 from scheduler.pacing import Pacing
 from scheduler.strategies import chain
 from scheduler.stream import Stream
+from scheduler.tree import Node
 from tests.simulation.world import World, quiet
 from wire.faults import InfrastructureFault
+from wire.messages import TrainGroup
 
 Change = Callable[[ExitStack], None]
 
@@ -61,9 +64,10 @@ _finish = Dispatcher._finish
 
 
 def _finish_without_release(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
-    _finish(self, attempt, outcome, result)
+    hello = attempt.worker.hello
     if outcome == "infrastructure":
-        attempt.worker.in_flight[attempt.number] = attempt
+        attempt.worker.hello = msgspec.structs.replace(hello, capacity=hello.capacity - 1)
+    _finish(self, attempt, outcome, result)
 
 
 def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
@@ -104,8 +108,6 @@ def _emit_first(self: Stream, tree: Any, turns: Any) -> None:
 
 
 async def _send_once(self: Stream, tree: Any, group: int, turns: Any) -> None:
-    from wire.messages import TrainGroup
-
     try:
         body = TrainGroup(group, tree.id, self._fresh(tree, turns, False), turns)
         trained = await self.dispatcher.call("train", body, deadline=1e6)
@@ -141,29 +143,62 @@ async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
     ctx.emit([await chain.episode(tree, ctx, bonus)])
 
 
+def _count_without_groups(self: Run, tree: Any, reason: str) -> None:
+    if tree.groups or not reason.startswith("no trajectory"):
+        return _quarantine(self, tree, reason)
+    self.journal.close_tree(tree, "closed")
+    self.stream.close(tree)
+    return None
+
+
+async def _open_before_the_answer(self: Context, node: Node) -> Node:
+    prefix = self.environment.forced_prefix
+    opening = self.tree.add(node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state)
+    (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
+    answer = self._sampled(opening, sample, forced=True, chosen=True)
+    self.save([opening, answer])
+    return answer
+
+
 async def _at_once(self: Stream, timeout: float) -> None:
     """The run ends without the last answers."""
 
 
+def _resumed_without(status: str) -> Change:
+    def rows(self: Journal) -> list[TreeRow]:
+        return [row for row in _untrained(self) if row.status != status]
+
+    return _replace(Journal, "untrained_trees", rows)
+
+
+def _nothing(*arguments: Any) -> None:
+    """What the fault leaves out."""
+
+
+THIS = "this simulation"
 FAULTS = [
-    Planted("a lost wake-up: a worker that joins wakes nobody who waits for it", "c37b2d9", _replace(Dispatcher, "__init__", _deaf)),
-    Planted("a group is sent twice: a tree that crashed after its group emits another", "608484b", _replace(chain, "grow", _grow_again)),
-    Planted("a lease outlives its worker: the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls)),
-    Planted("a failed attempt does not release its place on the worker", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release)),
-    Planted("a resume skips the trees that were growing", "", _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "growing"])),
-    Planted("a resume skips what a quarantined tree had emitted", "7f5fe36", _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "quarantined"])),
-    Planted("an answer to an earlier scheduler is accepted by the next one", "", _numbers_again),
-    Planted("a cancellation is lost: the worker goes on with what nobody wants", "5f4b84b", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
+    Planted("lost wake-up: a worker joins and wakes nobody", "c37b2d9", _replace(Dispatcher, "__init__", _deaf)),
+    Planted("a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again)),
+    Planted("the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls)),
+    Planted("a failed attempt keeps its place", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release)),
+    Planted("a resume skips the trees that were growing", "", _resumed_without("growing")),
+    Planted("a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")),
+    Planted("the next scheduler accepts an answer to the one before", "", _numbers_again),
+    Planted("a cancellation is lost", "5f4b84b", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
     Planted("a quarantine is not written", "", _replace(Run, "_quarantine", _quarantine_unwritten)),
     Planted("a quarantined tree keeps its admission", "", _replace(Run, "_quarantine", _quarantine_uncounted)),
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
     Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
-    Planted("a resume keeps the marks of updates that the checkpoint lost", "", _replace(Journal, "forget_training_after", lambda self, version: None)),
+    Planted("marks of lost updates survive a resume", "", _replace(Journal, "forget_training_after", _nothing)),
     Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once)),
-    Planted("a call that a lost connection swallowed is never noticed", "this round", _replace(Dispatcher, "_compare", lambda self, worker, listed: None)),
-    Planted("the run ends before the last answers", "this round", _replace(Stream, "settle", _at_once)),
-    Planted("a short answer ends the run", "this round", _replace(context, "_complete", lambda *arguments: None)),
+    Planted("a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing)),
+    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once)),
+    Planted("an answer with too few parts ends the run", THIS, _replace(context, "_complete", _nothing)),
+    Planted("a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups)),
+    Planted(
+        "a forced opening stays without its answer", THIS, _replace(Context, "force_answer", _open_before_the_answer)
+    ),
 ]
 
 

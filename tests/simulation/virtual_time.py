@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Stuck(Exception):  # noqa: N818 it is a finding, not an error of the simulator
+class Stuck(Exception):
     """The run cannot end: nothing will ever happen again, or the virtual deadline has passed."""
 
 

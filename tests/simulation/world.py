@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 
 from scheduler import main as scheduling
@@ -30,7 +29,7 @@ from scheduler.text import Text
 from tests.simulation import invariants
 from tests.simulation.network import Network, plain
 from tests.simulation.peers import Actor, Judge, Peer, Retriever
-from tests.simulation.plan import Crash, Plan, Strike, plan
+from tests.simulation.plan import LEARNER, Crash, Strike, plan
 from tests.simulation.scripted_learner import Learner
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
 from wire.faults import Fault
@@ -129,8 +128,18 @@ class World:
         rng = random.Random(f"world/{seed}")
         self.network = Network(self.agenda, rng, self.note, self.plan.slow, self.plan.spikes)
         self.rng = rng
-        self.peers = self._peers()
-        self.learner = next(peer for peer in self.peers if isinstance(peer, Learner))
+        self.learner = Learner(
+            self.network,
+            self._rng("learner"),
+            self.folder,
+            self.plan.settings.questions_per_update,
+            self.plan.checkpoint_every,
+        )
+        self.peers = [*self._workers(), self.learner]
+        for peer in self.peers:
+            peer.manners, peer.violated = self.plan.manners, self.violated
+            peer.faulty = lambda: self.agenda.now < self.plan.healthy_from
+            peer.outside = self.plan.outside and isinstance(peer, Judge)
         self.lives = 0
 
     def note(self, kind: str, *rest: Any) -> None:
@@ -142,12 +151,18 @@ class World:
         self.note("VIOLATED", reason)
         self.history.failures.append(reason)
 
-    def _peers(self) -> list[Peer]:
-        p, settings = self.plan, self.plan.settings
+    def _workers(self) -> list[Peer]:
+        p = self.plan
         texts = [text().encode(one) for one in TEXTS]
         peers: list[Peer] = [
             Actor(
-                self.network, self._rng(f"actor-{i}"), f"actor-{i}", ["generate", "load"], p.capacity, texts=texts, kv=p.kv
+                self.network,
+                self._rng(f"actor-{i}"),
+                f"actor-{i}",
+                ["generate", "load"],
+                p.capacity,
+                texts=texts,
+                kv=p.kv,
             )
             for i in range(p.actors)
         ]
@@ -160,13 +175,6 @@ class World:
             )
         ]
         peers.append(Retriever(self.network, self._rng("retriever"), "retriever", ["retrieve"], 2))
-        peers.append(
-            Learner(self.network, self._rng("learner"), self.folder, settings.questions_per_update, p.checkpoint_every)
-        )
-        for peer in peers:
-            peer.manners, peer.violated = p.manners, self.violated
-            peer.faulty = lambda: self.agenda.now < p.healthy_from
-            peer.outside = p.outside and isinstance(peer, Judge)
         return peers
 
     def _rng(self, name: str) -> random.Random:
@@ -198,7 +206,7 @@ class World:
         return self.history
 
     def _strike(self, strike: Strike) -> None:
-        peer = self.peers[strike.peer % len(self.peers)]
+        peer = self.learner if strike.peer == LEARNER else self.peers[strike.peer % len(self.peers)]
         if not peer.alive:
             return
         if strike.kind == "freeze":
