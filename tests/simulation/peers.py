@@ -79,6 +79,7 @@ class Peer:
         self.faulty: Callable[[], bool] = lambda: False
         self.violated: Callable[[str], None] = lambda reason: None
         self.life = 0
+        self.answers = 0
         self.alive = False
         self.frozen_until = 0.0
 
@@ -241,6 +242,7 @@ class Peer:
         """Answer an open request once; an ill-mannered peer answers twice."""
         if self.calls.pop(number, None) is None:
             return
+        self.answers += 1
         self.send(header, body)
         if self._strikes(self.manners.twice):
             self.later(self.rng.random() * 5, lambda: self.send(header, body))

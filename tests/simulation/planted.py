@@ -177,14 +177,14 @@ def _nothing(*arguments: Any) -> None:
 
 THIS = "this simulation"
 FAULTS = [
-    Planted("lost wake-up: a worker joins and wakes nobody", "c37b2d9", _replace(Dispatcher, "__init__", _deaf)),
+    Planted("lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)),
     Planted("a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again)),
     Planted("the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls)),
     Planted("a failed attempt keeps its place", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release)),
     Planted("a resume skips the trees that were growing", "", _resumed_without("growing")),
     Planted("a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")),
     Planted("the next scheduler accepts an answer to the one before", "", _numbers_again),
-    Planted("a cancellation is lost", "5f4b84b", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
+    Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
     Planted("a quarantine is not written", "", _replace(Run, "_quarantine", _quarantine_unwritten)),
     Planted("a quarantined tree keeps its admission", "", _replace(Run, "_quarantine", _quarantine_uncounted)),

@@ -230,7 +230,6 @@ class World:
         socket = self.network.bind()
         run: scheduling.Run | None = None
         try:
-            asyncio.set_event_loop(loop)
             run = loop.run_until_complete(self._born(socket))
             for peer in self.peers:
                 self.agenda.after(self.rng.random() * 3, peer.start)
@@ -339,13 +338,13 @@ class World:
             run.journal._db.close()
         loop.agenda = Agenda(deadline=-1.0)  # the time of the dead goes no further
         for _ in range(BURIALS):
-            for task in (tasks := asyncio.all_tasks(loop)):
+            tasks = asyncio.all_tasks(loop)
+            if not tasks:
+                break
+            for task in tasks:
                 task.cancel()
             with contextlib.suppress(Stuck, Killed):
                 loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            if not tasks:
-                break
-        asyncio.set_event_loop(None)
         loop.close()
 
 
