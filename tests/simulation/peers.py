@@ -96,6 +96,7 @@ class Peer:
         self.calls: dict[int, Request] = {}
         self.registered, self.draining = False, False
         self.admission: str | None = None
+        self.echo = 0
         self.heard, self.beat_s, self.pause = self.agenda.now, 2.0, FIRST_RETRY_S
         self.note("start", self.name)
         self.born()
@@ -147,7 +148,7 @@ class Peer:
             self.later(self.pause, self._beat)
             self.pause = min(2 * self.pause, LAST_RETRY_S)
             return
-        self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls)))
+        self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls), self.echo))
         self.later(self.beat_s, self._beat)
 
     def stats(self) -> dict[str, float]:
@@ -172,6 +173,7 @@ class Peer:
             case Registered(heartbeat_s=beat_s, admission=admission):
                 if self.admission not in (None, admission):
                     self.calls.clear()
+                    self.echo = 0
                 self.admission, self.beat_s, self.registered = admission, beat_s, True
             case Drain():
                 self.draining = True
@@ -183,6 +185,8 @@ class Peer:
                 elif self.registered:
                     self.registered, self.pause = False, FIRST_RETRY_S
                     self._register_now()
+            case Heartbeat(echo=echo):
+                self.echo = echo
             case _:
                 pass
 
