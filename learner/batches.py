@@ -1,4 +1,4 @@
-"""Batches from the stream: the first ``questions`` closed trees, in the order in which they closed, form one update.
+"""Batches from the stream: the first ``questions`` trees that closed form one update, in the order of their ids.
 
 A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. A tree that dynamic sampling
 replaced is no question; its groups leave without their turns. This file is pure: it uses neither sockets nor a model.
@@ -13,12 +13,13 @@ from wire.messages import TrainGroup, TreeClosed, TreeNode
 
 class Inbox:
     """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close`` until ``ready`` names trees, then ``take``.
+    trained: the version that trained each group, by the group's id.
 
     Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree, [group.id]))``, ``ready()`` is [group.tree], and
     ``take([group.tree], 0)`` returns the batch that trains version 0 to version 1.
     """
 
-    def __init__(self, questions: int, trained: set[int]):
+    def __init__(self, questions: int, trained: dict[int, int]):
         self.questions, self.trained = questions, trained
         self._nodes: dict[int, dict[int, TreeNode]] = {}
         self._groups: dict[int, TrainGroup] = {}
@@ -48,9 +49,9 @@ class Inbox:
             (self._replaced if closed.replaced else self._closed)[closed.tree] = closed.groups
 
     def ready(self) -> list[int] | None:
-        """Return the trees of the next batch, or None while there are too few complete trees."""
+        """Return the trees of the next batch, ascending, or None while there are too few complete trees."""
         whole = self._whole(self._closed)
-        return whole[: self.questions] if len(whole) >= self.questions else None
+        return sorted(whole[: self.questions]) if len(whole) >= self.questions else None
 
     def take(self, trees: list[int], version: int) -> Batch:
         """Remove the trees, and all complete replaced trees, from the inbox and return them as a batch. Its groups belong to the frontier from
@@ -61,7 +62,7 @@ class Inbox:
             left = self._leave(tree, self._closed)
             groups += left[0]
             nodes += [(tree, node) for node in left[1].values()]
-        self.trained.update(replaced, (group.id for group in groups))
+        self.trained.update(dict.fromkeys([*replaced, *(group.id for group in groups)], version + 1))
         return Batch(version, len(trees), groups, nodes, replaced)
 
     def _whole(self, closed: OrderedDict[int, list[int]]) -> list[int]:

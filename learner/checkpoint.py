@@ -1,10 +1,13 @@
-"""A checkpoint is a folder with the weights and optimizer state of every model that trains, the version and the trained group ids. The
-folder appears complete or not at all.
+"""A checkpoint is a folder with the weights and optimizer state of every model that trains, the learner's random states, what the watch and the
+adaptive KL remember, and the frontier: which version trained which groups. The folder appears complete or not at all.
 
-Exactly-once training depends on checkpoints: a group is trained if and only if its id is in the frontier of the resumed checkpoint. Any number
-of ranks, sharded or not, can read a checkpoint that any other number has written.
+Exactly-once training depends on checkpoints: a group is trained if and only if the frontier of the resumed checkpoint holds it. Every file
+is on the disk before the folder has its name, and its digest is in SHA256SUMS. The checkpoint before is removed only when the new one was read
+back. A damaged checkpoint is set aside and the one before is restored; the journal then sends the groups that it lacks again. Any number of
+ranks, sharded or not, can read a checkpoint that any other number has written.
 """
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,31 +16,44 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-from learner import shards
+from learner import rng, shards
 from learner.ranks import Ranks
 from learner.trainer import Trainer
-from wire import atomic
+from learner.watch import WatchState
+from wire import atomic, digest, frontier
+
+log = logging.getLogger("learner.checkpoint")
+
+ASIDE = ".damaged"
+"""The end of the name of a checkpoint that could not be read. Nothing reads it again; it is kept for inspection."""
 
 
-class State(msgspec.Struct, frozen=True):
-    """The frontier. trained: every group whose gradient is part of the version. prm_updates: steps that the implicit reward model made.
-
-    lengths: the first trajectory lengths, with which the watch compares later lengths. kl_factor: the adaptive factor of the KL's weights.
+class State(frontier.Frontier, frozen=True):
+    """The frontier and what the trainer remembers. prm_updates: steps that the implicit reward model made. kl_factor: the adaptive factor of
+    the KL's weights. watch: what the watch compares with. proven: whether the folder has digests; checkpoints of earlier releases have none.
     """
 
-    version: int
-    trained: list[int]
     prm_updates: int = 0
-    lengths: dict[str, list[float]] = {}
     kl_factor: float = 1.0
+    watch: WatchState = WatchState()
+    proven: bool = False
 
 
 class CheckpointError(OSError):
     """A checkpoint could not be written or read. The checkpoint before is untouched."""
 
 
-def save(trainer: Trainer, run: Path, trained: set[int], keep: int) -> Path:
-    """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this. Raises CheckpointError with the cause."""
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written: a file is missing, cut short or changed."""
+
+
+def save(
+    trainer: Trainer, run: Path, trained: dict[int, int], keep: int, records: dict[int, dict[str, float]] | None = None
+) -> Path:
+    """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this. Raises CheckpointError with the cause.
+
+    trained: the version that trained each group, by the group's id. records: metrics of the newest updates, by version.
+    """
     folder = run / "checkpoints" / f"v{trainer.version:06d}"
     draft, ranks = atomic.draft_of(folder, alone=True), trainer.ranks
 
@@ -48,44 +64,84 @@ def save(trainer: Trainer, run: Path, trained: set[int], keep: int) -> Path:
     def write() -> None:
         for part, (_, stepper) in trainer.parts().items():
             shards.save(draft, part, stepper, ranks)
+        (draft / f"rng-{ranks.rank:05d}.json").write_bytes(msgspec.json.encode(rng.state()))
+        own = sorted(draft.glob(f"*-{ranks.rank:05d}.*"))
+        for path in own:  # here, because only the machine that wrote a file can wait for it
+            atomic.sync(path)
+        digests = {path.name: digest.file(path) for path in own}
+        (draft / f"sums-{ranks.rank:05d}").write_bytes(msgspec.json.encode(digests))
 
     def finish() -> None:
         if ranks.rank == 0:
-            _finish(trainer, draft, folder, trained, keep)
+            _finish(trainer, draft, folder, trained, records or {})
 
-    for step in (begin, write, finish):
-        error = _attempt(step, ranks)
+    def prove() -> None:
+        _verify(folder, ranks if ranks.sharded else None)
+
+    for step in (begin, write, finish, prove):
+        error = _attempt(step, ranks, ranks.sharded)
         if error is not None:
             if ranks.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
+                if step is prove:
+                    _set_aside(folder)
             raise CheckpointError(
                 f"checkpoint {folder} could not be written ({error}); the one before is untouched: free some space, then resume"
             ) from error
+    if ranks.rank == 0:
+        for old in sorted(folder.parent.glob("v??????"))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-def _attempt(step: Callable[[], object], ranks: Ranks) -> Exception | None:
-    """Run ``step`` and return the error, here or on another sharded rank. All ranks succeed or all fail, and none waits for ever."""
+def _attempt(step: Callable[[], object], ranks: Ranks, together: bool) -> Exception | None:
+    """Run ``step`` and return the error, here or, if ``together``, on another rank. All ranks succeed or all fail, and none waits for ever."""
     error: Exception | None = None
     try:
         step()
     except (OSError, SafetensorError) as caught:  # safetensors reports a full disk as its own error
         error = caught
-    if ranks.sharded and bool(ranks.add(torch.tensor([float(error is not None)]))) and error is None:
-        error = OSError("another rank failed; its log says why")
+    if together:
+        damaged = isinstance(error, DamagedError)
+        anywhere = ranks.add(torch.tensor([float(error is not None), float(damaged)])).tolist()
+        if anywhere[1] and not damaged:
+            error = DamagedError("another rank could not read it; its log says why")
+        elif anywhere[0] and error is None:
+            error = OSError("another rank failed; its log says why")
     return error
 
 
-def _finish(trainer: Trainer, draft: Path, folder: Path, trained: set[int], keep: int) -> None:
+def _finish(
+    trainer: Trainer, draft: Path, folder: Path, trained: dict[int, int], records: dict[int, dict[str, float]]
+) -> None:
     prm = trainer.prm.updates if trainer.prm is not None else 0
-    (draft / "state.json").write_bytes(
-        msgspec.json.encode(
-            State(trainer.version, sorted(trained), prm, trainer.watch.lengths.first, trainer.kl_factor)
-        )
+    state = State(
+        trainer.version, frontier.runs(trained), records, prm, trainer.kl_factor, trainer.watch.state(), proven=True
     )
+    (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
+    digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
+    for own in sorted(draft.glob("sums-?????")):
+        digests |= msgspec.json.decode(own.read_bytes(), type=dict[str, str])
+        own.unlink()
+    digest.write_sums(draft, digests)
     atomic.finish(draft, folder, durable=True)
-    for old in sorted(folder.parent.glob("v??????"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def _verify(folder: Path, ranks: Ranks | None = None) -> None:
+    """Compare the files with their digests; with ``ranks``, each reads its share. Raises DamagedError that names the first that differs."""
+    try:
+        digests = sorted(digest.sums(folder).items())
+        for name, expected in digests if ranks is None else digests[ranks.rank :: ranks.count]:
+            if digest.file(folder / name) != expected:
+                raise ValueError(f"{name} is not what was written: its digest differs from {digest.SUMS}")
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+
+
+def _set_aside(folder: Path) -> Path:
+    aside = folder.with_name(folder.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same version
+    return folder.rename(aside)
 
 
 def newest(run: Path) -> Path | None:
@@ -94,23 +150,58 @@ def newest(run: Path) -> Path | None:
     return folders[-1] if folders else None
 
 
+def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
+    """Restore the newest checkpoint that is whole, on every rank. Returns its state (version 0 if there is none) and a warning for each
+    damaged one, which is set aside. Raises CheckpointError if all are damaged, or if the whole one belongs to another model."""
+    damaged: list[tuple[Path, str]] = []
+    for folder in sorted((run / "checkpoints").glob("v??????"), reverse=True):
+        try:
+            state = restore_together(trainer, folder)
+        except DamagedError as error:
+            damaged.append((folder, str(error)))
+            continue
+        for broken, _ in damaged if trainer.ranks.rank == 0 else ():
+            _set_aside(broken)
+        warnings = [
+            f"{reason}. It is set aside as {broken.name}{ASIDE}, and training goes on from version {state.version}"
+            for broken, reason in damaged
+        ]
+        for warning in warnings:
+            log.warning("%s", warning)
+        return state, warnings
+    aside = [(path, f"{path} is damaged") for path in (run / "checkpoints").glob(f"v??????{ASIDE}")]
+    if damaged or aside:
+        raise CheckpointError(
+            f"no checkpoint of {run} can be read: {(damaged + aside)[0][1]}. Copy one back from a backup; or remove {run}/checkpoints, and"
+            " the resumed run trains everything in its journal again from version 0"
+        )
+    return State(), []
+
+
 def restore_together(trainer: Trainer, folder: Path) -> State:
     """Call ``restore`` on every rank. If it fails on one rank, all ranks raise CheckpointError."""
     states: list[State] = []
-    error = _attempt(lambda: states.append(restore(trainer, folder)), trainer.ranks)
+    error = _attempt(lambda: states.append(restore(trainer, folder)), trainer.ranks, trainer.ranks.count > 1)
     if error is not None:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
     return states[0]
 
 
 def restore(trainer: Trainer, folder: Path) -> State:
-    """Load a checkpoint into ``trainer`` and return its frontier. Raises CheckpointError if it is damaged or belongs to another model."""
-    damaged = f"checkpoint {folder} is damaged ({{}}): delete it to resume from the one before"
+    """Load a checkpoint into ``trainer`` and return its state. Raises DamagedError, or CheckpointError if it belongs to another model.
+
+    Every rank compares its share of the files with their digests, so only ``restore_together`` tells of all damage.
+    """
+    damaged = f"checkpoint {folder} is damaged: {{}}"
     try:
-        state = msgspec.json.decode((folder / "state.json").read_bytes(), type=State)
+        state = msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
+        if state.proven or (folder / digest.SUMS).exists():
+            _verify(folder, trainer.ranks)
         stored = {part: shards.StoredPart(folder, part) for part in trainer.parts()}
+    except DamagedError:
+        raise
     except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
-        raise CheckpointError(damaged.format(error)) from error
+        raise DamagedError(damaged.format(error)) from error
     for part, (_, stepper) in trainer.parts().items():
         names = {name.partition("/")[2] for name in stored[part].names() if name.startswith("weight/")}
         if names != set(stepper.parameters):
@@ -126,9 +217,17 @@ def restore(trainer: Trainer, folder: Path) -> State:
             f"checkpoint {folder} is of another model: {error}; was learner.lora.rank changed?"
         ) from error
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(damaged.format(error)) from error
+        raise DamagedError(damaged.format(error)) from error
+    _remember(trainer, folder, state)
+    return state
+
+
+def _remember(trainer: Trainer, folder: Path, state: State) -> None:
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
     trainer.version, trainer.kl_factor = state.version, state.kl_factor
-    trainer.watch.lengths.first |= state.lengths
-    return state
+    trainer.watch.restore(state.watch)
+    files = sorted(folder.glob("rng-?????.json"))
+    if files:  # only rank 0 of replicated ranks writes one, and all draw alike
+        own = files[min(trainer.ranks.rank, len(files) - 1)]
+        rng.restore(msgspec.json.decode(own.read_bytes(), type=rng.RngState))

@@ -114,12 +114,13 @@ class _Running:
     """Running sums of some rows during one pass over the blocks, each float32 [rows], ``pull`` [rows, width].
 
     ``peak`` is the largest score. With odds = 2^(score - peak), ``total`` sums the odds, ``mean`` odds * (score - peak), ``pull`` odds * weight.
+    The last two are None if nothing reads them.
     """
 
-    def __init__(self, hidden: torch.Tensor, pulled: bool):
+    def __init__(self, hidden: torch.Tensor, pulled: bool, averaged: bool):
         self.peak = hidden.new_full((len(hidden),), LOWEST, dtype=torch.float32)
         self.total = torch.zeros_like(self.peak)
-        self.mean = torch.zeros_like(self.peak)
+        self.mean = torch.zeros_like(self.peak) if averaged else None
         self.pull = torch.zeros_like(hidden, dtype=torch.float32) if pulled else None
 
     def meet(self, scores: torch.Tensor, odds: torch.Tensor) -> None:
@@ -128,7 +129,8 @@ class _Running:
         gap = self.peak - peak
         decay = gap.exp2()
         torch.exp2(scores.sub_(peak[:, None]), out=odds)
-        self.mean.addcmul_(self.total, gap).mul_(decay).add_(scores.mul_(odds).sum(-1))
+        if self.mean is not None:
+            self.mean.addcmul_(self.total, gap).mul_(decay).add_(scores.mul_(odds).sum(-1))
         self.total.mul_(decay).add_(odds.sum(-1))
         if self.pull is not None:
             self.pull.mul_(decay[:, None])
@@ -138,7 +140,7 @@ class _Running:
 class TokenLogprobs(torch.autograd.Function):
     """(hidden [rows, width], weight [vocabulary, width], targets [rows], temperature, tracked, support of the rows) -> logprobs, entropy.
 
-    Both are float32 [rows]. The entropy carries no gradient. Without ``tracked`` the forward prepares no backward.
+    Both are float32 [rows]. The entropy carries no gradient. Without ``tracked`` the forward prepares no backward, and the entropies are nan.
     """
 
     @staticmethod
@@ -153,10 +155,14 @@ class TokenLogprobs(torch.autograd.Function):
         kept: list[torch.Tensor] = []
         room = _room(head) if to_weight else 0
         for part in head.parts():
-            running, chosen = _pass(head, part, targets[part], to_hidden, kept, room)
+            running, chosen = _pass(
+                head, part, targets[part], _Running(head.hidden[part], to_hidden, tracked), kept, room
+            )
             total[part] = running.peak + running.total.log2()
             logprobs[part] = (chosen - total[part]) / LOG2E
-            entropy[part] = (running.total.log2() - running.mean / running.total) / LOG2E
+            entropy[part] = (
+                math.nan if running.mean is None else (running.total.log2() - running.mean / running.total) / LOG2E
+            )
             if slope is not None and running.pull is not None:
                 slope[part] = (head.read(targets[part]) - running.pull.div_(running.total[:, None])) / temperature
         ctx.temperature, ctx.to_weight, ctx.support = temperature, to_weight, support
@@ -184,10 +190,9 @@ def _room(head: _Head) -> int:
 
 
 def _pass(
-    head: _Head, part: slice, targets: torch.Tensor, pulled: bool, kept: list[torch.Tensor], room: int
+    head: _Head, part: slice, targets: torch.Tensor, running: _Running, kept: list[torch.Tensor], room: int
 ) -> tuple[_Running, torch.Tensor]:
     """Go over the vocabulary. Returns the running sums and the scores of ``targets``, and appends odds and peaks to ``kept``."""
-    running = _Running(head.hidden[part], pulled)
     chosen = torch.empty_like(running.peak)
     spare = torch.empty_like(head.buffer)
     blocks = head.blocks()
@@ -241,7 +246,7 @@ def _weight_gradient(
 def token_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, support: Support | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the log-probabilities [rows] of ``targets`` and the entropies [rows]; see ``TokenLogprobs``.
+    """Return the log-probabilities [rows] of ``targets`` and the entropies [rows], which are nan under ``torch.no_grad``; see ``TokenLogprobs``.
 
     support: the tokens over which each row's distribution is taken (each row's target must be one of them), None for the whole vocabulary.
     """

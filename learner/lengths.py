@@ -21,11 +21,11 @@ _SHRINK = (
 
 
 class Lengths:
-    """Fills ``first`` during the first updates; later calls of ``warnings`` compare with it. A checkpoint stores ``first`` (lengths by group)."""
+    """Fills ``first`` during the first updates; later calls of ``warnings`` compare with it. A checkpoint stores ``first`` and ``last`` (lengths by group)."""
 
     def __init__(self) -> None:
         self.first: dict[str, list[float]] = {group: [] for group in GROUPS}
-        self._last: dict[str, deque[float]] = {group: deque(maxlen=LAST) for group in GROUPS}
+        self.last: dict[str, deque[float]] = {group: deque(maxlen=LAST) for group in GROUPS}
 
     def warnings(self, values: dict[str, float], limit: float) -> list[str]:
         """Return at most one sentence per group. values: the scheme's "ppr/turns_*" and "ppr/turn_pay_*". limit: a factor; 0 never warns."""
@@ -36,7 +36,7 @@ class Lengths:
         turns, pay = values.get(f"ppr/turns_{group}"), values.get(f"ppr/turn_pay_{group}", 0.0)
         if turns is None:  # the scheme is another one, or the batch has no trajectory of the group
             return ""
-        first, last = self.first[group], self._last[group]
+        first, last = self.first[group], self.last[group]
         if len(first) < FIRST:
             first.append(turns)
             return ""

@@ -32,6 +32,9 @@ _KEEPALIVE = b"\x00"
 """Rank 0 sends this to idle ranks, so that they time out only if rank 0 is dead."""
 _CHECKPOINT = b"\x02"
 """Rank 0 sends this to sharded ranks, each of which writes its part of the checkpoint."""
+REMEMBERED = 64
+"""The answers of so many updates are kept for groups that come again, and the metrics of so many are in a checkpoint besides those since the
+one before. The scheduler has heard of all but the last few: it admits at most max_staleness + 1 updates' trees beyond those that it knows."""
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -64,6 +67,10 @@ class Leader:
         self.config, self.giver = trainer.config, giver
         self.updates = 0
         self.durable = trainer.version
+        self.records: dict[int, dict[str, float]] = {}
+        self.warnings: list[str] = []
+        """Told with the next update, besides its own."""
+        self._answers: dict[int, Trained] = {}
         self.counts: dict[str, float] = {}
         self._waiting: dict[int, asyncio.Future[Trained]] = {}
         self._news = asyncio.Event()
@@ -71,7 +78,7 @@ class Leader:
     async def train(self, group: TrainGroup, call: Call) -> Trained:
         """Handle the service "train". The answer follows when an update contains the group."""
         if not self.inbox.add(group) and group.id not in self._waiting:  # a group in training waits for the answer
-            return self._trained({})
+            return self._trained(self.inbox.trained[group.id])
         self._news.set()
         future = self._waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
         return await asyncio.shield(future)
@@ -82,9 +89,9 @@ class Leader:
         self._news.set()
         return Closed()
 
-    def _trained(self, metrics: dict[str, float]) -> Trained:
-        p = self.published
-        return Trained(p.version, p.path, p.digest, metrics, self.trainer.warnings)
+    def _trained(self, version: int) -> Trained:
+        """Return the answer to a group that ``version`` trained. One of an earlier start has no weights to load any more."""
+        return self._answers.get(version) or Trained(version, "", "", self.records.get(version, {}))
 
     async def work(self, stop: asyncio.Event) -> None:
         """Run an update for each complete batch until ``stop``. Then write a checkpoint if the newest version has none."""
@@ -102,11 +109,12 @@ class Leader:
                 continue
             batch = self.inbox.take(trees, self.trainer.version)
             metrics = await asyncio.to_thread(self._update, batch)
+            self._note(metrics)
             if self.trainer.version - self.durable >= self.config.checkpoint_every:
                 start = time.monotonic()
                 await asyncio.to_thread(self._checkpoint)
                 metrics["time/checkpoint"] = time.monotonic() - start
-            self._answer(batch, metrics)
+            self._answer(batch)
             heard = time.monotonic()
         if self.durable < self.trainer.version:
             await asyncio.to_thread(self._checkpoint)
@@ -127,14 +135,23 @@ class Leader:
     def _checkpoint(self) -> None:
         if self.trainer.ranks.sharded:
             self.trainer.ranks.broadcast(_CHECKPOINT)
-        checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep)
+        checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep, self.records)
         self.durable = self.trainer.version
 
-    def _answer(self, batch: Batch, metrics: dict[str, float]) -> None:
+    def _note(self, metrics: dict[str, float]) -> None:
+        """Keep the answer to the newest version's groups, and its metrics for the checkpoint."""
+        p, version = self.published, self.trainer.version
+        self._answers[version] = Trained(p.version, p.path, p.digest, metrics, self.trainer.warnings + self.warnings)
+        self.records[version], self.warnings = metrics, []
+        self._answers.pop(version - REMEMBERED, None)
+        for old in [old for old in self.records if old <= version - REMEMBERED - self.config.checkpoint_every]:
+            del self.records[old]
+
+    def _answer(self, batch: Batch) -> None:
         for group in [*(group.id for group in batch.groups), *batch.replaced]:
             future = self._waiting.pop(group, None)
             if future is not None and not future.done():
-                future.set_result(self._trained(metrics))
+                future.set_result(self._trained(self.trainer.version))
         log.info("version %d: %d groups of %d questions", self.trainer.version, len(batch.groups), batch.questions)
 
     def stats(self) -> dict[str, float]:
@@ -156,15 +173,16 @@ def _giver(trainer: Trainer) -> Giver | None:
     return Giver(trainer.config.publish_host) if wanted else None
 
 
-async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> None:
-    """Run rank 0 until the service is drained. Then tell the other ranks to stop."""
+async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.State, warnings: list[str]) -> None:
+    """Run rank 0 until the service is drained. Then tell the other ranks to stop. state, warnings: what ``restore_newest`` returned."""
     run = Path(process.run)
     published = Published(0, "", "")
     giver = _giver(trainer)
     if trainer.version:
         published = publish_newest(trainer, run, trainer.whole(), giver)
     announce(run, published)
-    leader = Leader(trainer, run, Inbox(process.questions_per_update, trained), published, giver)
+    leader = Leader(trainer, run, Inbox(process.questions_per_update, state.groups()), published, giver)
+    leader.records, leader.warnings = dict(state.records), warnings
     service = Service(process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0)
     keys = RunKeys.load(run / "keys")
     stop = asyncio.Event()
@@ -196,7 +214,7 @@ def follow(trainer: Trainer) -> None:
         trainer.whole()  # a collective: rank 0 publishes the restored weights
     while (payload := trainer.ranks.broadcast(None)) != _STOP:
         if payload == _CHECKPOINT:
-            checkpoint.save(trainer, Path(trainer.process.run), set(), trainer.config.keep)
+            checkpoint.save(trainer, Path(trainer.process.run), {}, trainer.config.keep)
         elif payload != _KEEPALIVE:
             trainer.update(unpack_batch(payload))
             trainer.whole()
@@ -208,12 +226,11 @@ def main() -> None:
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
     ranks = Ranks(process.learner.collective_timeout_s, process.learner.sharding)
     trainer = Trainer(process, ranks)
-    newest = checkpoint.newest(Path(process.run))
-    trained = set(checkpoint.restore_together(trainer, newest).trained) if newest else set()
+    state, warnings = checkpoint.restore_newest(trainer, Path(process.run))
     log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, trainer.version, trainer.policy.compute)
     try:
         if ranks.rank == 0:
-            loop.run(lead(trainer, process, trained))
+            loop.run(lead(trainer, process, state, warnings))
         else:
             follow(trainer)
     finally:

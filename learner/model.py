@@ -29,6 +29,7 @@ class Row(msgspec.Struct, frozen=True):
     """One packed row for the model. If layout is None, the row is a single path for the model's own causal attention.
 
     positions: [tokens], or [3, tokens] if the row has pictures, which are in view. support: that of the targets (``learner.trees.Forest``).
+    read, target: each pair once. again: the pair of each target of the paths, int64 [targets], None if no pair occurs twice.
     """
 
     tokens: Any
@@ -39,6 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     nodes: int
     view: vision.View | None = None
     support: Support | None = None
+    again: np.ndarray | None = None
 
 
 class Tower(torch.nn.Module):
@@ -162,7 +164,8 @@ class TreeModel:
         layout = Layout(forest, attention or self.config.attention, self.device)
         packed = layout.forest
         positions, view = self._look(packed.tokens, packed.depth, packed.end, forest.pictures)
-        return Row(packed.tokens, positions, forest.read, forest.target, layout, forest.nodes, view, forest.support)
+        read, target, again = _distinct(forest)
+        return Row(packed.tokens, positions, read, target, layout, forest.nodes, view, forest.support, again)
 
     def plain_row(self, path: Path) -> Row:
         """Return the row of one path for the model's own causal attention, with which the self-check compares the forest."""
@@ -189,7 +192,11 @@ class TreeModel:
         self, row: Row, initial: bool = False, compute: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tower's two outputs [targets]. compute: a number type to use instead of the run's."""
-        return self.tower(row, self.device, compute or self.compute, initial)
+        outputs = self.tower(row, self.device, compute or self.compute, initial)
+        if row.again is None:
+            return outputs
+        again = torch.as_tensor(row.again, device=self.device)
+        return outputs[0][again], outputs[1][again]
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -224,6 +231,19 @@ class Policy(TreeModel):
         assert model is not None, "a policy whose weights all train was loaded without its reference"
         with torch.no_grad():
             return model.read(model.row(forest), initial=self.lora)[0]
+
+
+def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the distinct pairs of read node and target, and the pair of each target, None if all are distinct.
+
+    Paths that share trained tokens, as the leaves of a tree of whole trajectories do, then pass the head once for all of them. Targets with a support keep a
+    row each, because equal tokens of two versions may have been sampled from different supports.
+    """
+    pairs = np.stack([forest.read, forest.target])
+    distinct, again = np.unique(pairs, axis=1, return_inverse=True)
+    if forest.support is not None or distinct.shape == pairs.shape:
+        return forest.read, forest.target, None
+    return distinct[0], distinct[1], again.reshape(-1)
 
 
 def check_head(folder: str, model: Any) -> None:

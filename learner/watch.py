@@ -118,6 +118,16 @@ def explained_variance(table: TurnTable, outcome: str = "outcome") -> dict[str, 
     return results
 
 
+class WatchState(msgspec.Struct, frozen=True):
+    """What the watch compares with, for a checkpoint. norms: the last gradient norms. noise: signal and noise of the last gradients. first, last:
+    the first and the last trajectory lengths, by group."""
+
+    norms: list[float] = []
+    noise: list[tuple[float, float]] = []
+    first: dict[str, list[float]] = {}
+    last: dict[str, list[float]] = {}
+
+
 class Watch:
     """Keeps the thresholds, the last gradient norms and the first lengths. Call ``warnings`` once after each update, in order."""
 
@@ -126,6 +136,20 @@ class Watch:
         self._norms: deque[float] = deque(maxlen=20)
         self._noise: deque[tuple[float, float]] = deque(maxlen=20)
         self.lengths = Lengths()
+
+    def state(self) -> WatchState:
+        """Return what it remembers now."""
+        last = {group: list(lengths) for group, lengths in self.lengths.last.items()}
+        return WatchState(list(self._norms), list(self._noise), self.lengths.first, last)
+
+    def restore(self, state: WatchState) -> None:
+        """Go on from what another watch remembered."""
+        for kept, saved in ((self._norms, state.norms), (self._noise, state.noise)):
+            kept.clear()
+            kept.extend(saved)  # pyright: ignore[reportArgumentType]
+        self.lengths.first |= state.first
+        for group, lengths in state.last.items():
+            self.lengths.last[group].extend(lengths)
 
     def noise_scale(self, values: dict[str, float], questions: int) -> dict[str, float]:
         """Return the simple noise scale B = tr(Sigma) / |G|^2 in questions: at this batch size, noise and signal of the gradient are equal

@@ -75,7 +75,7 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment, options: see actors/environments/registry.py. train, heldout: one task file or several ("" if the environment makes
     its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call. longest: the
     most tokens of a prompt and its action; 0 sets no limit. reward, equal: the column that dynamic sampling reads, and how it compares
-    (``wire.declared.SchemeNeeds``).
+    (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off grow anew (docs/reliability.md).
     """
 
     name: str
@@ -93,3 +93,4 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest: int = 0
     reward: str = ""
     equal: Equal = "returns"
+    deterministic: bool = False

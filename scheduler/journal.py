@@ -2,8 +2,10 @@
 
 Invariant: a group is journaled before it is sent, and is marked with the version that trained it. After any crash every drawn task
 is found again, every emitted group is either marked or sent again, and no group enters two updates (the learner's frontier decides).
+A commit survives the death of the process; ``sync`` makes all commits survive a power cut as well.
 """
 
+import contextlib
 import hashlib
 import json
 import sqlite3
@@ -16,7 +18,7 @@ import numpy as np
 
 from actors.environments.base import Rejected
 from scheduler.tree import Tree, decode_node, encode_node
-from wire import vision
+from wire import atomic, vision
 from wire.messages import Turn
 
 _SCHEMA = """
@@ -119,15 +121,30 @@ class Journal:
         """Write the result of an evaluation."""
         self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", [(version, name, json.dumps(result))]))
 
-    def forget_training_after(self, version: int) -> None:
-        """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained."""
-        self._write(("UPDATE groups SET trained=NULL WHERE trained>?", [(version,)]))
+    def sync(self) -> None:
+        """Wait until everything that was written is on the disk. Any thread may call this."""
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # nothing was written since SQLite moved the log into the file, and synced that
+            atomic.sync(self.path.with_name(self.path.name + "-wal"))
 
-    def adopt_frontier(self, trained: Iterable[int], version: int) -> None:
-        """On resume, mark groups as trained that the checkpoint of ``version`` holds and whose answers the crash lost."""
+    def forget_training_after(self, version: int) -> None:
+        """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained. The later versions' evaluations are lost
+        with their weights."""
+        lost = [(version,)]
         self._write(
-            ("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", [(version, group) for group in trained])
+            ("UPDATE groups SET trained=NULL WHERE trained>?", lost), ("DELETE FROM evaluations WHERE version>?", lost)
         )
+
+    def adopt_frontier(self, trained: dict[int, int]) -> None:
+        """On resume, mark groups that the checkpoint holds, and whose answers the crash lost, with the version that trained each."""
+        rows = [(version, group) for group, version in trained.items()]
+        self._write(("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", rows))
+
+    def uproot(self, tree: int) -> None:
+        """Remove the nodes and groups of a tree that is to grow anew."""
+        row = [(tree,)]
+        self._write(("DELETE FROM nodes WHERE tree=?", row), ("DELETE FROM groups WHERE tree=?", row))
 
     # ------------------------------------------------------------------------------------------ reading
 

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from scheduler.together import together
 from scheduler.tree import Tree
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.frontier import Frontier, read
 from wire.messages import Trained
 from wire.sockets import RunKeys
 
@@ -53,21 +54,14 @@ LEAVE_S = 30.0
 """The longest that the end of a run waits for the learner's last answers, and then for the workers to leave, in seconds."""
 
 
-class Frontier(msgspec.Struct, frozen=True):
-    """What the learner's newest checkpoint holds (state.json). trained: ids of the trained groups."""
-
-    version: int = 0
-    trained: list[int] = []
-
-
-def frontier(run: Path) -> Frontier:
-    """The trained frontier of the newest checkpoint, empty if there is no checkpoint. Raises DataFault if the checkpoint is damaged."""
-    files = sorted((run / "checkpoints").glob("v??????/state.json"))
+def frontier(run: Path, version: int) -> Frontier:
+    """The frontier of the checkpoint that the learner restored, which is of ``version``. Raises DataFault if it cannot be read."""
     try:
-        return msgspec.json.decode(files[-1].read_bytes(), type=Frontier) if files else Frontier()
-    except msgspec.DecodeError as error:
+        return read(run, version)
+    except (OSError, ValueError) as error:
         raise DataFault(
-            f"checkpoint {files[-1].parent} is damaged ({error}): delete it to resume from the one before"
+            f"the frontier of {run}/checkpoints/v{version:06d} cannot be read ({error}), though the learner restored it: resume again, and"
+            " the learner sets the checkpoint aside if it is damaged"
         ) from None
 
 
@@ -117,6 +111,7 @@ class Run:
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing
+        self.unfinished: deque[TreeRow] = deque()
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
         self.begun = asyncio.Event()
@@ -152,9 +147,10 @@ class Run:
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
-        if (version := frontier(self.folder).version) and not self.resumed:
+        checkpoints = sorted((self.folder / "checkpoints").glob("v??????"))
+        if checkpoints and not self.resumed:
             raise DataFault(
-                f"{self.folder} holds weights of version {version} and an empty journal: they belong to another run;"
+                f"{self.folder} holds weights of version {int(checkpoints[-1].name[1:])} and an empty journal: they belong to another run;"
                 " choose another folder, or remove this one while nothing runs in it"
             )
         if self.tasks.rejected:
@@ -220,7 +216,7 @@ class Run:
         # The learner wrote its newest weights before it registered. A resumed run continues from them.
         path = self.folder / "learner.json"
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
-        self.stream.version = weights.version
+        self.stream.begin(weights.version)
         if weights.version:
             await self.begun.wait()
             await self.spread.everywhere(weights)
@@ -230,24 +226,27 @@ class Run:
 
     async def _train(self) -> None:
         await self._wait_for_learner()
-        self.journal.forget_training_after(self.spread.weights.version)
-        checkpoint = frontier(self.folder)
-        self.journal.adopt_frontier(checkpoint.trained, checkpoint.version)
-        unfinished = self.journal.untrained_trees()
-        s = self.settings
         version = self.spread.weights.version
-        admitted = sum(row.status != "replaced" for row in unfinished)
-        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version, admitted)
+        checkpoint = frontier(self.folder, version)
+        self.journal.forget_training_after(version)
+        self.journal.adopt_frontier(checkpoint.groups())
+        if self.resumed:
+            self.metrics.resume(checkpoint)
+        s = self.settings
+        self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
         self.metrics.counters(self.dispatcher.workers())
         first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), self._clock()
-        for row in unfinished:
-            self._take_up(row)
+        for row in self.journal.untrained_trees():
+            if row.status == "replaced":
+                self._take_up(row)
+            else:
+                self.unfinished.append(row)
+        self._admit()
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         moved_at = self._clock()
         while not self.pacing.finished:
-            while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < s.questions_per_update):
-                self._plant()
+            self._admit()
             self._check()
             self.moved.clear()
             try:
@@ -286,6 +285,19 @@ class Run:
         number, self.next_tree = self.next_tree, self.next_tree + 1
         return number
 
+    def _admit(self) -> None:
+        """Start trees while pacing admits them: first those that an earlier start left, the oldest first, then new ones.
+
+        After a crash an update therefore takes the trees that it would have taken, although later ones may be finished already.
+        """
+        first = self.settings.questions_per_update
+        while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < first):
+            if self.unfinished:
+                self.pacing.start()
+                self._take_up(self.unfinished.popleft())
+            else:
+                self._plant()
+
     def _plant(self) -> None:
         """Draw the next task and start to grow its tree."""
         position = self.journal.next_position()
@@ -297,7 +309,12 @@ class Run:
         self._spawn(tree, context)
 
     def _take_up(self, row: TreeRow) -> None:
-        """Continue a tree that was journaled before this start: resend its untrained groups, and grow what is missing."""
+        """Continue a tree that was journaled before this start: resend its untrained groups, and grow what is missing.
+
+        A deterministic run grows an unfinished tree anew, because its random numbers depend on all that was drawn before.
+        """
+        if row.status == "growing" and self.process.deterministic:
+            self.journal.uproot(row.id)
         tree = self.journal.tree(row)
         for group, trained in self.journal.groups(row.id):
             if trained is None:
@@ -332,9 +349,8 @@ class Run:
         except DataFault as fault:
             self._quarantine(tree, str(fault))
             return
-        if (
-            not tree.groups
-        ):  # an update of such trees alone would be answered to nobody, and the run would wait for ever
+        if not tree.groups:
+            # An update of such trees alone would be answered to nobody, and the run would wait for ever.
             self._quarantine(tree, "no trajectory could be trained, because no judge gave a valid outcome")
             return
         replaced = self._replaces(tree)
@@ -394,8 +410,14 @@ class Run:
     # ------------------------------------------------------------------------------------------ weights
 
     async def _trained(self, trained: Trained) -> None:
-        """A version was trained: give its weights to the actors, record its metrics, then let pacing admit more trees."""
+        """A version was trained: give its weights to the actors, record its metrics, then let pacing admit more trees.
+
+        A version that is told of after a newer one, because the learner's connection broke, has its metrics recorded and nothing else.
+        """
         await self.begun.wait()
+        if trained.version < self.stream.version:
+            self.metrics.record(trained.version, dict(trained.metrics))
+            return
         start = self._clock()
         await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())

@@ -12,10 +12,16 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from scheduler.dispatch import Event, Worker
 from scheduler.terminal import width
+from wire.atomic import write_whole
+from wire.frontier import Frontier
 
 # The generated protobuf modules define their messages at import, which a type checker cannot see.
 _Scalars: Any = vars(event_pb2)["Event"]
+_Session: Any = vars(event_pb2)["SessionLog"]
 _Summary: Any = vars(summary_pb2)["Summary"]
+
+UPDATE = "learner/groups"
+"""The metric that every update's record has, and no evaluation's."""
 
 _COLUMNS = [
     ("update", "version", "{:.0f}"),
@@ -116,6 +122,31 @@ class Metrics:
                 continue  # the line was cut off by a crash
             counts |= {name: max(counts[name], int(record.get(f"count/{name}", 0))) for name in names}
         return counts
+
+    def resume(self, frontier: Frontier) -> None:
+        """Leave exactly one record of each update that ``frontier`` holds. Those of later versions are lost with their weights. An update whose
+        record a crash lost gets the learner's metrics, as the checkpoint has them, and the time of the record before."""
+        lines: dict[tuple[int, bool, int], bytes] = {}
+        times = {0: 0.0}
+        for number, line in enumerate(self._path.read_bytes().splitlines()):
+            try:
+                record = msgspec.json.decode(line, type=dict[str, float])
+            except msgspec.DecodeError:
+                continue  # the line was cut off by a crash
+            version, update = int(record["version"]), UPDATE in record
+            if version <= frontier.version:
+                lines[version, not update, 0 if update else number] = line
+                times[version] = record.get("time/run", 0.0)
+        for version, metrics in frontier.records.items():
+            time_before = times[max(known for known in times if known <= version)]
+            values = {"version": version, "time/run": time_before, **metrics}
+            lines.setdefault((version, False, 0), msgspec.json.encode(values))
+        self._file.close()
+        write_whole(self._path, b"".join(lines[key] + b"\n" for key in sorted(lines)))
+        self._file = self._path.open("ab")
+        # TensorBoard then drops the points of the lost updates.
+        start = _Session(status=_Session.START)
+        self._board.add_event(_Scalars(wall_time=time.time(), step=frontier.version + 1, session_log=start))
 
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
         """Write one record, and print its line of the live table if ``show``."""

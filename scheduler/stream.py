@@ -1,5 +1,8 @@
 """Send finished groups to the learner and receive its new versions. A group is journaled, then sent, and sent again until it is trained.
 
+The learner is told that a tree is closed when the tree is on the disk, and trains no tree before. So no checkpoint can hold a group that the
+journal lost in a power cut.
+
 Each node travels once to a learner. After the learner reconnects, or after a send has failed, the whole path is sent.
 """
 
@@ -21,7 +24,8 @@ _RESEND_WAIT_S = 1.0
 
 
 class Stream:
-    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each new version, in order.
+    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each version that this start trains, one
+    after the other; ``version`` is then the newest.
 
     replaced: trees that dynamic sampling replaced and whose groups no update has taken yet.
     """
@@ -29,11 +33,16 @@ class Stream:
     def __init__(self, dispatcher: Dispatcher, journal: Journal, on_trained: Callable[[Trained], Awaitable[None]]):
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
         self.version = 0
+        self._told: set[int] = {0}
         self.replaced: set[int] = set()
         self._next_group = journal.next_group()
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = asyncio.Lock()
+
+    def begin(self, version: int) -> None:
+        """Go on from the learner's ``version``."""
+        self.version, self._told = version, set(range(version + 1))
 
     def learner_joined(self, worker: Worker) -> None:
         """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none."""
@@ -100,8 +109,9 @@ class Stream:
         self._sent.pop(tree.id, None)  # again, if the group was sent again after the tree's end was told
         async with self._order:
             self.journal.mark_trained(group, trained.version)
-            if trained.version > self.version:
-                self.version = trained.version
+            if trained.version not in self._told:
+                self._told.add(trained.version)
+                self.version = max(self.version, trained.version)
                 await self.on_trained(trained)
 
     def _fresh(self, tree: Tree, turns: list[Turn], whole: bool) -> list:
@@ -116,6 +126,7 @@ class Stream:
         return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 
     async def _close(self, closed: TreeClosed) -> None:
+        await asyncio.to_thread(self.journal.sync)
         while True:
             try:
                 await self.dispatcher.call("close", closed, deadline=FOREVER_S)

@@ -27,13 +27,26 @@ def begin(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def finish(draft: Path, out: Path, durable: bool = False) -> None:
-    """The draft becomes ``out``, in place of what was there. durable: a power cut afterwards leaves no file with holes. Raises OSError."""
-    for path in draft.iterdir() if durable else ():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    """The draft becomes ``out``, in place of what was there. Raises OSError.
+
+    durable: when this returns, files and names are on the disk, and a power cut before leaves what was there or all of it.
+    """
+    for path in (*draft.iterdir(), draft) if durable else ():
+        sync(path)
     shutil.rmtree(out, ignore_errors=True)
     draft.rename(out)
+    for path in (out.parent, out.parent.parent) if durable else ():
+        sync(path)
 
 
 @contextlib.contextmanager

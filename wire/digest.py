@@ -1,6 +1,7 @@
-"""The digest of a set of named tensors. It is the same on every machine and does not depend on the order of the tensors."""
+"""The digest of a set of named tensors, which is the same on every machine and does not depend on their order; and the digests of files."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -50,6 +51,33 @@ def each(path: Path) -> Iterator[Named]:
                 raise ValueError(f"{path}: tensor {name} at bytes {begin} to {end} is beyond the file; write it again")
             file.seek(8 + length + begin)
             yield name, entry.dtype, tuple(entry.shape), file.read(end - begin)
+
+
+def file(path: Path) -> str:
+    """Return the SHA-256 (hex) of a file as the disk holds it: what the page cache holds of it is dropped first, where the system can.
+
+    Raises OSError.
+    """
+    with path.open("rb") as opened:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+SUMS = "SHA256SUMS"
+"""The file with the digests of a folder's other files, in the form that ``sha256sum --check`` reads."""
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """Return the digests in a folder's SHA256SUMS by file name. Raises OSError if there is none, ValueError if a line is no digest."""
+    lines = (folder / SUMS).read_text(encoding="ascii").splitlines()
+    return {name: value for value, name in (line.split("  ", 1) for line in lines)}
+
+
+def write_sums(folder: Path, digests: dict[str, str]) -> None:
+    """Write a folder's SHA256SUMS. Raises OSError."""
+    text = "".join(f"{value}  {name}\n" for name, value in sorted(digests.items()))
+    (folder / SUMS).write_text(text, encoding="ascii")
 
 
 def _total(ascending: Iterable[Named]) -> str:

@@ -359,7 +359,8 @@ class TreeClosed(msgspec.Struct, frozen=True):
 class Trained(msgspec.Struct, frozen=True):
     """The answer to ``train``: the group has been trained into policy ``version``, whose weights are at ``path``.
 
-    ``metrics`` and ``warnings`` belong to the update and are the same for all its groups. A group that was trained before is answered at once.
+    ``metrics`` and ``warnings`` belong to the update and are the same for all its groups. A group that was trained before is answered at once,
+    with the version that trained it.
     """
 
     version: int

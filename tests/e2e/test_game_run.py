@@ -10,6 +10,7 @@ import pytest
 from scheduler.journal import Journal
 from tests import tiny
 from tests.e2e.test_run import ROOT, finish, kill_everything, launch, left_over, wait_for_update
+from wire import frontier
 from wire.messages import Turn
 
 UPDATES, TREES = 3, 4
@@ -73,9 +74,7 @@ def episodes(run: Path) -> list[list[Turn]]:
     assert sorted(versions, key=lambda version: version or 0) == [
         v for v in range(1, UPDATES + 1) for _ in range(TREES)
     ]
-    state = json.loads((sorted((run / "checkpoints").iterdir())[-1] / "state.json").read_text())
-    assert state["version"] == UPDATES
-    assert sorted(state["trained"]) == sorted(group for ((group, _),) in groups)
+    assert frontier.read(run, UPDATES).groups() == dict(pair for (pair,) in groups)
     made = [journal.turns(group) for ((group, _),) in groups]
     for tree, turns in zip(trees, made, strict=True):
         actions = [node.id for node in journal.tree(tree).nodes.values() if node.kind == "action"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from learner import attention
+from learner import model as model_module
 from learner.attention import Layout, ancestor_rule, blocks, tree_attention
 from learner.config import LearnerConfig, LoraConfig
 from learner.model import Policy, TreeModel
@@ -247,3 +248,25 @@ def test_any_random_tree_trains_as_its_paths_do(
         config = LearnerConfig(dtype="float32", gradient_checkpointing=recomputed)
         model = TreeModel(str(folders[kind]), config, LoraConfig(rank, 8.0), 1.0, Ranks(60), values=critic)
         compare(model, forest(seed, trees=3, steps=steps), LOGPROB_BOUND, GRADIENT_BOUND)
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["policy", "critic"])
+def test_trained_tokens_that_paths_share_pass_the_head_once(
+    folders: dict[str, FilePath], values: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole trajectories that fork, each trained from its prompt on: the first five tokens of the action are those of three leaves."""
+    rng = np.random.default_rng(0)
+    prompt, trunk = list(rng.integers(0, 50, 7)), list(rng.integers(0, 50, 5))
+    paths = [Path(prompt + trunk + list(rng.integers(0, 50, 4)), 7) for _ in range(3)]
+    passed: list[int] = []
+    original = model_module.Tower.forward
+
+    def counted(self: Any, row: Any, *rest: Any) -> Any:
+        passed.append(len(row.target))
+        return original(self, row, *rest)
+
+    monkeypatch.setattr(model_module.Tower, "forward", counted)
+    config = LearnerConfig(dtype="float32", lora=LoraConfig(0, 8.0))
+    model = TreeModel(str(folders["llama"]), config, LoraConfig(0), 1.0, Ranks(60), values=values)
+    compare(model, paths, LOGPROB_BOUND, GRADIENT_BOUND)
+    assert passed == [5 + 3 * 4, 9, 9, 9]

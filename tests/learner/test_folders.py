@@ -21,31 +21,31 @@ from wire.faults import InfrastructureFault
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     made.update(batch(0, 0))
-    first = checkpoint.save(made, tmp_path, {1}, 3)
+    first = checkpoint.save(made, tmp_path, {1: 1}, 3)
     made.update(batch(1, 1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(checkpoint.CheckpointError, match="the one before is untouched"):
-            checkpoint.save(made, tmp_path, {1, 2}, 3)
+            checkpoint.save(made, tmp_path, {1: 1, 2: 1}, 3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoint.newest(tmp_path) == first
     assert list((tmp_path / "checkpoints").iterdir()) == [first]
-    assert checkpoint.restore(trainer(llama, tmp_path), first).trained == [1]
+    assert checkpoint.restore(trainer(llama, tmp_path), first).groups() == {1: 1}
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file stands where the folder should be")
     with pytest.raises(checkpoint.CheckpointError, match="checkpoints/v000000"):
-        checkpoint.save(trainer(llama, tmp_path), tmp_path, set(), 3)
+        checkpoint.save(trainer(llama, tmp_path), tmp_path, {}, 3)
 
 
 @pytest.mark.parametrize("name", ["state.json", "policy-00000.safetensors"])
 def test_a_checkpoint_cut_short_is_refused_by_name(tmp_path: Path, llama: Path, name: str) -> None:
     made = trainer(llama, tmp_path)
     made.update(batch(0, 0))
-    folder = checkpoint.save(made, tmp_path, set(), 3)
+    folder = checkpoint.save(made, tmp_path, {}, 3)
     (folder / name).write_bytes((folder / name).read_bytes()[:-5])
     before = state(made)
     with pytest.raises(checkpoint.CheckpointError, match="damaged"):
@@ -54,7 +54,7 @@ def test_a_checkpoint_cut_short_is_refused_by_name(tmp_path: Path, llama: Path, 
 
 
 def test_a_checkpoint_of_another_parametrisation_is_refused(tmp_path: Path, llama: Path) -> None:
-    folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, set(), 3)
+    folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, {}, 3)
     with pytest.raises(checkpoint.CheckpointError, match="other parameters"):
         checkpoint.restore(trainer(llama, tmp_path, 0), folder)
 
@@ -65,7 +65,7 @@ def test_an_unfinished_checkpoint_is_never_the_newest_and_only_the_last_ones_are
     made = trainer(llama, tmp_path)
     for version in range(4):
         made.version = version
-        checkpoint.save(made, tmp_path, set(), 2)
+        checkpoint.save(made, tmp_path, {}, 2)
     (tmp_path / "checkpoints" / "v000009.draft").mkdir()
     found = checkpoint.newest(tmp_path)
     assert found is not None

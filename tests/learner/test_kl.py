@@ -64,7 +64,7 @@ def test_the_adaptive_factor_scales_the_next_update_and_is_in_the_checkpoint(tmp
     assert adaptive.kl_factor == pytest.approx(0.98 * 1.02)
     assert any(not torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items())
     resumed = trainer(llama, tmp_path, **settings)
-    checkpoint.restore(resumed, checkpoint.save(adaptive, tmp_path, set(), 3))
+    checkpoint.restore(resumed, checkpoint.save(adaptive, tmp_path, {}, 3))
     assert resumed.kl_factor == adaptive.kl_factor
 
 

@@ -29,7 +29,7 @@ LONG_S = 60.0
 async def learner(model: Path, run: Path, **settings: Any) -> AsyncIterator[tuple[Leader, Dispatcher]]:
     """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
     made = trainer(model, run, **settings)
-    leader = Leader(made, run, Inbox(3, set()), Published(0, "", ""))
+    leader = Leader(made, run, Inbox(3, {}), Published(0, "", ""))
     stop = asyncio.Event()
     async with bench(run) as here:
         await here.work("learner", {"train": leader.train, "close": leader.close}, capacity=64)
@@ -104,6 +104,32 @@ async def test_a_trained_group_is_answered_at_once_also_before_a_checkpoint_hold
             assert (checkpoint.newest(tmp_path) is not None) == saved
             (again,) = await asyncio.gather(*send(dispatcher, some[:1]))
             assert again.version == version
+        first, _ = groups(1)
+        (late,) = await asyncio.gather(*send(dispatcher, first[:1]))
+        assert (late.version, late.metrics["learner/groups"]) == (1, 3)
+        assert late.path.endswith("v000001")
+
+
+async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_metrics_of_that_update(
+    tmp_path: Path, llama: Path
+) -> None:
+    async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
+        told: list[Trained] = []
+        for version in (1, 2):
+            some, _ = groups(version)
+            calls = send(dispatcher, some)
+            await close(dispatcher, some)
+            told += (await asyncio.gather(*calls))[:1]
+    resumed = trainer(llama, tmp_path)
+    state, _ = checkpoint.restore_newest(resumed, tmp_path)
+    assert set(state.groups().values()) == {1, 2}
+    leader = Leader(resumed, tmp_path, Inbox(3, state.groups()), Published(2, "", ""))
+    leader.records = dict(state.records)
+    for version, answer in zip((1, 2), told, strict=True):
+        again = await leader.train(groups(version)[0][0], cast(Any, None))
+        assert again.version == version
+        # The record was written with the checkpoint, which it therefore does not time.
+        assert again.metrics == {name: v for name, v in answer.metrics.items() if name != "time/checkpoint"}
 
 
 async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them(tmp_path: Path, llama: Path) -> None:
@@ -133,7 +159,7 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
     digests: list[str] = []
     for replaced in (0, 1):
         run = tmp_path / str(replaced)
-        leader = Leader(trainer(llama, run), run, Inbox(3, set()), Published(0, "", ""))
+        leader = Leader(trainer(llama, run), run, Inbox(3, {}), Published(0, "", ""))
         stop, call = asyncio.Event(), cast(Any, None)
         some, _ = groups(0, trees=3 + replaced)
         working = asyncio.create_task(leader.work(stop))
@@ -148,7 +174,7 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
         assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
         found = checkpoint.newest(run)
         assert found is not None
-        assert checkpoint.restore(leader.trainer, found).trained == sorted(group.id for group in some)
+        assert checkpoint.restore(leader.trainer, found).groups() == {group.id: 1 for group in some}
         digests.append(answers[0].digest)
     assert digests[0] == digests[1]
 
@@ -163,4 +189,4 @@ async def test_stopping_leaves_a_checkpoint_of_the_last_version(tmp_path: Path, 
     found = checkpoint.newest(tmp_path)
     assert found is not None
     state = checkpoint.restore(trainer(llama, tmp_path), found)
-    assert (state.version, state.trained) == (1, sorted(group.id for group in some))
+    assert (state.version, state.groups()) == (1, {group.id: 1 for group in some})

@@ -90,7 +90,7 @@ def test_a_model_that_scales_its_logits_is_refused_by_the_key_that_says_so(tmp_p
 
 
 def test_a_changed_adapter_rank_is_not_called_damage(tmp_path: Path, llama: Path) -> None:
-    folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, set(), 3)
+    folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, {}, 3)
     with pytest.raises(checkpoint.CheckpointError, match=r"another model.*learner\.lora\.rank"):
         checkpoint.restore(trainer(llama, tmp_path, 8), folder)
 
@@ -102,7 +102,7 @@ async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
     heard = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(made.ranks, "broadcast", lambda _: loop.call_soon_threadsafe(heard.set))
-    leader = Leader(made, tmp_path, Inbox(3, set()), Published(0, "", ""))
+    leader = Leader(made, tmp_path, Inbox(3, {}), Published(0, "", ""))
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))
     async with asyncio.timeout(10):

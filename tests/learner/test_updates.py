@@ -33,11 +33,11 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     for version in range(2):
         first.update(batch(version, version))
     first.watch.lengths.first["wrong"] = [2.0, 3.0]  # what lengths are compared with is part of the run
-    checkpoint.save(first, tmp_path, {1, 2}, 3)
+    checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
     resumed = trainer(llama, tmp_path, rank, dtype=dtype)
     found = checkpoint.newest(tmp_path)
     assert found is not None
-    assert checkpoint.restore(resumed, found).trained == [1, 2]
+    assert checkpoint.restore(resumed, found).groups() == {1: 1, 2: 1}
     assert resumed.watch.lengths.first == {"correct": [], "wrong": [2.0, 3.0]}
     for version in range(2, 4):
         resumed.update(batch(version, version))
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(llama, tmp_path)
-    checkpoint.save(made, tmp_path, set(), 3)
+    checkpoint.save(made, tmp_path, {}, 3)
     made.update(batch(1, 0))
 
     def full(*_: object, **__: object) -> None:
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
 
     monkeypatch.setattr(shards, "save_file", full)
     with pytest.raises(checkpoint.CheckpointError, match="No space left"):
-        checkpoint.save(made, tmp_path, set(), 3)
+        checkpoint.save(made, tmp_path, {}, 3)
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert found.name == "v000000"
@@ -216,7 +216,7 @@ def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
 
 def test_a_batch_is_the_first_closed_trees_whose_groups_are_all_here() -> None:
     some, _ = groups(0, trees=4)
-    inbox = Inbox(2, set())
+    inbox = Inbox(2, {})
     for group in (some[0], some[2], some[3]):
         assert inbox.add(group)
     for group in some:
@@ -231,7 +231,7 @@ def test_a_batch_is_the_first_closed_trees_whose_groups_are_all_here() -> None:
 
 def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
     some, _ = groups(0, trees=1)
-    inbox = Inbox(1, set())
+    inbox = Inbox(1, {})
     assert inbox.add(some[0])
     assert inbox.add(some[0])
     inbox.close(TreeClosed(0, [0]))
@@ -243,7 +243,7 @@ def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
 
 def test_the_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question_of_it() -> None:
     some, _ = groups(0, trees=4)
-    inbox = Inbox(1, {3})
+    inbox = Inbox(1, {3: 0})
     inbox.close(TreeClosed(0, [0], replaced=True))
     inbox.close(TreeClosed(1, [1], replaced=True))
     inbox.close(TreeClosed(3, [3], replaced=True))  # its group is in the frontier, its closing comes again
@@ -254,7 +254,7 @@ def test_the_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_ques
     first = inbox.take([2], 0)
     assert (first.questions, [g.id for g in first.groups], first.replaced) == (1, [2], [0])
     assert {tree for tree, _ in first.nodes} == {2}
-    assert inbox.trained == {0, 2, 3}
+    assert set(inbox.trained) == {0, 2, 3}
     assert not inbox.add(some[0])
     inbox.close(TreeClosed(0, [0], replaced=True))
     assert inbox.add(some[1])  # it was still on its way
@@ -266,7 +266,7 @@ def test_a_group_without_its_ancestors_is_asked_for_again() -> None:
     some, _ = groups(0, trees=1)
     orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])
     with pytest.raises(InfrastructureFault, match="resent"):
-        Inbox(1, set()).add(orphan)
+        Inbox(1, {}).add(orphan)
 
 
 def test_a_critic_of_several_steps_is_nearer_to_the_returns_after_an_update(tmp_path: Path, llama: Path) -> None:

@@ -99,7 +99,7 @@ class House:
             reward="outcome",
         )
         self.folder, self.run, self.version = folder, Run(process), version
-        self.inbox = Inbox(QUESTIONS, set(trained or ()))
+        self.inbox = Inbox(QUESTIONS, dict.fromkeys(trained or (), version))
         self.waiting: dict[int, asyncio.Future[Trained]] = {}
         self.batches: list[Batch] = []
         self.most = UPDATES

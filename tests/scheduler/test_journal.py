@@ -163,7 +163,7 @@ def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(tm
         journal.start_tree(tree, number, 0)
         journal.save_group(tree, number, [])
         journal.close_tree(tree)
-    journal.adopt_frontier([0], 3)
+    journal.adopt_frontier({0: 3, 77: 3})
     assert [row.id for row in journal.untrained_trees()] == [1]
     assert journal.groups(0) == [(0, 3)]
 
@@ -183,3 +183,31 @@ def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Pat
     rows = Journal(tmp_path / "j", readonly=True).trees()
     assert rows[0].id == 0
     assert [row.id for row in rows] == list(range(len(rows)))
+
+
+def test_a_lost_version_takes_its_evaluations_along_and_a_tree_can_be_grown_anew(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for number in range(2):
+        tree = small(number)
+        journal.start_tree(tree, number, 0)
+        journal.save_group(tree, number, [])
+        journal.save_evaluation(number, f"v{number}", {"em": 1.0})
+    journal.forget_training_after(0)
+    assert [version for version, _, _ in journal.evaluations()] == [0]
+    journal.uproot(1)
+    assert [(len(journal.tree(row).nodes), journal.groups(row.id)) for row in journal.trees()] == [
+        (2, [(0, None)]),
+        (0, []),
+    ]
+
+
+def test_a_sync_waits_for_the_file_that_holds_the_last_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.start_tree(small(0), 0, 0)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    journal.sync()
+    assert synced == [str(tmp_path / "j-wal")]
+    journal.close()
+    journal.sync()  # SQLite has moved all commits into the file
+    assert len(synced) == 1

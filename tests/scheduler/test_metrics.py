@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scheduler.dispatch import Worker
 from scheduler.metrics import _COLUMNS, _LEAST, Metrics
+from wire.frontier import Frontier
 from wire.messages import Register
 
 
@@ -26,6 +28,28 @@ def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -
     again.record(3, {"count/environment_steps": 40.0}, show=False)
     again.close()
     assert Metrics(tmp_path).last(["environment_steps"]) == {"environment_steps": 40}
+
+
+def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_path: Path) -> None:
+    first = Metrics(tmp_path)
+    first.record(0, {"heldout/em": 0.1}, show=False)
+    for version in (1, 2, 2, 4, 5):  # an earlier release recorded version 2 twice, and version 3 was never recorded
+        first.record(version, {"learner/groups": 3.0, "learner/loss": float(version)}, show=False)
+    first.record(4, {"heldout/em": 0.4}, show=False)
+    first.record(5, {"heldout/em": 0.5}, show=False)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"version": 6, "learner/gro')  # cut off by a crash
+    records = {version: {"learner/groups": 3.0, "learner/loss": -1.0} for version in (2, 3, 4)}
+    again = Metrics(tmp_path)
+    again.resume(Frontier(4, [], records))
+    again.record(5, {"learner/groups": 3.0, "learner/loss": 50.0}, show=False)
+    again.close()
+    lines = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    assert [line["version"] for line in lines] == [0, 1, 2, 3, 4, 4, 5]
+    assert [line.get("learner/loss") for line in lines] == [None, 1.0, 2.0, -1.0, 4.0, None, 50.0]
+    assert lines[3]["time/run"] == lines[2]["time/run"]  # the restored record has the time of the one before
+    assert all(line["learner/groups"] == 3.0 for line in lines if "heldout/em" not in line)
 
 
 # ------------------------------------------------------------------------------------------ busy shares

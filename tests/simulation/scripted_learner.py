@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler.main import Frontier
 from tests.simulation.network import Network
 from tests.simulation.peers import Peer
+from wire import frontier
 from wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, TreeClosed
 
 
@@ -35,10 +35,11 @@ class Learner(Peer):
     def born(self) -> None:
         """Restore the newest checkpoint, and announce its weights."""
         files = sorted((self.run / "checkpoints").glob("v??????/state.json"))
-        state = msgspec.json.decode(files[-1].read_bytes(), type=Frontier) if files else Frontier()
+        state = msgspec.json.decode(files[-1].read_bytes(), type=frontier.Frontier) if files else frontier.Frontier()
         self.version = self.durable = state.version
         self.record = [update for update in self.record if update.version <= state.version]
-        self.trained = set(state.trained)
+        self.trained = state.groups()
+        self.restored = state.version
         self.groups: dict[int, TrainGroup] = {}
         self.nodes: dict[int, dict[int, int]] = {}
         self.closed: dict[int, TreeClosed] = {}
@@ -57,7 +58,7 @@ class Learner(Peer):
                 self.closed.setdefault(body.tree, body)
             self.reply(header.id, Result(header.id), Closed())
         elif body.id in self.trained and body.id not in self.waiting:
-            self.reply(header.id, Result(header.id), self._trained())
+            self.reply(header.id, Result(header.id), self._trained(self.trained[body.id]))
         elif not self._whole(body):
             self.reply(header.id, Error(header.id, "infrastructure", f"group {body.id}: nodes must be resent"))
         else:
@@ -77,13 +78,15 @@ class Learner(Peer):
                 return False
         return True
 
-    def _trained(self) -> Trained:
-        return Trained(self.version, f"weights/v{self.version}", f"digest {self.version}", {}, [])
+    def _trained(self, version: int) -> Trained:
+        if version <= self.restored:  # of an earlier start: there are no weights to load any more
+            return Trained(version, "", "", {}, [])
+        return Trained(version, f"weights/v{version}", f"digest {version}", {}, [])
 
     # ------------------------------------------------------------------------------------------ updates
 
     def _ready(self, replaced: bool) -> list[TreeClosed]:
-        here = self.groups.keys() | self.trained
+        here = self.groups.keys() | self.trained.keys()
         return [tree for tree in self.closed.values() if tree.replaced == replaced and here >= set(tree.groups)]
 
     def _update_if_ready(self) -> None:
@@ -95,7 +98,9 @@ class Learner(Peer):
         sampled = self._sampled(batch)
         trees = {tree.tree: self._take(tree) for tree in batch}
         update = Update(self.version + 1, trees, replaced, sampled)
-        self.trained.update(replaced, *trees.values())
+        self.trained.update(
+            dict.fromkeys([*replaced, *(group for groups in trees.values() for group in groups)], update.version)
+        )
         self.later(self.rng.random() * 2 * self.manners.seconds["train"], lambda: self._publish(update))
 
     def _sampled(self, batch: list[TreeClosed]) -> set[int]:
@@ -124,13 +129,15 @@ class Learner(Peer):
         if self.version - self.durable >= self.every:
             folder = self.run / "checkpoints" / f"v{self.version:06d}"
             folder.mkdir(parents=True)
-            (folder / "state.json").write_bytes(msgspec.json.encode(Frontier(self.version, sorted(self.trained))))
+            (folder / "state.json").write_bytes(
+                msgspec.json.encode(frontier.Frontier(self.version, frontier.runs(self.trained)))
+            )
             self.durable = self.version
         self.later(self.rng.random() * 0.1, lambda: self._answer_all(update))
 
     def _answer_all(self, update: Update) -> None:
         for group in [*(group for groups in update.trees.values() for group in groups), *update.replaced]:
             for number in self.waiting.pop(group, []):
-                self.reply(number, Result(number), self._trained())
+                self.reply(number, Result(number), self._trained(update.version))
         self.busy = False
         self._update_if_ready()

@@ -105,6 +105,9 @@ class Records:
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
         self.values.append((version, values))
 
+    def resume(self, frontier: Any) -> None:
+        """There are no records of earlier starts."""
+
     def counters(self, workers: Sequence[Any]) -> dict[str, float]:
         return {}
 

@@ -142,13 +142,13 @@ def peer(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Rou
     return rated(_checked(load, updates), looks, busy)
 
 
-def ours(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Round:
+def ours(load: Load, model: Path, folder: Path, dtype: str, counted: int, rank_threads: int) -> Round:
     """A round of tools/launch; checkpoints are left out, as the peer's are."""
     folder.mkdir()
     (folder / "peer.toml").write_text('name = "peer"\n')
     command = [sys.executable, "-c", "import sys; from tools.launching.command import main; sys.exit(main())"]
     command += ["--config", str(folder / "peer.toml"), "--run-folder", str(folder / "run")]
-    for key, value in _settings(load, model, dtype, counted + 2).items():
+    for key, value in _settings(load, model, dtype, counted + 2, rank_threads).items():
         command += ["--set", f"{key}={value}"]
     busy = os.getloadavg()[0]
     done = folder / "run" / "metrics.jsonl"
@@ -160,7 +160,7 @@ def ours(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Rou
     return rated(_checked(load, updates)[:-1], looks, busy)
 
 
-def _settings(load: Load, model: Path, dtype: str, updates: int) -> dict[str, str]:
+def _settings(load: Load, model: Path, dtype: str, updates: int, rank_threads: int) -> dict[str, str]:
     """The config of a run: everything that the peer has too, no more."""
     shape = ", ".join(f"{key} = {value}" for key, value in msgspec.to_builtins(load.shape).items())
     steps = load.shape.steps
@@ -189,7 +189,7 @@ def _settings(load: Load, model: Path, dtype: str, updates: int) -> dict[str, st
         "actors.kv_cache_gib": 0.4,
         "learner.count": 1,
         "learner.dtype": f'"{dtype}"',
-        "learner.threads": THREADS // 2,
+        "learner.threads": rank_threads,
         "learner.scheme": '"grpo"' if steps == 1 else '"slate"',
         "learner.aggregation": '"token"',
         "learner.kl_coef": 0.0,
@@ -212,12 +212,14 @@ def _checked(load: Load, updates: list[Update]) -> list[Update]:
     return updates
 
 
-def compare(load: Load, model: Path, folder: Path, dtype: str, rounds: int, counted: int) -> dict[str, Any]:
+def compare(
+    load: Load, model: Path, folder: Path, dtype: str, rounds: int, counted: int, rank_threads: int
+) -> dict[str, Any]:
     """Interleaved rounds of both; each ratio is the median over the rounds, above 1 where ours is faster, below where it is smaller."""
     made: dict[str, list[Round]] = {"peer": [], "ours": []}
     for number in range(rounds):
         made["peer"].append(peer(load, model, folder / f"peer{number}", dtype, counted))
-        made["ours"].append(ours(load, model, folder / f"ours{number}", dtype, 2 * counted))
+        made["ours"].append(ours(load, model, folder / f"ours{number}", dtype, 2 * counted, rank_threads))
         for side, found in made.items():
             print(f"round {number}, {side}: {found[-1]}", file=sys.stderr, flush=True)
     pairs = list(zip(made["ours"], made["peer"], strict=True))
@@ -249,10 +251,12 @@ def run(
     rounds: Count = ROUNDS,
     counted: Count = COUNTED,
     questions: Count | None = None,
+    rank_threads: Count = THREADS // 2,
 ) -> dict[str, Any]:
     """Compare all loads. The ratio is the worst of (tokens a second over its goal, memory of the peer over ours): 1 meets every goal.
 
     rounds: of each side. counted: updates of a round that count. questions: of an update instead of the load's, for a slow machine.
+    rank_threads: of our learner's rank; with 2 it also uses the core on which the actor waits.
     """
     less = {} if questions is None else {"questions": questions}
     shapes = {name: msgspec.structs.replace(LOADS[name], **less) for name in loads}
@@ -263,7 +267,7 @@ def run(
         found = {}
         for name, load in shapes.items():
             (folder / name).mkdir()
-            found[name] = compare(load, copy, folder / name, dtype, rounds, counted)
+            found[name] = compare(load, copy, folder / name, dtype, rounds, counted, rank_threads)
     worst = min(min(row["tokens_ratio"] / GOALS[name], 1 / row["memory_ratio"]) for name, row in found.items())
     print(table(found), flush=True)
     packages = ("torch", "transformers", "peft")

@@ -1,0 +1,151 @@
+"""Checkpoints: proven before the one before goes, set aside when damaged, and with all that training depends on."""
+
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from learner import checkpoint, rng
+from tests.updates import batch, state, trainer
+from wire import atomic, digest, frontier
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def two_checkpoints(run: Path, llama: Path) -> tuple[Path, Path]:
+    learner = trainer(llama, run)
+    learner.update(batch(0, 0))
+    first = checkpoint.save(learner, run, {1: 1}, 3)
+    learner.update(batch(1, 1))
+    return first, checkpoint.save(learner, run, {1: 1, 2: 2}, 3)
+
+
+def test_every_file_has_a_digest_that_sha256sum_agrees_with(tmp_path: Path, llama: Path) -> None:
+    _, folder = two_checkpoints(tmp_path, llama)
+    listed = set(digest.sums(folder))
+    assert listed == {"state.json", "rng-00000.json", "policy-00000.safetensors"}
+    assert {path.name for path in folder.iterdir()} == listed | {digest.SUMS}
+    subprocess.run(["sha256sum", "--check", "--strict", digest.SUMS], cwd=folder, check=True, capture_output=True)
+
+
+def test_every_file_and_both_folders_are_synced_before_the_checkpoint_has_its_name_and_its_place_after(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_checkpoints(tmp_path, llama)
+    calls: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def syncing(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renaming(path: Path, target: Path) -> Path:
+        calls.append(f"rename {path.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(Path, "rename", renaming)
+    learner = trainer(llama, tmp_path)
+    learner.version = 7
+    folder = checkpoint.save(learner, tmp_path, {}, 3)
+    named = calls.index("rename v000007.draft")
+    assert {path.name for path in folder.iterdir()} | {"v000007.draft"} <= set(calls[:named])
+    assert calls[named + 1 :] == ["checkpoints", tmp_path.name]
+
+
+@pytest.mark.parametrize("name", ["state.json", "policy-00000.safetensors", "rng-00000.json", digest.SUMS])
+@pytest.mark.parametrize("fault", ["flipped", "missing", "cut"])
+def test_a_damaged_newest_checkpoint_is_set_aside_by_name_and_the_one_before_is_restored(
+    tmp_path: Path, llama: Path, name: str, fault: str
+) -> None:
+    first, second = two_checkpoints(tmp_path, llama)
+    if fault == "flipped":
+        flip(second / name)
+    elif fault == "missing":
+        (second / name).unlink()
+    else:
+        os.truncate(second / name, (second / name).stat().st_size // 2)
+    expected = trainer(llama, tmp_path)
+    checkpoint.restore(expected, first)
+    resumed = trainer(llama, tmp_path)
+    restored, (warning,) = checkpoint.restore_newest(resumed, tmp_path)
+    assert (restored.version, restored.groups(), resumed.version) == (1, {1: 1}, 1)
+    assert "v000002" in warning
+    assert "from version 1" in warning
+    assert all(torch.equal(value, state(expected)[key]) for key, value in state(resumed).items())
+    assert sorted(path.name for path in first.parent.iterdir()) == ["v000001", "v000002.damaged"]
+
+
+def test_only_when_every_checkpoint_is_damaged_does_the_run_end_and_each_start_says_so(
+    tmp_path: Path, llama: Path
+) -> None:
+    first, second = two_checkpoints(tmp_path, llama)
+    for folder in (first, second):
+        flip(folder / "policy-00000.safetensors")
+    for _ in range(2):
+        with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of .* can be read.*backup"):
+            checkpoint.restore_newest(trainer(llama, tmp_path), tmp_path)
+    assert sorted(path.name for path in first.parent.iterdir()) == ["v000001", "v000002"]
+
+
+def test_a_run_without_a_checkpoint_begins_at_version_0(tmp_path: Path, llama: Path) -> None:
+    assert checkpoint.restore_newest(trainer(llama, tmp_path), tmp_path) == (checkpoint.State(), [])
+
+
+def test_the_checkpoint_before_stays_until_the_new_one_reads_back(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = two_checkpoints(tmp_path, llama)
+    finish = atomic.finish
+
+    def failing_disk(draft: Path, out: Path, durable: bool = False) -> None:
+        finish(draft, out, durable)
+        flip(out / "policy-00000.safetensors")
+
+    monkeypatch.setattr(atomic, "finish", failing_disk)
+    learner = trainer(llama, tmp_path)
+    learner.version = 3
+    with pytest.raises(checkpoint.CheckpointError, match=r"v000003 could not be written .*not what was written"):
+        checkpoint.save(learner, tmp_path, {}, 1)
+    assert {path.name for path in first.parent.iterdir()} == {"v000001", "v000002", "v000003.damaged"}
+
+
+def test_random_states_and_what_the_watch_remembers_come_back(tmp_path: Path, llama: Path) -> None:
+    learner = trainer(llama, tmp_path)
+    for version in range(6):
+        learner.watch.warnings({"ppr/turns_correct": float(version)}, 1.0 + version)
+        learner.watch.noise_scale({"watch/gradient_noise": 2.0, "watch/gradient_signal": float(version)}, 3)
+    random.seed(7), np.random.seed(8), torch.manual_seed(9)
+    checkpoint.save(learner, tmp_path, {}, 3, {0: {"learner/loss": 0.5}})
+    drawn = [random.random(), random.gauss(), np.random.random(), float(torch.rand(1))]
+    resumed = trainer(llama, tmp_path)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    folder = checkpoint.newest(tmp_path)
+    assert folder is not None
+    restored = checkpoint.restore(resumed, folder)
+    assert [random.random(), random.gauss(), np.random.random(), float(torch.rand(1))] == drawn
+    assert resumed.watch.state() == learner.watch.state()
+    assert restored.records == {0: {"learner/loss": 0.5}}
+    assert msgspec.json.decode(msgspec.json.encode(rng.state()), type=rng.RngState) == rng.state()
+
+
+def test_a_frontier_is_stored_as_runs_and_older_ones_are_read(tmp_path: Path) -> None:
+    groups = {4: 1, 5: 1, 6: 2, 8: 2, 9: 2}
+    stored = frontier.runs(groups)
+    assert stored == [(4, 5, 1), (6, 6, 2), (8, 9, 2)]
+    assert frontier.Frontier(2, stored).groups() == groups
+    folder = tmp_path / "checkpoints" / "v000003"
+    folder.mkdir(parents=True)
+    (folder / frontier.FILE).write_text('{"version": 3, "trained": [1, 5], "lengths": {}}')
+    assert frontier.read(tmp_path, 3).groups() == {1: 3, 5: 3}
+    assert frontier.read(tmp_path, 0) == frontier.Frontier()

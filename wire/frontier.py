@@ -1,0 +1,42 @@
+"""The trained frontier of a checkpoint, as ``state.json`` holds it: which version trained each group, and the metrics of the newest updates.
+
+The learner writes it and restores from it; the scheduler and ``tools/audit`` read it.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+FILE = "state.json"
+
+
+class Frontier(msgspec.Struct, frozen=True):
+    """version: that of the weights. trained: runs (first id, last id, version) of groups with consecutive ids that one version trained; a bare
+    id stands for a group of unknown version, as earlier releases wrote it. records: the metrics of the newest updates, by version."""
+
+    version: int = 0
+    trained: list[int | tuple[int, int, int]] = []
+    records: dict[int, dict[str, float]] = {}
+
+    def groups(self) -> dict[int, int]:
+        """Return the version that trained each group, by the group's id. A group of unknown version counts to the newest one."""
+        runs = [(run, run, self.version) if isinstance(run, int) else run for run in self.trained]
+        return {group: version for first, last, version in runs for group in range(first, last + 1)}
+
+
+def runs(groups: dict[int, int]) -> list[int | tuple[int, int, int]]:
+    """Return the runs of consecutive ids with equal versions, ascending: {4: 1, 5: 1, 7: 2} is [(4, 5, 1), (7, 7, 2)]."""
+    joined: list[tuple[int, int, int]] = []
+    for group, version in sorted(groups.items()):
+        if joined and joined[-1][1:] == (group - 1, version):
+            joined[-1] = (joined[-1][0], group, version)
+        else:
+            joined.append((group, group, version))
+    return [*joined]
+
+
+def read(run: Path, version: int) -> Frontier:
+    """Return the frontier of the checkpoint of ``version``, empty for version 0. Raises ValueError or OSError if it cannot be read."""
+    if not version:
+        return Frontier()
+    return msgspec.json.decode((run / "checkpoints" / f"v{version:06d}" / FILE).read_bytes(), type=Frontier)
