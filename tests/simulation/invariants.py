@@ -64,7 +64,7 @@ def _trained_once(groups: dict[int, tuple[TreeRow, int | None]], record: Sequenc
             yield f"group {group} of tree {row.id} ({row.status}) was never trained"
         elif version is None:
             yield f"group {group} was trained and the journal does not say so"
-        elif version < by_version[group]:
+        elif version != by_version[group]:
             yield f"group {group} was trained into version {by_version[group]}, and the journal says {version}"
 
 

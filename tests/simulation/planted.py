@@ -4,7 +4,6 @@ A fault is a function that patches the product while a simulation runs. ``found(
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,7 +29,7 @@ Change = Callable[[ExitStack], None]
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """One fault: what is wrong, the commit that once mended it or one like it ("" for a fault that never was), and the patch."""
+    """One fault: what is wrong, the commit that mended it or one like it once ("" for a fault that was never here), and the patch."""
 
     name: str
     like: str
@@ -80,18 +79,6 @@ def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any 
 def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
     if (attempt := pending.attempt) is not None:
         self._finish(attempt, outcome)
-
-
-def _numbers_again(stack: ExitStack) -> None:
-    """Each scheduler counts its requests from 0, so a worker's answer to the scheduler before may fit a request of this one."""
-    original = World._born
-
-    async def born(self: World, socket: Any) -> Run:
-        run = await original(self, socket)
-        run.dispatcher._numbers = itertools.count()
-        return run
-
-    stack.enter_context(patch.object(World, "_born", born))
 
 
 # ------------------------------------------------------------------------------------------ journal, stream and pacing
@@ -183,7 +170,6 @@ FAULTS = [
     Planted("a failed attempt keeps its place", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release)),
     Planted("a resume skips the trees that were growing", "", _resumed_without("growing")),
     Planted("a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")),
-    Planted("the next scheduler accepts an answer to the one before", "", _numbers_again),
     Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
     Planted("a quarantine is not written", "", _replace(Run, "_quarantine", _quarantine_unwritten)),
