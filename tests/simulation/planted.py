@@ -170,8 +170,12 @@ THIS = "this simulation"
 FAULTS = [
     Planted("lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)),
     Planted("a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again)),
-    Planted("the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls)),
-    Planted("a failed attempt keeps its place", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release)),
+    Planted(
+        "the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls), hint=50
+    ),
+    Planted(
+        "a failed attempt keeps its place", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release), hint=45
+    ),
     Planted("a resume skips the trees that were growing", "", _resumed_without("growing")),
     Planted("a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")),
     Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
@@ -182,10 +186,14 @@ FAULTS = [
     Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
     Planted("marks of lost updates survive a resume", "", _replace(Journal, "forget_training_after", _nothing)),
     Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once), hint=270),
-    Planted("a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing)),
+    Planted(
+        "a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing), hint=90
+    ),
     Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=350),
     Planted("an answer with too few parts ends the run", THIS, _replace(context, "_complete", _nothing)),
-    Planted("a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups)),
+    Planted(
+        "a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups), hint=75
+    ),
     Planted(
         "a forced opening stays without its answer", THIS, _replace(Context, "force_answer", _open_before_the_answer)
     ),
