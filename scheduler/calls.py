@@ -129,10 +129,9 @@ class Pending:
 
 
 class Attempt:
-    """One attempt to run a pending call on one worker. unknown: how many heartbeats in a row did not list it."""
+    """One attempt to run a pending call on one worker."""
 
-    __slots__ = ("number", "pending", "start", "unknown", "worker")
+    __slots__ = ("number", "pending", "start", "worker")
 
     def __init__(self, number: int, pending: Pending, worker: Worker, start: float):
         self.number, self.pending, self.worker, self.start = number, pending, worker, start
-        self.unknown = 0

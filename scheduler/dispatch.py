@@ -394,11 +394,10 @@ class Dispatcher:
         match header:
             case Result(id=number) | Error(id=number):
                 self._answer(worker, number, header, frames)
-            case Heartbeat(stats=stats, open=listed):
+            case Heartbeat(stats=stats, open=listed, echo=echo):
                 worker.stats, worker.beat_at = stats, worker.heard
-                if listed is not None:
-                    self._compare(worker, set(listed))
-                self._send(worker, Heartbeat(len(worker.in_flight), {}))
+                self._compare(worker, set(listed), echo)
+                self._send(worker, Heartbeat(len(worker.in_flight), {}, echo=next(self._numbers)))
                 self._pump_all(worker)  # a rested worker may be usable again
             case Drain():
                 worker.draining = True
@@ -407,19 +406,14 @@ class Dispatcher:
             case _:
                 raise WireError(f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends")
 
-    def _compare(self, worker: Worker, listed: set[int]) -> None:
-        """Fail the attempts that two heartbeats in a row did not list: a connection was lost with the request or the answer on its way.
-
-        One heartbeat proves nothing, because the worker may have sent it before the request arrived.
-        """
-        for attempt in list(worker.in_flight.values()):
-            attempt.unknown = 0 if attempt.number in listed else attempt.unknown + 1
-            if attempt.unknown > 1 and self.clock() - attempt.start > 2 * self.config.heartbeat_s:
-                self.counters["lost_calls"] += 1
-                self._send(worker, Cancel(attempt.number))  # in case it is not lost but late
-                self._fail(
-                    attempt, InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost")
-                )
+    def _compare(self, worker: Worker, listed: set[int], echo: int) -> None:
+        """Fail the attempts that were sent before an echo that has arrived, and that are not open there: a connection lost them or their
+        answers, and nothing else would tell."""
+        for attempt in [a for a in worker.in_flight.values() if a.number < echo and a.number not in listed]:
+            self.counters["lost_calls"] += 1
+            self._fail(
+                attempt, InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost")
+            )
 
     def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)

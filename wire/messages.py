@@ -40,12 +40,14 @@ class Registered(msgspec.Struct, tag="registered", frozen=True):
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     """Worker -> scheduler: the worker is alive. ``stats`` are monotonic counters and gauges that the worker names.
 
-    ``open`` lists the worker's open requests, so that the scheduler notices calls that a lost connection swallowed. None tells nothing.
+    The scheduler answers each heartbeat with one whose ``echo`` is newer than every request before it. The worker returns the newest echo
+    with its ``open`` requests: a request that is older than the echo and not open was lost with a connection, or its answer was.
     """
 
     in_flight: int
     stats: dict[str, float]
-    open: list[int] | None = None
+    open: list[int] = []
+    echo: int = 0
 
 
 class Request(msgspec.Struct, tag="request", frozen=True):

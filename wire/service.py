@@ -118,6 +118,7 @@ class Service:
         self._heard = time.monotonic()
         self._beat_s = 2.0
         self._admission: str | None = None
+        self._echo = 0
 
     def send(self, header: Message, body: msgspec.Struct | None = None) -> None:
         """Queue a message. The body must not be changed afterwards, because large arrays are not copied."""
@@ -160,7 +161,7 @@ class Service:
         while True:
             if not self.registered.is_set():
                 await self._register()
-            self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls)))
+            self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls), self._echo))
             await asyncio.sleep(self._beat_s)
             if self.registered.is_set() and time.monotonic() - self._heard > self.silence_s:
                 log.warning("%s: the scheduler is silent, registering anew", self.name)
@@ -196,6 +197,7 @@ class Service:
         if self._admission not in (None, header.admission):
             for call in self.calls.values():
                 call.cancel()
+            self._echo = 0
         self._admission, self._beat_s = header.admission, header.heartbeat_s
         self.registered.set()
         if self.draining.is_set():
@@ -224,8 +226,10 @@ class Service:
                 if reason != REGISTER_AGAIN:
                     raise Rejected(f"{self.name}: the scheduler sent this worker away: {reason}")
                 self.registered.clear()
+            case Heartbeat(echo=echo):
+                self._echo = echo
             case _:
-                pass  # the echo of a heartbeat, which only shows that the scheduler is alive
+                pass  # what only a worker sends
 
     def _accept(self, header: Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:

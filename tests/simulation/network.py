@@ -117,7 +117,7 @@ class Socket:
             return
         try:
             self._deliver(frames)
-        except Exception as error:  # as wire.sockets.Pump does
+        except Exception as error:  # noqa: BLE001 as wire.sockets.Pump does
             self._deliver = None
             if self._ended is not None and not self._ended.done():
                 self._ended.set_exception(error)

@@ -79,6 +79,7 @@ class Peer:
         self.faulty: Callable[[], bool] = lambda: False
         self.violated: Callable[[str], None] = lambda reason: None
         self.life = 0
+        self.answers = 0
         self.alive = False
         self.frozen_until = 0.0
 
@@ -95,6 +96,7 @@ class Peer:
         self.calls: dict[int, Request] = {}
         self.registered, self.draining = False, False
         self.admission: str | None = None
+        self.echo = 0
         self.heard, self.beat_s, self.pause = self.agenda.now, 2.0, FIRST_RETRY_S
         self.note("start", self.name)
         self.born()
@@ -146,7 +148,7 @@ class Peer:
             self.later(self.pause, self._beat)
             self.pause = min(2 * self.pause, LAST_RETRY_S)
             return
-        self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls)))
+        self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls), self.echo))
         self.later(self.beat_s, self._beat)
 
     def stats(self) -> dict[str, float]:
@@ -171,6 +173,7 @@ class Peer:
             case Registered(heartbeat_s=beat_s, admission=admission):
                 if self.admission not in (None, admission):
                     self.calls.clear()
+                    self.echo = 0
                 self.admission, self.beat_s, self.registered = admission, beat_s, True
             case Drain():
                 self.draining = True
@@ -182,6 +185,8 @@ class Peer:
                 elif self.registered:
                     self.registered, self.pause = False, FIRST_RETRY_S
                     self._register_now()
+            case Heartbeat(echo=echo):
+                self.echo = echo
             case _:
                 pass
 
@@ -210,7 +215,7 @@ class Peer:
     def accepted(self, header: Request, body: Any) -> None:
         """Answer a request after a while, or not at all."""
         mean = self.manners.seconds.get(header.service.split(".")[0], 0.1)
-        if self._strikes(self.manners.hang):
+        if header.service != "load" and self._strikes(self.manners.hang):  # a load that hangs may take 20 minutes
             self.note("hangs", self.name, header.id)
             return
         self.later(self.rng.random() * 2 * mean, lambda: self._answer(header, body))
@@ -224,7 +229,7 @@ class Peer:
 
     def _answer(self, header: Request, body: Any) -> None:
         if header.id not in self.calls:
-            return
+            return None
         if self._strikes(self.manners.error):
             return self.reply(header.id, Error(header.id, "infrastructure", "an injected fault"))
         if self._strikes(self.manners.data_fault) and header.service not in ("load", "train", "close"):
@@ -241,6 +246,7 @@ class Peer:
         """Answer an open request once; an ill-mannered peer answers twice."""
         if self.calls.pop(number, None) is None:
             return
+        self.answers += 1
         self.send(header, body)
         if self._strikes(self.manners.twice):
             self.later(self.rng.random() * 5, lambda: self.send(header, body))

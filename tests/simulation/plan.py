@@ -21,9 +21,12 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 ]
 KINDS = ("freeze", "die", "cut", "error", "data_fault", "twice", "garbage", "hang", "short", "not_a_number", "crash")
 
+LEARNER = -1
+"""The learner is the last of a world's peers. It is struck more often than the others, because its calls are open the longest."""
+
 
 class Strike(msgspec.Struct, frozen=True):
-    """A fault of one peer at a moment. kind: "freeze", "die" or "cut", for ``seconds``."""
+    """A fault of one peer at a moment. kind: "freeze", "die" or "cut", for ``seconds``. peer: its place in the world's list."""
 
     at: float
     kind: str
@@ -42,7 +45,7 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """See the module. rejoin: seconds after which a resumed run's processes start; outside: whether judges outlive a crash."""
+    """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether judges outlive a crash."""
 
     settings: SchedulerConfig
     actors: int
@@ -127,7 +130,12 @@ def _strikes(rng: random.Random, kinds: set[str], until: float) -> list[Strike]:
     if not wanted:
         return []
     return [
-        Strike(rng.random() * until, rng.choice(wanted), rng.randrange(16), rng.choice([0.5, 3.0, 25.0]) * rng.random())
+        Strike(
+            rng.random() * until,
+            rng.choice(wanted),
+            LEARNER if rng.random() < 0.3 else rng.randrange(16),
+            rng.choice([0.5, 3.0, 25.0]) * rng.random(),
+        )
         for _ in range(rng.randint(1, 5))
     ]
 

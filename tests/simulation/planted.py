@@ -4,7 +4,6 @@ A fault is a function that patches the product while a simulation runs. ``found(
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,24 +13,31 @@ import msgspec
 
 from scheduler import context
 from scheduler.calls import Attempt
+from scheduler.context import Context
 from scheduler.dispatch import Dispatcher
-from scheduler.journal import Journal
+from scheduler.journal import Journal, TreeRow
 from scheduler.main import Run
 from scheduler.pacing import Pacing
 from scheduler.strategies import chain
 from scheduler.stream import Stream
+from scheduler.tree import Node
 from tests.simulation.world import World, quiet
 from wire.faults import InfrastructureFault
+from wire.messages import TrainGroup
 
 Change = Callable[[ExitStack], None]
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """One fault: what is wrong, the commit that once mended it or one like it ("" for a fault that never was), and the patch."""
+    """One fault: what is wrong, the commit that mended it or one like it once ("" for a fault that was never here), and the patch.
+
+    hint: the seed with which the tests begin, because earlier ones did not find the fault.
+    """
 
     name: str
     like: str
     change: Change
+    hint: int = 0
 
 
 def _replace(owner: Any, name: str, value: Any) -> Change:
@@ -61,9 +67,10 @@ _finish = Dispatcher._finish
 
 
 def _finish_without_release(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
-    _finish(self, attempt, outcome, result)
+    hello = attempt.worker.hello
     if outcome == "infrastructure":
-        attempt.worker.in_flight[attempt.number] = attempt
+        attempt.worker.hello = msgspec.structs.replace(hello, capacity=hello.capacity - 1)
+    _finish(self, attempt, outcome, result)
 
 
 def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
@@ -76,18 +83,6 @@ def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any 
 def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
     if (attempt := pending.attempt) is not None:
         self._finish(attempt, outcome)
-
-
-def _numbers_again(stack: ExitStack) -> None:
-    """Each scheduler counts its requests from 0, so a worker's answer to the scheduler before may fit a request of this one."""
-    original = World._born
-
-    async def born(self: World, socket: Any) -> Run:
-        run = await original(self, socket)
-        run.dispatcher._numbers = itertools.count()
-        return run
-
-    stack.enter_context(patch.object(World, "_born", born))
 
 
 # ------------------------------------------------------------------------------------------ journal, stream and pacing
@@ -104,8 +99,6 @@ def _emit_first(self: Stream, tree: Any, turns: Any) -> None:
 
 
 async def _send_once(self: Stream, tree: Any, group: int, turns: Any) -> None:
-    from wire.messages import TrainGroup
-
     try:
         body = TrainGroup(group, tree.id, self._fresh(tree, turns, False), turns)
         trained = await self.dispatcher.call("train", body, deadline=1e6)
@@ -141,67 +134,69 @@ async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
     ctx.emit([await chain.episode(tree, ctx, bonus)])
 
 
+def _count_without_groups(self: Run, tree: Any, reason: str) -> None:
+    if tree.groups or not reason.startswith("no trajectory"):
+        return _quarantine(self, tree, reason)
+    self.journal.close_tree(tree, "closed")
+    self.stream.close(tree)
+    return None
+
+
+async def _open_before_the_answer(self: Context, node: Node) -> Node:
+    prefix = self.environment.forced_prefix
+    opening = self.tree.add(node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state)
+    (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
+    answer = self._sampled(opening, sample, forced=True, chosen=True)
+    self.save([opening, answer])
+    return answer
+
+
 async def _at_once(self: Stream, timeout: float) -> None:
     """The run ends without the last answers."""
 
 
+def _resumed_without(status: str) -> Change:
+    def rows(self: Journal) -> list[TreeRow]:
+        return [row for row in _untrained(self) if row.status != status]
+
+    return _replace(Journal, "untrained_trees", rows)
+
+
+def _nothing(*arguments: Any) -> None:
+    """What the fault leaves out."""
+
+
+THIS = "this simulation"
 FAULTS = [
+    Planted("lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)),
+    Planted("a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again)),
     Planted(
-        "a lost wake-up: a worker that joins wakes nobody who waits for it",
-        "c37b2d9",
-        _replace(Dispatcher, "__init__", _deaf),
+        "the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls), hint=50
     ),
     Planted(
-        "a group is sent twice: a tree that crashed after its group emits another",
-        "608484b",
-        _replace(chain, "grow", _grow_again),
+        "a failed attempt keeps its place", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release), hint=45
     ),
-    Planted(
-        "a lease outlives its worker: the calls of a lost worker stay with it",
-        "",
-        _replace(Dispatcher, "_leave", _leave_without_calls),
-    ),
-    Planted(
-        "a failed attempt does not release its place on the worker",
-        "b351ee5",
-        _replace(Dispatcher, "_finish", _finish_without_release),
-    ),
-    Planted(
-        "a resume skips the trees that were growing",
-        "",
-        _replace(Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "growing"]),
-    ),
-    Planted(
-        "a resume skips what a quarantined tree had emitted",
-        "7f5fe36",
-        _replace(
-            Journal, "untrained_trees", lambda self: [row for row in _untrained(self) if row.status != "quarantined"]
-        ),
-    ),
-    Planted("an answer to an earlier scheduler is accepted by the next one", "", _numbers_again),
-    Planted(
-        "a cancellation is lost: the worker goes on with what nobody wants",
-        "5f4b84b",
-        _replace(Dispatcher, "_abandon", _abandon_in_silence),
-    ),
+    Planted("a resume skips the trees that were growing", "", _resumed_without("growing")),
+    Planted("a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")),
+    Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
     Planted("a quarantine is not written", "", _replace(Run, "_quarantine", _quarantine_unwritten)),
     Planted("a quarantined tree keeps its admission", "", _replace(Run, "_quarantine", _quarantine_uncounted)),
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
     Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
+    Planted("marks of lost updates survive a resume", "", _replace(Journal, "forget_training_after", _nothing)),
+    Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once), hint=270),
     Planted(
-        "a resume keeps the marks of updates that the checkpoint lost",
-        "",
-        _replace(Journal, "forget_training_after", lambda self, version: None),
+        "a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing), hint=90
     ),
-    Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once)),
+    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=350),
+    Planted("an answer with too few parts ends the run", THIS, _replace(context, "_complete", _nothing)),
     Planted(
-        "a call that a lost connection swallowed is never noticed",
-        "this round",
-        _replace(Dispatcher, "_compare", lambda self, worker, listed: None),
+        "a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups), hint=75
     ),
-    Planted("the run ends before the last answers", "this round", _replace(Stream, "settle", _at_once)),
-    Planted("a short answer ends the run", "this round", _replace(context, "_complete", lambda *arguments: None)),
+    Planted(
+        "a forced opening stays without its answer", THIS, _replace(Context, "force_answer", _open_before_the_answer)
+    ),
 ]
 
 
@@ -213,10 +208,10 @@ def planted(fault: Planted) -> Iterator[None]:
         yield
 
 
-def found(fault: Planted, most: int) -> tuple[int, str] | None:
-    """The first seed below ``most`` that finds the fault, with the violated invariant; None if none does."""
+def found(fault: Planted, most: int, first: int = 0) -> tuple[int, str] | None:
+    """The first of ``most`` seeds, beginning with ``first``, that finds the fault, with the violated invariant; None if none does."""
     with planted(fault):
-        for seed in range(most):
+        for seed in range(first, first + most):
             with quiet():
                 history = World(seed).play()
             if history.failures:

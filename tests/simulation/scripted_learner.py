@@ -31,11 +31,9 @@ class Learner(Peer):
         super().__init__(network, rng, "learner", ["train", "close"], 4096)
         self.run, self.questions, self.every = run, questions, every
         self.record: list[Update] = []
-        self.lives = 0
 
     def born(self) -> None:
         """Restore the newest checkpoint, and announce its weights."""
-        self.lives += 1
         files = sorted((self.run / "checkpoints").glob("v??????/state.json"))
         state = msgspec.json.decode(files[-1].read_bytes(), type=frontier.Frontier) if files else frontier.Frontier()
         self.version = self.durable = state.version
@@ -53,7 +51,9 @@ class Learner(Peer):
     # ------------------------------------------------------------------------------------------ requests
 
     def accepted(self, header: Request, body: TrainGroup | TreeClosed) -> None:
-        if isinstance(body, TreeClosed):
+        if self._strikes(self.manners.error):
+            self.reply(header.id, Error(header.id, "infrastructure", "an injected fault"))
+        elif isinstance(body, TreeClosed):
             if body.tree not in self.done:
                 self.closed.setdefault(body.tree, body)
             self.reply(header.id, Result(header.id), Closed())

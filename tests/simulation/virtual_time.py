@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Stuck(Exception):  # noqa: N818 it is a finding, not an error of the simulator
+class Stuck(Exception):
     """The run cannot end: nothing will ever happen again, or the virtual deadline has passed."""
 
 
@@ -32,6 +32,11 @@ class Agenda:
         """Run ``event`` in ``delay`` seconds."""
         self.at(self.now + delay, event)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no event is left."""
+        return not self._events
+
     def advance(self, timer: float = math.inf) -> bool:
         """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns whether it was an event.
 
@@ -39,7 +44,7 @@ class Agenda:
         """
         event = self._events[0][0] if self._events else math.inf
         moment = min(event, timer)
-        if moment > self.deadline:
+        if math.isinf(moment) or moment > self.deadline:
             raise Stuck(
                 "nothing will ever happen again" if math.isinf(moment) else f"not over after {self.deadline:.0f} s"
             )

@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 
 from scheduler import main as scheduling
@@ -30,7 +29,7 @@ from scheduler.text import Text
 from tests.simulation import invariants
 from tests.simulation.network import Network, plain
 from tests.simulation.peers import Actor, Judge, Peer, Retriever
-from tests.simulation.plan import Crash, Plan, Strike, plan
+from tests.simulation.plan import LEARNER, Crash, Strike, plan
 from tests.simulation.scripted_learner import Learner
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
 from wire.faults import Fault
@@ -132,8 +131,18 @@ class World:
         rng = random.Random(f"world/{seed}")
         self.network = Network(self.agenda, rng, self.note, self.plan.slow, self.plan.spikes)
         self.rng = rng
-        self.peers = self._peers()
-        self.learner = next(peer for peer in self.peers if isinstance(peer, Learner))
+        self.learner = Learner(
+            self.network,
+            self._rng("learner"),
+            self.folder,
+            self.plan.settings.questions_per_update,
+            self.plan.checkpoint_every,
+        )
+        self.peers = [*self._workers(), self.learner]
+        for peer in self.peers:
+            peer.manners, peer.violated = self.plan.manners, self.violated
+            peer.faulty = lambda: self.agenda.now < self.plan.healthy_from
+            peer.outside = self.plan.outside and isinstance(peer, Judge)
         self.lives = 0
 
     def note(self, kind: str, *rest: Any) -> None:
@@ -145,8 +154,8 @@ class World:
         self.note("VIOLATED", reason)
         self.history.failures.append(reason)
 
-    def _peers(self) -> list[Peer]:
-        p, settings = self.plan, self.plan.settings
+    def _workers(self) -> list[Peer]:
+        p = self.plan
         texts = [text().encode(one) for one in TEXTS]
         peers: list[Peer] = [
             Actor(
@@ -169,13 +178,6 @@ class World:
             )
         ]
         peers.append(Retriever(self.network, self._rng("retriever"), "retriever", ["retrieve"], 2))
-        peers.append(
-            Learner(self.network, self._rng("learner"), self.folder, settings.questions_per_update, p.checkpoint_every)
-        )
-        for peer in peers:
-            peer.manners, peer.violated = p.manners, self.violated
-            peer.faulty = lambda: self.agenda.now < p.healthy_from
-            peer.outside = p.outside and isinstance(peer, Judge)
         return peers
 
     def _rng(self, name: str) -> random.Random:
@@ -207,7 +209,7 @@ class World:
         return self.history
 
     def _strike(self, strike: Strike) -> None:
-        peer = self.peers[strike.peer % len(self.peers)]
+        peer = self.learner if strike.peer == LEARNER else self.peers[strike.peer % len(self.peers)]
         if not peer.alive:
             return
         if strike.kind == "freeze":
@@ -231,7 +233,6 @@ class World:
         socket = self.network.bind()
         run: scheduling.Run | None = None
         try:
-            asyncio.set_event_loop(loop)
             run = loop.run_until_complete(self._born(socket))
             for peer in self.peers:
                 self.agenda.after(self.rng.random() * 3, peer.start)
@@ -340,13 +341,13 @@ class World:
             run.journal._db.close()
         loop.agenda = Agenda(deadline=-1.0)  # the time of the dead goes no further
         for _ in range(BURIALS):
-            for task in (tasks := asyncio.all_tasks(loop)):
+            tasks = asyncio.all_tasks(loop)
+            if not tasks:
+                break
+            for task in tasks:
                 task.cancel()
             with contextlib.suppress(Stuck, Killed):
                 loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            if not tasks:
-                break
-        asyncio.set_event_loop(None)
         loop.close()
 
 
