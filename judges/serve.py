@@ -21,9 +21,9 @@ from judges.players import Player
 from judges.speakers import Speaker
 from wire import loop, options
 from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.keys import PeerKeys
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayResult, SpeakResult
 from wire.service import Call, Handler, Service
-from wire.sockets import RunKeys
 
 BUILT_IN = {
     "exact_match": "judges.exact_match:ExactMatch",
@@ -184,7 +184,7 @@ class Batcher:
 
 
 async def serve(
-    workers: Sequence[Worker], name: str, endpoint: str, keys: RunKeys | None, signals: bool = True
+    workers: Sequence[Worker], name: str, endpoint: str, keys: PeerKeys | None, signals: bool = True
 ) -> None:
     """Offer ``judge.<name>`` for each judge, and ``player.<name>`` or ``speaker.<name>`` for the other workers, until drained."""
     batchers = {service_of(judge): Batcher(judge) for judge in workers if isinstance(judge, Judge)}
@@ -217,10 +217,10 @@ def answering(worker: Player | Speaker) -> Handler:
     return handle
 
 
-def connection(run: Path) -> tuple[str, RunKeys]:
-    """Return the endpoint and the keys of a started run. Raises FileNotFoundError, which names the remedy."""
+def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
+    """Return the endpoint and a role's keys of a started run. Raises FileNotFoundError, which names the remedy."""
     try:
-        return (run / "endpoint").read_text().strip(), RunKeys.load(run / "keys")
+        return (run / "endpoint").read_text().strip(), PeerKeys.load(run / "keys", role)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{run} is not a started run ({error}): start it with tools/launch first") from None
 

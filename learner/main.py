@@ -21,9 +21,9 @@ from learner.publish import Published, announce, publish
 from learner.ranks import Ranks
 from learner.trainer import Batch, Trainer
 from wire import arrays, loop
+from wire.keys import PeerKeys
 from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
 from wire.service import Call, Service
-from wire.sockets import RunKeys
 
 log = logging.getLogger("learner.main")
 
@@ -166,7 +166,7 @@ async def lead(trainer: Trainer, process: LearnerProcess, trained: set[int]) -> 
     announce(run, published)
     leader = Leader(trainer, run, Inbox(process.questions_per_update, trained), published, giver)
     service = Service(process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0)
-    keys = RunKeys.load(run / "keys")
+    keys = PeerKeys.load(run / "keys", "learner")
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))
     serving = asyncio.create_task(service.run((run / "endpoint").read_text().strip(), keys))

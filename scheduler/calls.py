@@ -35,10 +35,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``."""
+    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``; key: its public key."""
 
-    def __init__(self, identity: bytes, hello: Register, now: float, admission: str):
-        self.identity, self.hello, self.admission = identity, hello, admission
+    def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
+        self.identity, self.hello, self.admission, self.key = identity, hello, admission, key
         self.name = hello.worker
         self.in_flight: dict[int, Attempt] = {}
         self.stats: dict[str, float] = {}

@@ -38,8 +38,8 @@ from scheduler.together import together
 from scheduler.tree import Tree
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.keys import RunKeys
 from wire.messages import Trained
-from wire.sockets import RunKeys
 
 log = logging.getLogger("scheduler.main")
 
