@@ -20,7 +20,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "retriever": ("retrieve",),
 }
 """The services that each role of a run's own processes may offer."""
-INVITED = ("judge", "player", "speaker", "retrieve")
+INVITED = ("judge", "player", "speaker")
 """The services to which an outside peer can be invited. Actors and learners read and write the run's folder, so they are never outside."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _SERVER_FILES = ("server_public", "server_secret")
@@ -43,7 +43,7 @@ class PeerKeys(msgspec.Struct, frozen=True):
             raise FileNotFoundError(f"no keys in {folder} ({error}): is this a run folder that was started?") from None
 
 
-class Invitation(PeerKeys, frozen=True):
+class Invitation(PeerKeys, frozen=True, kw_only=True):
     """All that an invited peer needs, as one line of JSON."""
 
     endpoint: str
@@ -126,7 +126,7 @@ class RunKeys:
             )
         name = f"invited-{service}-{secrets.token_hex(3)}"
         pair = self.mint(name, (service,))
-        return name, Invitation(pair.server_public, pair.public, pair.secret, endpoint)
+        return name, Invitation(pair.server_public, pair.public, pair.secret, endpoint=endpoint)
 
     def revoke(self, name: str) -> None:
         """Take a key away. A live scheduler sends its holder away within a heartbeat. Raises ValueError when there is no such key."""

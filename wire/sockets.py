@@ -20,7 +20,8 @@ _BURST = 64
 """The number of messages handled before other coroutines get their turn."""
 
 
-def _is_loopback(endpoint: str) -> bool:
+def is_loopback(endpoint: str) -> bool:
+    """Return whether an endpoint is reached from this machine alone."""
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
     host = endpoint.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
@@ -117,7 +118,7 @@ class Router(Pump):
     """
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
-        if keys is None and not _is_loopback(bind):
+        if keys is None and not is_loopback(bind):
             raise ValueError(f"refusing to bind {bind} without CURVE keys: use a loopback address or pass RunKeys")
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.ROUTER), lead=3)

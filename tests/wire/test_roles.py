@@ -167,7 +167,7 @@ def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(tm
     assert os.path.exists(tmp_path / "outside.json")
 
 
-@pytest.mark.parametrize("service", ["train", "generate", "close", "load", "judge/../x", "nothing", ""])
+@pytest.mark.parametrize("service", ["train", "generate", "close", "load", "retrieve", "judge/../x", "nothing", ""])
 def test_nobody_is_invited_to_what_only_the_runs_own_processes_do(tmp_path: Path, service: str) -> None:
     with pytest.raises(ValueError, match="no peer can be invited"):
         RunKeys.create(tmp_path / "keys").invite(service, "tcp://127.0.0.1:1")
