@@ -1,6 +1,7 @@
 """The learner process. Rank 0 is the service worker (train, close), and all ranks train.
 
-Run ``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+Run ``python -m learner.main PROCESS.json`` with RANK and WORLD_SIZE in the environment, and with
+COPPICE_RANKS (a new file where the ranks of one machine meet) or MASTER_ADDR and MASTER_PORT.
 States of rank 0: waiting for a complete batch -> updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
 """
 
