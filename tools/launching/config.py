@@ -53,7 +53,7 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{named} is not UTF-8 ({error}): save it in that encoding") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{named} is not TOML: {error}") from None
     if "extends" not in tree:
         return tree
