@@ -36,7 +36,7 @@ from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Tree
-from wire import loop
+from wire import loop, published
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.keys import RunKeys
 from wire.messages import Trained
@@ -212,6 +212,7 @@ class Run:
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
         self.stream.version = weights.version
         if weights.version:
+            published.inside(self.folder, weights.path)
             await self.begun.wait()
             await self.spread.everywhere(weights)
         waited = time.monotonic() - scheduler.STARTED
@@ -382,7 +383,8 @@ class Run:
         """A version was trained: give its weights to the actors, record its metrics, then let pacing admit more trees."""
         await self.begun.wait()
         start = time.monotonic()
-        await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
+        path = published.inside(self.folder, trained.path)
+        await self.spread.everywhere(Weights(trained.version, path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
         if self.shop.judged.share is not None:

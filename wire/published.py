@@ -49,6 +49,17 @@ def opened(token: str, key: str, stored: bytes) -> str:
     return text
 
 
+def inside(run: Path, path: str) -> str:
+    """Return ``path``, a version's folder that came in a message. Raises InfrastructureFault when it is not inside RUN/weights.
+
+    Links are followed first, so neither "..", an absolute path nor a link leads out.
+    """
+    weights = (run / "weights").resolve()
+    if weights not in Path(path).resolve().parents:
+        raise InfrastructureFault(f"weights at {path!r} are refused: expected a folder inside {weights}")
+    return path
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """One version. file: whether the folder holds its weights. digest: ``wire.digest.tensors`` of the weights if there is a file, otherwise
     ``learner.publish.fingerprint``."""

@@ -79,7 +79,7 @@ def guided(target: str, seconds: float) -> None:
         "tomllib",
         "json",
     ]
-    with atheris.instrument_imports(include=rooms):
+    with atheris.instrument_imports(include=rooms):  # pyright: ignore[reportAttributeAccessIssue]
         from tests.fuzz.targets import TARGETS, seeds
     folder = CORPUS / target
     folder.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def rank_batch(data: bytes) -> None:
 def http_chat(data: bytes) -> None:
     for kind in (Chat, Completion):
         with contextlib.suppress(Refused):
-            asked = read_body(data, kind)
+            asked = read_body(data, kind)  # pyright: ignore[reportArgumentType]
             asked.sampling(64)
 
 

@@ -24,7 +24,8 @@ from wire import hardware
 
 class Process(msgspec.Struct, frozen=True):
     """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter python ("" for the launcher's own).
-    vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone."""
+    vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone. withheld: variables of the launcher that
+    it must not see, because they hold the API keys of others."""
 
     name: str
     module: str
@@ -33,6 +34,7 @@ class Process(msgspec.Struct, frozen=True):
     vital: bool
     environment: dict[str, str] = {}
     python: str = ""
+    withheld: frozenset[str] = frozenset()
 
 
 def make(config: Config, assets: Assets, run: Path) -> list[Process]:
@@ -105,7 +107,17 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
                 _ALLOCATOR | (place if w.count > 1 else {}),
             )
         )
-    return plan
+    needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
+    everybody = frozenset().union(*needed.values())
+    return [msgspec.structs.replace(p, withheld=everybody - needed[p.file]) for p in plan]
+
+
+def key_variables(settings: Any) -> frozenset[str]:
+    """Return the environment variables that a process's settings name as holders of an API key (``api_key_env``), at any depth."""
+    if isinstance(settings, dict):
+        own = frozenset({settings["api_key_env"]} if isinstance(settings.get("api_key_env"), str) else ()) - {""}
+        return own.union(*map(key_variables, settings.values()))
+    return frozenset().union(*map(key_variables, settings)) if isinstance(settings, list | tuple) else frozenset()
 
 
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
