@@ -84,7 +84,7 @@ def guided(target: str, seconds: float) -> None:
     folder = CORPUS / target
     folder.mkdir(parents=True, exist_ok=True)
     for data in seeds(target):
-        (folder / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
+        (folder / hashlib.sha256(data).hexdigest()[:16] + ".bin").write_bytes(data)
     atheris.Setup(
         [
             sys.argv[0],
@@ -117,7 +117,7 @@ def main() -> int:
         for place, data in findings.items():
             print(f"  {place}\n    {data[:120]!r}")
             (CORPUS / name).mkdir(parents=True, exist_ok=True)
-            (CORPUS / name / f"crash-{hashlib.sha256(data).hexdigest()[:16]}").write_bytes(data)
+            (CORPUS / name / f"crash-{hashlib.sha256(data).hexdigest()[:16]}.bin").write_bytes(data)
         found += len(findings)
     return bool(found)
 
