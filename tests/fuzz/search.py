@@ -84,7 +84,7 @@ def guided(target: str, seconds: float) -> None:
     folder = CORPUS / target
     folder.mkdir(parents=True, exist_ok=True)
     for data in seeds(target):
-        (folder / hashlib.sha256(data).hexdigest()[:16] + ".bin").write_bytes(data)
+        (folder / f"{hashlib.sha256(data).hexdigest()[:16]}.bin").write_bytes(data)
     atheris.Setup(
         [
             sys.argv[0],
