@@ -15,10 +15,10 @@ from actors.engines import registry
 from actors.engines.base import Engine
 from wire import loop
 from wire.faults import InfrastructureFault
+from wire.keys import PeerKeys
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 from wire.process import begin
 from wire.service import Call, Service
-from wire.sockets import RunKeys
 
 log = logging.getLogger("actors.worker")
 
@@ -43,7 +43,7 @@ async def run(process: ActorProcess) -> None:
     await engine.start()
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
     folder = Path(process.run)
-    endpoint, keys = (folder / "endpoint").read_text().strip(), RunKeys.load(folder / "keys")
+    endpoint, keys = (folder / "endpoint").read_text().strip(), PeerKeys.load(folder / "keys", "actor")
     serving = asyncio.create_task(service(engine, process.name, process.actors.capacity).run(endpoint, keys))
     gone = asyncio.create_task(engine.died())
     try:

@@ -1,6 +1,7 @@
 """A judge as a worker process: it batches requests (at most ``judge.batch`` turns), checks scores and classifies faults.
 
-The launcher starts ``python -m judges.serve PROCESS.json``. ``tools/serve module:Class --run RUN`` plugs a judge into a live run.
+The launcher starts ``python -m judges.serve PROCESS.json``. ``tools/serve module:Class --run RUN`` plugs a judge into a live run, and
+``judges.invitations`` lets one in from another machine.
 """
 
 import argparse
@@ -15,15 +16,16 @@ from typing import Any
 
 import msgspec
 
+from judges import invitations
 from judges.base import Judge, checked
 from judges.players import Player
 from judges.speakers import Speaker
 from wire import loop, options
 from wire.faults import DataFault, Fault, InfrastructureFault
+from wire.keys import Invitation, PeerKeys
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayResult, SpeakResult
 from wire.process import begin
 from wire.service import Call, Handler, Service
-from wire.sockets import RunKeys
 
 BUILT_IN = {
     "exact_match": "judges.exact_match:ExactMatch",
@@ -184,7 +186,7 @@ class Batcher:
 
 
 async def serve(
-    workers: Sequence[Worker], name: str, endpoint: str, keys: RunKeys | None, signals: bool = True
+    workers: Sequence[Worker], name: str, endpoint: str, keys: PeerKeys | None, signals: bool = True
 ) -> None:
     """Offer ``judge.<name>`` for each judge, and ``player.<name>`` or ``speaker.<name>`` for the other workers, until drained."""
     batchers = {service_of(judge): Batcher(judge) for judge in workers if isinstance(judge, Judge)}
@@ -217,10 +219,10 @@ def answering(worker: Player | Speaker) -> Handler:
     return handle
 
 
-def connection(run: Path) -> tuple[str, RunKeys]:
-    """Return the endpoint and the keys of a started run. Raises FileNotFoundError, which names the remedy."""
+def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
+    """Return the endpoint and a role's keys of a started run. Raises FileNotFoundError, which names the remedy."""
     try:
-        return (run / "endpoint").read_text().strip(), RunKeys.load(run / "keys")
+        return (run / "endpoint").read_text().strip(), PeerKeys.load(run / "keys", role)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{run} is not a started run ({error}): start it with tools/launch first") from None
 
@@ -228,16 +230,24 @@ def connection(run: Path) -> tuple[str, RunKeys]:
 def plug_in(arguments: list[str] | None = None) -> int:
     """Run the command tools/serve and return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="tools/serve", description="Plug a judge, an opponent or a speaker into a live run."
+        prog="tools/serve",
+        description="Plug a judge, an opponent or a speaker into a live run, or invite one from another machine.",
     )
-    parser.add_argument("judge", help="module:Class, or a built-in name")
-    parser.add_argument("--run", required=True, type=Path, help="folder of the live run")
+    parser.add_argument("judge", nargs="?", help="module:Class, or a built-in name")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", type=Path, help="folder of the live run")
+    where.add_argument("--invite-file", type=Path, help="the invitation to a run on another machine")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="constructor option")
     parser.add_argument("--name", default=None, help="worker name (default: the judge's)")
+    invitations.add_flags(parser)
     asked = parser.parse_args(arguments)
     begin()
     try:
-        endpoint, keys = connection(asked.run)
+        if asked.invite or asked.revoke:
+            return invitations.run(asked)
+        if asked.judge is None:
+            parser.error("name the judge that is served, as module:Class or a built-in name")
+        endpoint, keys = _reached(asked)
         worker = make_worker(asked.judge, dict(options.option(text) for text in asked.option))
     except (OSError, ValueError) as error:
         print(f"tools/serve: {error}", file=sys.stderr)
@@ -249,17 +259,25 @@ def plug_in(arguments: list[str] | None = None) -> int:
             loop.run(serve([worker], asked.name or f"{worker.name}-plugin", endpoint, keys))
             return 0
         except (Fault, OSError) as error:  # the scheduler refused this worker, or a model server does not answer
-            before, endpoint = endpoint, _endpoint_now(asked.run)
+            before, endpoint = endpoint, _endpoint_now(asked)
             if endpoint in (before, ""):
                 print(f"tools/serve: {error}", file=sys.stderr)
                 return 1
 
 
-def _endpoint_now(run: Path) -> str:
+def _reached(asked: argparse.Namespace) -> tuple[str, PeerKeys]:
+    """Return the endpoint and the keys of the run folder or of the invitation."""
+    if asked.invite_file is None:
+        return connection(asked.run)
+    invitation = Invitation.read(asked.invite_file)
+    return invitation.endpoint, invitation
+
+
+def _endpoint_now(asked: argparse.Namespace) -> str:
     """Return the run's current endpoint, "" if it has none. A resumed run has a new endpoint and the same keys."""
     try:
-        return connection(run)[0]
-    except FileNotFoundError:
+        return _reached(asked)[0]
+    except (FileNotFoundError, ValueError):
         return ""
 
 

@@ -2,7 +2,7 @@
 
 Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks, ``ask/N`` and ``answer/N`` are JSON, and
 ``done/N`` ends an ask. A thread per ask serves it from a snapshot, so a slow engine delays neither training nor other engines; every wait has
-a timeout. Keys begin with a token from the manifest, which only the run's owner can read; broadcasts have no authentication. Rendezvous and
+a timeout. Asks and answers are sealed with a token from the manifest, which only the run's owner can read; broadcasts have no authentication. Rendezvous and
 broadcasts listen only on ``host``, which must be the loopback or a private network of the cluster.
 """
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing import reductions
 
-from wire.published import Memory
+from wire.published import Memory, opened, prefix, sealed
 
 log = logging.getLogger("learner.giver")
 
@@ -66,7 +66,8 @@ class Giver:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # broadcasts between CPUs listen there
         else:
             log.warning(
-                "anyone who reaches %s and knows this run's token can read the weights: keep this network closed", host
+                "anyone who reaches %s can disturb the giving of weights and join a broadcast: keep this network closed",
+                host,
             )
         self.token = secrets.token_urlsafe(24)
         self._meeting = bound_store(host, self.timeout)
@@ -101,13 +102,13 @@ class Giver:
 
     def _client(self) -> Any:
         store = TCPStore(self.host, self._meeting.port, is_master=False, timeout=self.timeout)
-        return PrefixStore(self.token, store)
+        return PrefixStore(prefix(self.token), store)
 
     def _serve(self, number: int) -> None:
         """Answer one ask. A failure is reported to the asker, and training goes on."""
         store = self._client()
         try:
-            asked = json.loads(store.get(f"ask/{number}"))
+            asked = json.loads(opened(self.token, f"ask/{number}", store.get(f"ask/{number}")))
             snapshot = next((s for s in self._snapshots if s.version == asked["version"]), None)
             if snapshot is None:
                 now = ", ".join(str(s.version) for s in self._snapshots) or "none"
@@ -117,12 +118,16 @@ class Giver:
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
-                store.set(f"answer/{number}", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                self._answer(store, number, {"error": f"{type(error).__name__}: {error}"})
                 self._ended(store, number)
         finally:
             with contextlib.suppress(RuntimeError):
                 for key in ("ask", "answer", "done"):
                     store.delete_key(f"{key}/{number}")
+
+    def _answer(self, store: Any, number: int, answer: dict[str, Any]) -> None:
+        key = f"answer/{number}"
+        store.set(key, sealed(self.token, key, json.dumps(answer)))
 
     def _ended(self, store: Any, number: int) -> None:
         """Wait until the asker is done, at most for the timeout."""
@@ -136,14 +141,14 @@ class Giver:
             described(bucket) | {"payloads": [handles(bucket) for _ in range(int(asked["ranks"]))]}
             for bucket in snapshot.buckets
         ]
-        store.set(f"answer/{number}", json.dumps({"buckets": buckets}))
+        self._answer(store, number, {"buckets": buckets})
         self._ended(store, number)
 
     def _broadcast(self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
         told = {"address": self.host, "port": meeting.port, "buckets": [described(b) for b in snapshot.buckets]}
-        store.set(f"answer/{number}", json.dumps(told))
+        self._answer(store, number, told)
         group = joined(meeting, asked["group"], asked["backend"], 1 + int(asked["ranks"]), self.timeout)
         try:
             for bucket in snapshot.buckets:

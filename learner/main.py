@@ -1,6 +1,7 @@
 """The learner process. Rank 0 is the service worker (train, close), and all ranks train.
 
-Run ``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+Run ``python -m learner.main PROCESS.json`` with RANK and WORLD_SIZE in the environment, and with
+COPPICE_RANKS (a new file where the ranks of one machine meet) or MASTER_ADDR and MASTER_PORT.
 States of rank 0: waiting for a complete batch -> updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
 """
 
@@ -22,10 +23,10 @@ from learner.publish import Published, announce, publish
 from learner.ranks import Ranks
 from learner.trainer import Batch, Trainer
 from wire import arrays, loop
+from wire.keys import PeerKeys
 from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
 from wire.process import begin
 from wire.service import Call, Service
-from wire.sockets import RunKeys
 
 log = logging.getLogger("learner.main")
 
@@ -187,7 +188,7 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
     leader = Leader(trainer, run, Inbox(process.questions_per_update, state.groups()), published, giver)
     leader.records, leader.warnings = dict(state.records), warnings
     service = Service(process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0)
-    keys = RunKeys.load(run / "keys")
+    keys = PeerKeys.load(run / "keys", "learner")
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))
     serving = asyncio.create_task(service.run((run / "endpoint").read_text().strip(), keys))

@@ -1,5 +1,5 @@
-"""The communication between the ranks of one learner: only tensors, never pickled objects. Accelerate opens the group and, if the
-parameters are sharded, applies FSDP2.
+"""The communication between the ranks of one learner: only tensors, never pickled objects. The ranks of a run meet at a file of the run
+folder; Accelerate opens the group otherwise and, if the parameters are sharded, applies FSDP2.
 
 With sharding, every forward and backward is a collective, so each rank must make equally many (learner/passes.py ensures this).
 """
@@ -28,6 +28,8 @@ class Ranks:
         os.environ.setdefault("ACCELERATE_USE_CPU", "false" if cuda else "true")
         wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         plugin = _plugin() if sharding == "fsdp" else None
+        if file := os.environ.get("COPPICE_RANKS"):
+            _meet(file, "cuda:nccl,cpu:gloo" if cuda else "gloo", timedelta(seconds=timeout_s))
         self.accelerator = Accelerator(cpu=not cuda, fsdp_plugin=plugin, kwargs_handlers=[wait])
         self.rank, self.count = self.accelerator.process_index, self.accelerator.num_processes
         self.device = str(self.accelerator.device)
@@ -113,6 +115,15 @@ class Ranks:
         """Leave the group. No operation may follow."""
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(file: str, backend: str, timeout: timedelta) -> None:
+    """Open the group at a file that all ranks of this machine share. Ranks on several machines meet at MASTER_ADDR and MASTER_PORT instead."""
+    rank, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    if backend.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store = dist.FileStore(file, count)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
 
 
 def _plugin() -> FullyShardedDataParallelPlugin:

@@ -42,11 +42,11 @@ class Worker:
     """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
 
     answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
-    attempts, with their callers.
+    attempts, with their callers. key: its public key.
     """
 
-    def __init__(self, identity: bytes, hello: Register, now: float, admission: str):
-        self.identity, self.hello, self.admission = identity, hello, admission
+    def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
+        self.identity, self.hello, self.admission, self.key = identity, hello, admission, key
         self.name = hello.worker
         self.in_flight: dict[int, Attempt] = {}
         self.stats: dict[str, float] = {}

@@ -23,6 +23,7 @@ from scheduler.calls import Attempt, DispatchConfig, Event, Pending, Worker
 from scheduler.placement import Load, Place, backoff, choose
 from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
 from wire.faults import FAULTS, Fault, InfrastructureFault, WireError
+from wire.keys import Grant, RunKeys
 from wire.messages import (
     Cancel,
     Drain,
@@ -36,7 +37,7 @@ from wire.messages import (
     Result,
 )
 from wire.service import REGISTER_AGAIN, service_types
-from wire.sockets import Router, RunKeys
+from wire.sockets import Router
 
 __all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
 
@@ -49,6 +50,10 @@ class Transport(Protocol):
     """What the dispatcher needs of its socket: ``wire.sockets.Router``, or the simulated network of tests/simulation."""
 
     endpoint: str
+    keys: RunKeys | None
+    sender: str
+
+    def grant(self, public: str) -> Grant | None: ...
 
     def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]: ...
 
@@ -78,8 +83,8 @@ class Dispatcher:
         await dispatcher.wait_for("retrieve", 1, timeout=60)
         result = await dispatcher.call("retrieve", RetrieveRequest(["capital of Peru"], 3), deadline=30)
         await dispatcher.close()
-    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, dead_workers, lost_calls. on_fault(service, fault, caller). router, clock:
-    the bound socket and the seconds that a simulation replaces.
+    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers, dead_workers, lost_calls. on_fault(service, fault,
+    caller). router, clock: the bound socket and the seconds that a simulation replaces.
     """
 
     def __init__(
@@ -383,6 +388,9 @@ class Dispatcher:
     def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         header = decode_header(frames, self._limits)
         worker = self._workers.get(identity)
+        if worker is not None and worker.key != self.router.sender:
+            self._refuse(identity, worker.name, "this connection belongs to a worker with another key")
+            return
         if isinstance(header, Register):
             self._join(identity, header)
             return
@@ -435,6 +443,8 @@ class Dispatcher:
     def _drop_malformed(self, identity: bytes, error: WireError) -> None:
         self.counters["malformed_peers"] += 1
         worker = self._workers.get(identity)
+        if worker is not None and worker.key != self.router.sender:
+            worker = None  # somebody else sent it in this worker's name
         log.error("dropped peer %s: %s", worker.name if worker else identity[:40], error)
         reason = f"sent a malformed message: {error}"
         if worker is not None:
@@ -449,16 +459,35 @@ class Dispatcher:
             return
         for service in hello.services:
             service_types(service)
+        if (reason := self._forbidden(hello)) is not None:
+            self._refuse(identity, hello.worker, reason)
+            return
         if hello.protocol != 1 or hello.capacity < 1:
             raise WireError(
                 f"{hello.worker} registers with protocol {hello.protocol}, capacity {hello.capacity}: expected 1 and at least 1"
             )
         for old in [w for w in self._workers.values() if w.name == hello.worker]:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
-        worker = Worker(identity, hello, self.clock(), f"{next(self._numbers):x}")
+        worker = Worker(identity, hello, self.clock(), f"{next(self._numbers):x}", self.router.sender)
         self._workers[identity] = worker
         self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
         self._spawn(self._admit(worker))
+
+    def _forbidden(self, hello: Register) -> str | None:
+        """Return why the sender's key may not register so, None if it may. The same key may take its name again (a restarted worker)."""
+        grant = self.router.grant(self.router.sender)
+        if grant is None:
+            return "its key was revoked: ask for a new invitation (tools/serve --invite)"
+        if extra := [service for service in hello.services if not grant.allows(service)]:
+            return f"its key may offer {', '.join(grant.services)}, and not {', '.join(extra)}"
+        if any(w.name == hello.worker and w.key != self.router.sender for w in self._workers.values()):
+            return "a worker of this name is alive and has another key: choose another name (tools/serve --name)"
+        return None
+
+    def _refuse(self, identity: bytes, name: str, reason: str) -> None:
+        self.counters["refused_peers"] += 1
+        log.error("refused a peer that calls itself %r: %s", name[:100], reason)
+        self.router.send([identity, *encode(Goodbye(f"refused: {reason}"))])
 
     async def _admit(self, worker: Worker) -> None:
         """Admit a worker once ``on_join`` has returned (in it, an actor loads the current weights)."""
@@ -496,9 +525,16 @@ class Dispatcher:
             now = self.clock()
             if now - before > 2 * self.config.heartbeat_s:
                 continue  # this process itself was held up, so the heartbeats that arrived meanwhile are not read yet
+            self._send_away_revoked()
             for worker in [w for w in self._workers.values() if now - w.heard > self.config.dead_after_s]:
                 self.counters["dead_workers"] += 1
                 self._leave(worker, f"silent for {now - worker.heard:.0f} s")
+
+    def _send_away_revoked(self) -> None:
+        if self.router.keys is not None:
+            self.router.keys.reload()
+        for worker in [w for w in self._workers.values() if self.router.grant(w.key) is None]:
+            self.remove(worker, "its key was revoked")
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

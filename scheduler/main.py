@@ -39,12 +39,12 @@ from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Tree
-from wire import loop
+from wire import loop, published
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.frontier import Frontier, read
+from wire.keys import RunKeys
 from wire.messages import Trained
 from wire.process import begin
-from wire.sockets import RunKeys
 
 log = logging.getLogger("scheduler.main")
 
@@ -239,6 +239,7 @@ class Run:
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
         self.stream.begin(weights.version)
         if weights.version:
+            published.inside(self.folder, weights.path)
             await self.begun.wait()
             await self.spread.everywhere(weights)
         waited = self._clock() - scheduler.STARTED
@@ -443,7 +444,8 @@ class Run:
             self.metrics.record(trained.version, dict(trained.metrics))
             return
         start = self._clock()
-        await self.spread.everywhere(Weights(trained.version, trained.path, trained.digest))
+        path = published.inside(self.folder, trained.path)
+        await self.spread.everywhere(Weights(trained.version, path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
         if self.shop.judged.share is not None:

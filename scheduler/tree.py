@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from wire.arrays import DTYPES
 from wire.messages import TreeNode
 
 Kind = Literal["prompt", "action", "observation"]
@@ -128,5 +129,15 @@ def encode_node(node: Node) -> bytes:
 
 
 def decode_node(blob: bytes) -> Node:
-    """Decode what ``encode_node`` returned."""
-    return msgspec.msgpack.decode(blob, type=Node, dec_hook=lambda _, value: np.frombuffer(value[1], dtype=value[0]))
+    """Decode what ``encode_node`` returned. Raises ValueError when the blob is damaged."""
+    try:
+        return msgspec.msgpack.decode(blob, type=Node, dec_hook=_stored)
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"a node of the journal is damaged ({error}): restore journal.sqlite from a copy") from None
+
+
+def _stored(_: type, value: Any) -> np.ndarray:
+    name, raw = value
+    if name not in DTYPES:  # numpy would parse any other text as a description of a type
+        raise ValueError(f"dtype {name!r}, expected one of {sorted(DTYPES)}")
+    return np.frombuffer(raw, dtype=name)

@@ -11,9 +11,9 @@ import numpy as np
 
 from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.placement import Load, Place, roomy
+from wire.keys import RunKeys
 from wire.messages import SERVICES
 from wire.service import Handler, Service
-from wire.sockets import RunKeys
 
 
 class EchoRequest(msgspec.Struct, frozen=True):
@@ -56,11 +56,12 @@ class Prefer(Place):
 
 
 class Bench:
-    """A started dispatcher; ``work`` adds workers."""
+    """A started dispatcher; ``work`` adds workers. keys: a key that may offer everything."""
 
     def __init__(self, folder: Path, config: DispatchConfig):
-        self.keys = RunKeys.create(folder / "keys")
-        self.dispatcher = Dispatcher("tcp://127.0.0.1:0", self.keys, config)
+        self.run_keys = RunKeys.create(folder / "keys")
+        self.keys = self.run_keys.mint("tests", tuple(SERVICES))
+        self.dispatcher = Dispatcher("tcp://127.0.0.1:0", self.run_keys, config)
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def work(self, name: str, handlers: dict[str, Handler], capacity: int = 4) -> Service:

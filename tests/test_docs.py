@@ -13,7 +13,7 @@ SOURCES = sorted(
     path
     for folder in ("wire", "scheduler", "learner", "actors", "judges", "tools", "configs", "tests", "docs")
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in (".py", ".toml", ".md", "") and path.is_file()
+    if path.suffix in (".py", ".toml", ".md", "") and path.is_file() and "corpus" not in path.parts
 )
 DOCUMENTS = [*ROOT.glob("*.md"), *(path for path in SOURCES if path.suffix == ".md")]
 

@@ -228,7 +228,7 @@ def retry_after(header: str, now: float) -> float:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0.0
 
 

@@ -50,6 +50,8 @@ def option(text: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value
+    except RecursionError:
+        raise ValueError(f"option {key}: its value is nested too deeply to be read") from None
 
 
 def modules(package: str) -> list[str]:

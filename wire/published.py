@@ -4,6 +4,8 @@ The folder holds ``manifest.json`` and the weights, unless they are only in the 
 ``adapter_model.safetensors`` with ``adapter_config.json`` (kind "lora", the PEFT format).
 """
 
+import hashlib
+import hmac
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +20,8 @@ NAME = "manifest.json"
 class Memory(msgspec.Struct, frozen=True):
     """Where the learner offers the same weights from its memory (``learner.giver``).
 
-    store: host:port of the learner's rendezvous store. token: the beginning of the keys in that store, known only to those who may read the
-    run folder. host: the name of the learner's host. device: "cuda" or "cpu". gpu: the GPU, as CUDA_VISIBLE_DEVICES names it.
+    store: host:port of the learner's rendezvous store. token: the secret that seals what is said there, known only to those who may read
+    the run folder. host: the name of the learner's host. device: "cuda" or "cpu". gpu: the GPU, as CUDA_VISIBLE_DEVICES names it.
     """
 
     store: str
@@ -27,6 +29,35 @@ class Memory(msgspec.Struct, frozen=True):
     device: str
     gpu: str = ""
     token: str = ""
+
+
+def prefix(token: str) -> str:
+    """Return the beginning of a run's keys in the rendezvous store. It is no secret: whoever reaches the store can list its keys."""
+    return hashlib.sha256(token.encode()).hexdigest()[:32]
+
+
+def sealed(token: str, key: str, text: str) -> str:
+    """Return what is stored under ``key``: the text after the proof that its author knows the token."""
+    return hmac.new(token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest() + text
+
+
+def opened(token: str, key: str, stored: bytes) -> str:
+    """Return the text that was stored under ``key``. Raises ValueError if somebody without the token wrote it."""
+    text = stored[64:].decode()
+    if not hmac.compare_digest(sealed(token, key, text).encode(), stored):
+        raise ValueError(f"{key} in the rendezvous was not written by this run")
+    return text
+
+
+def inside(run: Path, path: str) -> str:
+    """Return ``path``, a version's folder that came in a message. Raises InfrastructureFault when it is not inside RUN/weights.
+
+    Links are followed first, so neither "..", an absolute path nor a link leads out.
+    """
+    weights = (run / "weights").resolve()
+    if weights not in Path(path).resolve().parents:
+        raise InfrastructureFault(f"weights at {path!r} are refused: expected a folder inside {weights}")
+    return path
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ import msgspec
 
 from wire.arrays import Frame, Limits, decode_body, decode_header, encode
 from wire.faults import Fault, InfrastructureFault, WireError
+from wire.keys import PeerKeys
 from wire.messages import (
     SERVICES,
     Cancel,
@@ -31,7 +32,7 @@ from wire.messages import (
     Request,
     Result,
 )
-from wire.sockets import Dealer, RunKeys
+from wire.sockets import Dealer
 
 log = logging.getLogger("wire.service")
 
@@ -129,9 +130,10 @@ class Service:
         """Take no new requests, finish the open ones, then leave. May be called from a signal handler."""
         self.draining.set()
 
-    async def run(self, endpoint: str, keys: RunKeys | None, signals: bool = True) -> None:
+    async def run(self, endpoint: str, keys: PeerKeys | None, signals: bool = True) -> None:
         """Serve until drained. Raises Rejected when the scheduler refuses this worker or does not answer for ``give_up_s`` seconds."""
-        identity = f"{self.name}/{os.getpid()}/{os.urandom(3).hex()}".encode()
+        # Nobody can take over the connection of a worker that was cut off, because nobody can guess its identity.
+        identity = f"{self.name}/{os.getpid()}/{os.urandom(8).hex()}".encode()
         self._dealer = Dealer(endpoint, keys, identity, self.limits)
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -176,7 +178,7 @@ class Service:
             if left <= 0:
                 raise Rejected(
                     f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s; giving up. Is the run still alive, and does"
-                    " this worker have its endpoint and keys?"
+                    " this worker have its endpoint and a key that was not revoked?"
                 )
             self.send(hello)
             try:

@@ -1,56 +1,27 @@
 """ZeroMQ sockets with CURVE keys: a message from a peer without this run's keys never reaches the decoder.
 
-The scheduler binds a ROUTER and each worker connects a DEALER. ``RunKeys`` is a folder of 0600 files, created when the run starts.
+The scheduler binds a ROUTER and each worker connects a DEALER. ``wire.keys`` says which keys there are and what their holders may do.
 """
 
 import asyncio
+import contextlib
 import ipaddress
-import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.auth.asyncio
 
 from wire.arrays import Frame, Limits
+from wire.keys import Grant, PeerKeys, RunKeys
+from wire.messages import SERVICES
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _BURST = 64
 """The number of messages handled before other coroutines get their turn."""
 
 
-class RunKeys(msgspec.Struct, frozen=True):
-    """The CURVE keys of one run (Z85 text): one pair for the scheduler and one pair that all its workers share."""
-
-    server_public: bytes
-    server_secret: bytes
-    client_public: bytes
-    client_secret: bytes
-
-    @classmethod
-    def create(cls, folder: Path) -> "RunKeys":
-        """Create keys in ``folder`` (0700), or load the existing ones (a resumed run keeps its keys)."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if all((folder / name).exists() for name in cls.__struct_fields__):
-            return cls.load(folder)
-        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
-        for name, key in zip(cls.__struct_fields__, pairs, strict=True):
-            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(handle, "wb") as file:
-                file.write(key)
-        return cls(*pairs)
-
-    @classmethod
-    def load(cls, folder: Path) -> "RunKeys":
-        """Read the keys of a run. Raises FileNotFoundError, which says what to check, when there are none."""
-        try:
-            return cls(*((folder / name).read_bytes() for name in cls.__struct_fields__))
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"no keys in {folder} ({error}): is this a run folder that was started?") from None
-
-
-def _is_loopback(endpoint: str) -> bool:
+def is_loopback(endpoint: str) -> bool:
+    """Return whether an endpoint is reached from this machine alone."""
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
     host = endpoint.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
@@ -99,6 +70,9 @@ class Pump:
             self._loop.remove_reader(self._descriptor())
         self._loop = self._deliver = None
 
+    def _first(self) -> Frame:
+        return self.socket.recv(zmq.NOBLOCK)
+
     def _descriptor(self) -> int:
         return int(self.socket.getsockopt(zmq.FD))
 
@@ -127,7 +101,7 @@ class Pump:
     def _receive(self) -> list[Frame]:
         """Return the next message. Raises zmq.Again when there is none. Identity, header and body are copied, arrays are not."""
         socket = self.socket
-        frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
+        frames: list[Frame] = [self._first()]
         while socket.getsockopt(zmq.RCVMORE):
             if len(frames) < self._lead:
                 frames.append(socket.recv(zmq.NOBLOCK))
@@ -137,22 +111,28 @@ class Pump:
 
 
 class Router(Pump):
-    """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0 binds a free port)."""
+    """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0 binds a free port).
+
+    sender: the public key that ZeroMQ has authenticated for the message that is being delivered, "" without keys. A peer chooses its
+    identity itself, so an identity alone proves nothing.
+    """
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
-        if keys is None and not _is_loopback(bind):
+        if keys is None and not is_loopback(bind):
             raise ValueError(f"refusing to bind {bind} without CURVE keys: use a loopback address or pass RunKeys")
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.ROUTER), lead=3)
+        self.sender = ""
+        self.keys = keys
         self.authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
         _configure(self.socket, limits)
         if keys is not None:
             authenticator = self.authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self.context)
             authenticator.start()
-            authenticator.configure_curve_callback(credentials_provider=_Allow(keys.client_public))
+            authenticator.configure_curve_callback(credentials_provider=keys)
             self.socket.curve_server = True
-            self.socket.curve_publickey = keys.server_public
-            self.socket.curve_secretkey = keys.server_secret
+            self.socket.curve_publickey = keys.server_public.encode()
+            self.socket.curve_secretkey = keys.server_secret.encode()
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as error:
@@ -161,6 +141,16 @@ class Router(Pump):
                 f"cannot bind {bind}: {error.strerror}. Stop the process that uses it, or take a free port with port 0"
             ) from None
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def grant(self, public: str) -> Grant | None:
+        """Return what the holder of a key may do, None for a key that was revoked. Without keys everybody may do everything."""
+        return self.keys.grant(public) if self.keys is not None else Grant("", tuple(SERVICES))
+
+    def _first(self) -> Frame:
+        identity = self.socket.recv(zmq.NOBLOCK, copy=False)
+        if self.keys is not None:
+            self.sender = str(identity.get("User-Id"))
+        return identity.bytes
 
     def close(self) -> None:
         """Close at once and drop unsent messages."""
@@ -174,31 +164,26 @@ class Router(Pump):
 class Dealer(Pump):
     """A worker's connected socket. ``identity`` is the worker's name with its process id and a random part, which make it unique."""
 
-    def __init__(self, endpoint: str, keys: RunKeys | None, identity: bytes, limits: Limits = Limits()):
+    def __init__(self, endpoint: str, keys: PeerKeys | None, identity: bytes, limits: Limits = Limits()):
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.DEALER), lead=2)
         _configure(self.socket, limits)
         self.socket.identity = identity
         if keys is not None:
-            self.socket.curve_serverkey = keys.server_public
-            self.socket.curve_publickey = keys.client_public
-            self.socket.curve_secretkey = keys.client_secret
+            self.socket.curve_serverkey = keys.server_public.encode()
+            self.socket.curve_publickey = keys.public.encode()
+            self.socket.curve_secretkey = keys.secret.encode()
         self.socket.connect(endpoint)
+
+    def send(self, frames: Iterable[Frame]) -> None:
+        """Queue one message. It is lost if the scheduler refused this worker's key; the registration, which is repeated, then gives up."""
+        with contextlib.suppress(zmq.Again):
+            super().send(frames)
 
     def close(self, linger_ms: int = 500) -> None:
         """Close. The last messages (Goodbye) get ``linger_ms`` milliseconds to leave; there is no wait when all have left."""
         self.stop()
         self.context.destroy(linger=linger_ms)
-
-
-class _Allow:
-    """A CURVE credentials provider that accepts exactly one client key."""
-
-    def __init__(self, client_public: bytes):
-        self.client_public = client_public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self.client_public
 
 
 def _configure(socket: zmq.Socket, limits: Limits) -> None:

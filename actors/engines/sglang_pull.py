@@ -1,6 +1,7 @@
 """Move weights from the learner's memory into one SGLang server, bucket by bucket, as agreed at the learner's rendezvous (``learner.giver``).
 
-SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner to the server, and Coppice never reads it.
+SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner to the server, and Coppice never reads it. An answer
+that is not sealed with the run's token is refused, so nobody else can have a server read a pickle of theirs.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from typing import Any
 
 from actors.config import SGLangConfig
 from wire.faults import InfrastructureFault
-from wire.published import Memory
+from wire.published import Memory, opened, prefix, sealed
 
 log = logging.getLogger("actors.sglang")
 
@@ -105,15 +106,16 @@ class Talk:
             store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as error:
             raise InfrastructureFault(f"the learner's rendezvous {memory.store} cannot be reached: {error}") from None
-        self._store = PrefixStore(memory.token, store)
+        self._store = PrefixStore(prefix(memory.token), store)
         self._number = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the learner's answer. Raises InfrastructureFault when the learner already offers another version, or does not answer."""
         try:
             self._number = self._store.add("asked", 1)
-            self._store.set(f"ask/{self._number}", json.dumps(request))
-            answer = json.loads(self._store.get(f"answer/{self._number}"))
+            ask, answered = f"ask/{self._number}", f"answer/{self._number}"
+            self._store.set(ask, sealed(self.memory.token, ask, json.dumps(request)))
+            answer = json.loads(opened(self.memory.token, answered, self._store.get(answered)))
         except (RuntimeError, ValueError) as error:
             raise InfrastructureFault(f"the learner at {self.memory.store} did not answer: {error}") from None
         if "error" in answer or not answer.get("buckets"):

@@ -113,7 +113,7 @@ class Retriever:
 
 async def run(process: RetrieverProcess) -> None:
     """Serve until drained."""
-    endpoint, keys = connection(Path(process.run))
+    endpoint, keys = connection(Path(process.run), "retriever")
     async with opened(process.backend, process.encoder, process.threads) as backend:
         retriever = Retriever(backend, process.cache)
         await Service(process.name, {"retrieve": retriever.handle}, 64, retriever.stats).run(endpoint, keys)

@@ -13,7 +13,8 @@ import pytest
 from scheduler.dispatch import DispatchConfig, Dispatcher
 from tests.services import EchoRequest, EchoResult, Prefer
 from wire.faults import InfrastructureFault
-from wire.sockets import RunKeys
+from wire.keys import RunKeys
+from wire.messages import SERVICES
 
 ANSWER, GATE, BLOCK, EXIT = 0.0, 1.0, 2.0, 3.0
 CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.6)
@@ -24,7 +25,9 @@ class Floor:
 
     def __init__(self, folder: Path):
         self.keys = folder / "keys"
-        self.dispatcher = Dispatcher("tcp://127.0.0.1:0", RunKeys.create(self.keys), CONFIG)
+        keys = RunKeys.create(self.keys)
+        keys.mint("tests", tuple(SERVICES), keep=True)
+        self.dispatcher = Dispatcher("tcp://127.0.0.1:0", keys, CONFIG)
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def hire(self, name: str) -> asyncio.subprocess.Process:

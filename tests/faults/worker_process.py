@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.services import EchoRequest, EchoResult
 from wire import loop
+from wire.keys import PeerKeys
 from wire.service import Call, Service
-from wire.sockets import RunKeys
 
 
 async def serve(endpoint: str, keys: Path, name: str) -> None:
@@ -32,7 +32,7 @@ async def serve(endpoint: str, keys: Path, name: str) -> None:
                 os._exit(3)
         return EchoResult(request.tokens, os.getpid())
 
-    await Service(name, {"echo": echo}, 4, give_up_s=1.0, silence_s=0.5).run(endpoint, RunKeys.load(keys))
+    await Service(name, {"echo": echo}, 4, give_up_s=1.0, silence_s=0.5).run(endpoint, PeerKeys.load(keys, "tests"))
 
 
 if __name__ == "__main__":

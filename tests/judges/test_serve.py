@@ -15,9 +15,9 @@ from judges.players import Player
 from judges.serve import BUILT_IN, Batcher, JudgeProcess, connection, make_worker, plug_in, serve
 from tests.services import Bench, bench
 from wire.faults import DataFault, InfrastructureFault
+from wire.keys import RunKeys
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
 from wire.service import Service
-from wire.sockets import RunKeys
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -17,6 +17,7 @@ from scheduler.main import Run
 from scheduler.spread import Weights
 from wire import published
 from wire.faults import DataFault
+from wire.keys import RunKeys
 from wire.messages import (
     Closed,
     GenerateRequest,
@@ -29,7 +30,6 @@ from wire.messages import (
     TreeClosed,
 )
 from wire.service import Call, Service
-from wire.sockets import RunKeys
 
 QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
 
@@ -83,7 +83,10 @@ class House:
 
     async def live(self, until: Callable[["House"], bool]) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
-        keys, endpoint = RunKeys.load(self.folder / "keys"), self.run.dispatcher.endpoint
+        keys, endpoint = (
+            RunKeys.load(self.folder / "keys").mint("tests", ("generate", "load", "train", "close")),
+            self.run.dispatcher.endpoint,
+        )
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)
         main = asyncio.create_task(self.run.main())

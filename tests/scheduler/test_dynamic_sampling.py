@@ -21,6 +21,7 @@ from scheduler.dynamic_sampling import differs
 from scheduler.journal import Journal
 from scheduler.main import Run
 from tests.scheduler.test_begin import publish
+from wire.keys import RunKeys
 from wire.messages import (
     Closed,
     GenerateRequest,
@@ -34,7 +35,6 @@ from wire.messages import (
     Turn,
 )
 from wire.service import Call, Service
-from wire.sockets import RunKeys
 
 QUESTIONS, UPDATES, BUDGET = 2, 4, 2
 
@@ -150,7 +150,10 @@ class House:
 
     async def live(self, until: Callable[["House"], bool] = lambda house: False) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
-        keys, endpoint = RunKeys.load(self.folder / "keys"), self.run.dispatcher.endpoint
+        keys, endpoint = (
+            RunKeys.load(self.folder / "keys").mint("tests", ("generate", "load", "train", "close")),
+            self.run.dispatcher.endpoint,
+        )
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)
         main = asyncio.create_task(self.run.main())

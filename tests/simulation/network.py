@@ -11,6 +11,8 @@ from typing import Any
 
 from tests.simulation.virtual_time import Agenda
 from wire.arrays import Frame
+from wire.keys import Grant
+from wire.messages import SERVICES
 
 Note = Callable[..., None]
 
@@ -90,6 +92,8 @@ class Socket:
     """The scheduler's end: ``scheduler.dispatch.Transport``. on_send: called before each message (a crash may come there)."""
 
     endpoint = "simulated"
+    keys = None
+    sender = ""
 
     def __init__(self, network: Network):
         self.network = network
@@ -97,6 +101,10 @@ class Socket:
         self.on_send: Callable[[], None] = lambda: None
         self._deliver: Callable[[list[Frame]], None] | None = None
         self._ended: asyncio.Future[None] | None = None
+
+    def grant(self, public: str) -> Grant:
+        """Keys are not simulated."""
+        return Grant(public, tuple(SERVICES))
 
     def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
         """Pass every message to ``deliver`` from now on."""

@@ -78,10 +78,13 @@ class Learner(Peer):
                 return False
         return True
 
+    def _weights(self, version: int) -> str:
+        return str(self.run / "weights" / f"v{version}")
+
     def _trained(self, version: int) -> Trained:
         if version <= self.restored:  # of an earlier start: there are no weights to load any more
             return Trained(version, "", "", {}, [])
-        return Trained(version, f"weights/v{version}", f"digest {version}", {}, [])
+        return Trained(version, self._weights(version), f"digest {version}", {}, [])
 
     # ------------------------------------------------------------------------------------------ updates
 
@@ -122,7 +125,7 @@ class Learner(Peer):
         self.later(self.rng.random() * self.manners.seconds["train"], lambda: self._checkpoint(update))
 
     def _announce(self) -> None:
-        weights = {"version": self.version, "path": f"weights/v{self.version}", "digest": f"digest {self.version}"}
+        weights = {"version": self.version, "path": self._weights(self.version), "digest": f"digest {self.version}"}
         (self.run / "learner.json").write_bytes(msgspec.json.encode(weights))
 
     def _checkpoint(self, update: Update) -> None:

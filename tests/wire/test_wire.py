@@ -18,9 +18,10 @@ from tests.services import EchoRequest, EchoResult, bench
 from wire import digest
 from wire.arrays import DTYPES, Limits, decode_body, decode_header, encode
 from wire.faults import WireError
+from wire.keys import ROLES, RunKeys
 from wire.messages import JudgeRequest, Register, Request, Result
 from wire.service import Call
-from wire.sockets import Router, RunKeys
+from wire.sockets import Router
 
 ARRAYS = hnp.arrays(
     st.sampled_from(sorted(DTYPES)).map(np.dtype), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
@@ -83,9 +84,14 @@ def test_a_body_of_another_type_is_refused_and_unknown_headers_too() -> None:
 
 
 def test_keys_are_private_files_and_a_resumed_run_keeps_them(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys")
-    assert RunKeys.create(tmp_path / "keys") == keys == RunKeys.load(tmp_path / "keys")
-    assert {stat.S_IMODE(os.stat(p).st_mode) for p in (tmp_path / "keys").iterdir()} == {0o600}
+    folder = tmp_path / "keys"
+    RunKeys.create(folder)
+    first = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {path.stem for path in (folder / "peers").iterdir()} == set(ROLES)
+    RunKeys.create(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == first
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in first} == {0o600}
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in (folder, folder / "peers")} == {0o700}
 
 
 async def test_a_non_loopback_bind_without_keys_is_refused() -> None:
@@ -112,7 +118,7 @@ async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_pa
             socket = context.socket(zmq.DEALER)
             socket.linger = 0
             if secret:  # knows the server's public key, has a key pair of its own
-                socket.curve_serverkey = b.keys.server_public
+                socket.curve_serverkey = b.keys.server_public.encode()
                 socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.connect(b.dispatcher.endpoint)
             await socket.send_multipart(encode(Register("spy", ["echo"], 1, 1, "h")))
@@ -131,8 +137,8 @@ async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
-        socket.curve_serverkey = b.keys.server_public
-        socket.curve_publickey, socket.curve_secretkey = b.keys.client_public, b.keys.client_secret
+        socket.curve_serverkey = b.keys.server_public.encode()
+        socket.curve_publickey, socket.curve_secretkey = b.keys.public.encode(), b.keys.secret.encode()
         socket.connect(b.dispatcher.endpoint)
         rng = np.random.default_rng(0)
         garbage = [[rng.bytes(n)] for n in (0, 1, 50, 5000)] + [[b"\x81\xa4type"] * 50]

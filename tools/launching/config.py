@@ -53,7 +53,7 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{named} is not UTF-8 ({error}): save it in that encoding") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{named} is not TOML: {error}") from None
     if "extends" not in tree:
         return tree
@@ -91,12 +91,22 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
         config = msgspec.convert(tree, Config)
         rules.check(config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"config: {_located(tree, str(error))}") from None
-    except ConfigError:
-        raise
+        raise ConfigError(_without_secrets(tree, f"config: {_located(tree, str(error))}")) from None
+    except ConfigError as error:
+        raise ConfigError(_without_secrets(tree, str(error))) from None
     except (ValueError, FileNotFoundError) as error:  # a name or an option of a plug-in is wrong
-        raise ConfigError(f"config: {error}") from None
+        raise ConfigError(_without_secrets(tree, f"config: {error}")) from None
     return rules.with_adapters(config)
+
+
+def _without_secrets(value: Any, text: str) -> str:
+    """Return the text of an error without what was written under a key that looks like one of a secret, where only a variable belongs."""
+    if isinstance(value, dict):
+        for key, inner in typing.cast(dict[str, Any], value).items():
+            if isinstance(inner, str) and inner and key in ("api_key", "key", "token", "password", "secret"):
+                text = text.replace(inner, "(hidden)")
+            text = _without_secrets(inner, text)
+    return text
 
 
 def _located(tree: dict[str, Any], fault: str) -> str:

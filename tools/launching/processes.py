@@ -1,6 +1,8 @@
 """The processes of a run: name, module, process file and environment of each."""
 
+import secrets
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from judges.config import with_served_model
 from judges.retriever.worker import RetrieverProcess
 from judges.serve import PLAYERS, JudgeProcess, built_in_service
 from learner import schemes
-from learner.config import LearnerProcess
+from learner.config import LearnerConfig, LearnerProcess
 from scheduler.config import SchedulerProcess
 from tools.launching.assets import Assets
 from tools.launching.config import Config
@@ -22,7 +24,8 @@ from wire import hardware
 
 class Process(msgspec.Struct, frozen=True):
     """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter python ("" for the launcher's own).
-    vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone."""
+    vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone. withheld: variables of the launcher that
+    it must not see, because they hold the API keys of others."""
 
     name: str
     module: str
@@ -31,6 +34,7 @@ class Process(msgspec.Struct, frozen=True):
     vital: bool
     environment: dict[str, str] = {}
     python: str = ""
+    withheld: frozenset[str] = frozenset()
 
 
 def make(config: Config, assets: Assets, run: Path) -> list[Process]:
@@ -88,11 +92,10 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     rest = _rest(config)
     plan = [msgspec.structs.replace(p, environment=rest) if p.name in ("judges", "judge-model") else p for p in plan]
     plan += [_actor(config, place) for place in range(config.actors.count)]
-    port = str(_free_port())
+    meeting = _meeting(run, w)
     for rank in range(w.count):
-        place = {
+        place = meeting | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(w.count), "LOCAL_WORLD_SIZE": str(w.count),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         }  # fmt: skip
         plan.append(
             Process(
@@ -104,12 +107,35 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
                 _ALLOCATOR | (place if w.count > 1 else {}),
             )
         )
-    return plan
+    needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
+    everybody = frozenset().union(*needed.values())
+    return [msgspec.structs.replace(p, withheld=everybody - needed[p.file]) for p in plan]
+
+
+def key_variables(settings: Any) -> frozenset[str]:
+    """Return the environment variables that a process's settings name as holders of an API key (``api_key_env``), at any depth."""
+    if isinstance(settings, dict):
+        own = frozenset({settings["api_key_env"]} if isinstance(settings.get("api_key_env"), str) else ()) - {""}
+        return own.union(*map(key_variables, settings.values()))
+    return frozenset().union(*map(key_variables, settings)) if isinstance(settings, list | tuple) else frozenset()
 
 
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
 """glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system when the tensor is freed. With glibc's
 defaults the heap of a rank grew to twice its contents (docs/performance.md). A decoding engine would save little memory and lose time."""
+
+
+def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
+    """Let the ranks meet at a file of the run folder, which needs no port, and talk over the loopback: torch authenticates neither.
+
+    A file that an earlier start left behind would mislead the ranks, so it is removed and every start has a new one.
+    """
+    for old in run.glob("ranks-*"):
+        old.unlink()
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    shared = learner.publish != "file" and learner.publish_host != "127.0.0.1"  # weights leave by the same library
+    own = {} if shared else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
 
 
 def _actor(config: Config, place: int) -> Process:

@@ -109,7 +109,8 @@ class Child:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process, for the first time or again."""
         self.verdict = None
-        environment = os.environ | self.spec.environment
+        inherited = {name: value for name, value in os.environ.items() if name not in self.spec.withheld}
+        environment = inherited | self.spec.environment
         threads = str(self.spec.threads)
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]

@@ -1,0 +1,60 @@
+"""The ranks of one machine meet at a file and listen on the loopback alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learner.config import LearnerConfig
+from tools.launching.processes import _meeting
+
+ROOT = Path(__file__).parent.parent.parent
+RANK = """
+import json, os, psutil, torch
+from learner.ranks import Ranks
+ranks = Ranks(60)
+told = ranks.broadcast(b"tensors only" if ranks.rank == 0 else None).decode()
+total = float(ranks.add(torch.ones(1) * (ranks.rank + 1)))
+open_ = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+print(json.dumps([told, total, open_]))
+ranks.barrier()
+ranks.close()
+"""
+
+
+def test_each_start_has_a_new_meeting_and_removes_what_a_crash_left(tmp_path: Path) -> None:
+    first = _meeting(tmp_path, LearnerConfig())
+    Path(first["COPPICE_RANKS"]).write_bytes(b"left by a crash")
+    second = _meeting(tmp_path, LearnerConfig())
+    assert list(tmp_path.iterdir()) == []
+    assert first["COPPICE_RANKS"] != second["COPPICE_RANKS"]
+    assert "MASTER_PORT" not in second
+
+
+def test_the_ranks_leave_the_loopback_only_for_an_address_that_the_user_named() -> None:
+    run = Path("nowhere")
+    for loopback in (LearnerConfig(), LearnerConfig(publish="memory"), LearnerConfig(publish_host="10.0.0.1")):
+        assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= _meeting(run, loopback).keys()
+    assert "GLOO_SOCKET_IFNAME" not in _meeting(run, LearnerConfig(publish="memory", publish_host="10.0.0.1"))
+
+
+@pytest.mark.slow
+def test_two_ranks_meet_at_the_file_and_listen_only_on_the_loopback(tmp_path: Path) -> None:
+    shared = os.environ | _meeting(tmp_path, LearnerConfig()) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    shared = {name: value for name, value in shared.items() if not name.startswith("MASTER_")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env=shared | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        told, total, listening = json.loads(rank.communicate(timeout=120)[0].splitlines()[-1])
+        assert (told, total) == ("tensors only", 3.0)
+        assert listening  # gloo's own connections
+        assert set(listening) <= {"127.0.0.1", "::1"}

@@ -1,0 +1,121 @@
+"""A secret stays where it belongs: in the environment of the process that needs it, and a path in a message inside the run."""
+
+import asyncio
+import subprocess
+import tomllib
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tools.launching import config, processes
+from tools.launching.assets import Assets
+from tools.launching.processes import Process, key_variables
+from tools.launching.supervisor import Child
+from wire.faults import InfrastructureFault
+from wire.http import JsonClient
+from wire.published import inside
+
+ROOT = Path(__file__).parent.parent
+SECRET = "planted-6f1c0b7e4d2a"
+JUDGED = [
+    'judges.use.slate={ endpoint = { url = "http://127.0.0.1:9/v1", model = "m", api_key_env = "PLANTED_KEY" } }',
+    "judges.use.exact_match={}",
+    "scheduler.judge=slate",
+]
+
+
+def plan(run: Path) -> list[Process]:
+    return processes.make(config.load(config.DEFAULT_CONFIG, JUDGED), Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), run)
+
+
+def holding(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges_get_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan and the process files of a real config; each process of the plan is started with its real environment, to tell it."""
+    monkeypatch.setenv("PLANTED_KEY", SECRET)
+    (tmp_path / "logs").mkdir()
+    made = plan(tmp_path)
+    (tmp_path / "config.json").write_bytes(config.saved(config.load(config.DEFAULT_CONFIG, JUDGED)))
+    monkeypatch.setattr(subprocess, "Popen", _Waiting)
+    seen: dict[str, tuple[bool, bool]] = {}
+    for spec in made:
+        child = Child(spec, tmp_path)
+        process = psutil.Process(child.process.pid)
+        seen[spec.name] = (SECRET in process.environ().values(), any(SECRET in word for word in process.cmdline()))
+        child.process.kill()
+        child.process.communicate()
+    assert [name for name, (in_environment, _) in seen.items() if in_environment] == ["judges"]
+    assert not any(in_command for _, in_command in seen.values())
+    assert holding(tmp_path) == []
+
+
+class _Waiting(subprocess.Popen):  # pyright: ignore[reportMissingTypeArgument]
+    """The same command line and environment, but the interpreter waits for its input instead of loading a model."""
+
+    def __init__(self, command: list[str], **given: object):
+        super().__init__([command[0], "-c", "input()", *command[1:]], stdin=subprocess.PIPE, **given)  # pyright: ignore
+
+
+def test_a_plain_key_is_no_setting_anywhere() -> None:
+    for key in ("api_key", "key", "token"):
+        settings = f'judges.use.slate={{ endpoint = {{ url = "http://h/v1", model = "m", {key} = "{SECRET}" }} }}'
+        overrides = [settings, "scheduler.judge=slate", "judges.use.exact_match={}"]
+        with pytest.raises(config.ConfigError, match=f"`{key}`|'{key}'") as error:
+            config.load(config.DEFAULT_CONFIG, overrides)
+        assert SECRET not in str(error.value)
+
+
+def test_the_variables_that_hold_keys_are_found_at_any_depth() -> None:
+    read = tomllib.loads('a = [{ api_key_env = "X" }]\n[b.c]\napi_key_env = "Y"\n[d]\napi_key_env = ""')
+    assert key_variables(read) == {"X", "Y"}
+
+
+async def test_no_error_of_a_client_holds_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED_KEY", SECRET)
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent = await reader.readuntil(b"\r\n\r\n")  # the server gives back all that it was sent, the key included
+        writer.write(b"HTTP/1.1 401 no\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(sent), sent))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    client = JsonClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key_env="PLANTED_KEY", attempts=1)
+    await client.start()
+    try:
+        with pytest.raises(InfrastructureFault) as error:
+            await client.get("/x")
+        assert SECRET not in str(error.value)
+        assert "(the key)" in str(error.value)
+    finally:
+        await client.close()
+        server.close()
+
+
+def test_a_path_in_a_message_cannot_leave_the_run_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    good = run / "weights" / "v000003"
+    good.mkdir(parents=True)
+    (run / "weights" / "link").symlink_to("/etc")
+    beside = tmp_path / "run" / "weights-of-others"
+    beside.mkdir()
+    assert inside(run, str(good)) == str(good)
+    for path in (
+        "/etc/passwd", str(good / ".." / ".." / ".." / "x"), "../x", "", str(run / "weights"), str(run / "weights" / "link" / "ssh"),
+        str(run / "weights" / "link"), str(beside), str(run / "keys"),
+    ):  # fmt: skip
+        with pytest.raises(InfrastructureFault, match="are refused: expected a folder inside"):
+            inside(run, path)
+
+
+def test_the_keys_of_a_run_are_in_no_process_file(tmp_path: Path) -> None:
+    made = plan(tmp_path)
+    text = b"".join(path.read_bytes() for path in (tmp_path / "processes").iterdir()).decode()
+    assert "secret" not in text
+    assert not any("secret" in repr(msgspec.to_builtins(spec)) for spec in made)

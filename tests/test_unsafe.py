@@ -1,0 +1,77 @@
+"""What could run a stranger's code or open a port stands nowhere in the product, except where a reason is given here."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ALLOWED = {
+    ("learner/giver.py", "ForkingPickler"): "SGLang takes handles of shared memory in no other form; sealed with the run's token, never read here",
+    ("learner/giver.py", "multiprocessing"): "ForkingPickler, and how torch shares memory",
+    ("learner/giver.py", "TCPStore"): "SGLang's rendezvous; on the loopback unless learner.publish_host names an address",
+    ("actors/engines/sglang_pull.py", "TCPStore"): "the other end of the same; every answer is checked against the run's token",
+    ("actors/engines/sglang_inside.py", "multiprocessing"): "the children that SGLang starts are ended by their handles",
+    ("wire/apart.py", "multiprocessing"): "a pipe between a process and its own child",
+}  # fmt: skip
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "multiprocessing", "telnetlib"}
+NAMES = {
+    *("eval", "exec", "compile", "__import__", "ForkingPickler", "TCPStore", "broadcast_object_list", "all_gather_object"),
+    *("gather_object", "scatter_object_list", "send_object_list", "init_rpc", "os.system", "os.popen", "torch.load", "yaml.load"),
+}  # fmt: skip
+KEYWORDS = {"shell", "allow_pickle", "trust_remote_code", "weights_only"}
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dangers(tree: ast.AST) -> Iterator[str]:
+    """What a file uses of the above: an import, a name, or an argument that is not plainly False (True for weights_only)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from {alias.name.split(".")[0] for alias in node.names} & MODULES
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from {node.module.split(".")[0]} & MODULES
+            yield from {alias.name for alias in node.names} & NAMES
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func)
+            yield from {name, name.rpartition(".")[2] if name not in ("re.compile", "torch.compile") else ""} & (
+                NAMES - {"eval", "exec", "compile"} | ({name} & NAMES)
+            )
+            for keyword in node.keywords:
+                safe = keyword.arg == "weights_only"
+                if keyword.arg in KEYWORDS and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is safe
+                ):
+                    yield f"{keyword.arg}="
+
+
+def used() -> set[tuple[str, str]]:
+    files = [path for room in ("actors", "judges", "learner", "scheduler", "tools", "wire") for path in (ROOT / room).rglob("*")
+             if path.is_file() and (path.suffix == ".py" or (not path.suffix and path.read_bytes()[:2] == b"#!"))]  # fmt: skip
+    assert len(files) > 200
+    return {(str(path.relative_to(ROOT)), danger) for path in files for danger in dangers(ast.parse(path.read_text()))}
+
+
+def test_no_pickle_no_evaluated_text_and_no_open_store_without_a_reason() -> None:
+    assert used() == set(ALLOWED)
+
+
+def test_the_search_finds_each_of_them() -> None:
+    planted = {
+        "import pickle": "pickle",
+        "from torch.distributed import TCPStore": "TCPStore",
+        "torch.load('x')": "torch.load",
+        "eval('1')": "eval",
+        "exec('1')": "exec",
+        "np.load('x', allow_pickle=True)": "allow_pickle=",
+        "subprocess.run('ls', shell=True)": "shell=",
+        "dist.broadcast_object_list([])": "broadcast_object_list",
+        "AutoModel.from_pretrained('x', trust_remote_code=code)": "trust_remote_code=",
+    }
+    for line, danger in planted.items():
+        assert list(dangers(ast.parse(line))) == [danger], line
+    for line in ("re.compile('x')", "model.eval()", "f(trust_remote_code=False)", "torch.load"):
+        assert not list(dangers(ast.parse(line))), line

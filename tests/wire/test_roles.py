@@ -1,0 +1,183 @@
+"""A key may do what its role says and nothing else, and a living worker's name and connection stay its own."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from scheduler.calls import DispatchConfig
+from scheduler.dispatch import Dispatcher
+from tests.services import Bench, EchoRequest, EchoResult, bench
+from wire.arrays import encode
+from wire.keys import ROLES, PeerKeys, RunKeys
+from wire.messages import SERVICES, Goodbye, Heartbeat, Register, Result
+from wire.service import Call, Rejected, Service
+from wire.sockets import Dealer
+
+
+async def honest(request: EchoRequest, call: Call) -> EchoResult:
+    return EchoResult(request.tokens, 1)
+
+
+async def thief(request: EchoRequest, call: Call) -> EchoResult:
+    return EchoResult(request.tokens, 666)
+
+
+async def answered_by(b: Bench) -> int:
+    return (await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=30)).version
+
+
+async def refused(b: Bench, name: str, services: list[str], keys: PeerKeys) -> str:
+    """Try to register; return the words in which the scheduler refused."""
+    with pytest.raises(Rejected) as error:
+        await Service(name, dict.fromkeys(services, thief), 4).run(b.dispatcher.endpoint, keys, signals=False)
+    return str(error.value)
+
+
+async def settled(b: Bench, counter: str, count: int) -> None:
+    async with asyncio.timeout(30):
+        while b.dispatcher.counters[counter] < count:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_living_workers_name_is_not_taken_over_by_another_key(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("actor-0", {"echo": honest})
+        words = await refused(b, "actor-0", ["echo"], b.run_keys.mint("other", ("echo",)))
+        assert "a worker of this name is alive and has another key" in words
+        assert await answered_by(b) == 1
+        assert b.dispatcher.counters["refused_peers"] == 1
+
+
+async def test_the_same_key_takes_its_name_again_as_a_restarted_worker_does(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.work("actor-0", {"echo": thief})
+        again = Service("actor-0", {"echo": honest}, 4)
+        b.tasks["again"] = asyncio.create_task(again.run(b.dispatcher.endpoint, b.keys, signals=False))
+        async with asyncio.timeout(30):
+            while not again.registered.is_set():
+                await asyncio.sleep(0.005)
+        assert await answered_by(b) == 1
+        assert not b.dispatcher.counters["refused_peers"]
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+async def test_every_role_offers_its_own_services_and_is_refused_every_other(tmp_path: Path, role: str) -> None:
+    async with bench(tmp_path) as b:
+        keys = PeerKeys.load(tmp_path / "keys", role)
+        for kind in sorted(set(SERVICES) - {"echo"} - set(ROLES[role])):
+            words = await refused(b, f"sly-{kind}", [ROLES[role][0], kind], keys)
+            assert f"its key may offer {', '.join(ROLES[role])}, and not {kind}" in words
+        assert b.dispatcher.workers() == []
+        own = Service("own", dict.fromkeys(ROLES[role], honest), 4)
+        b.tasks["own"] = asyncio.create_task(own.run(b.dispatcher.endpoint, keys, signals=False))
+        await b.dispatcher.wait_for(ROLES[role][0], 1, 30)
+
+
+async def test_a_key_for_one_judge_serves_no_other_judge(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        _, invitation = b.run_keys.invite("judge.mine", b.dispatcher.endpoint)
+        assert "and not judge.exact_match" in await refused(b, "j", ["judge.mine", "judge.exact_match"], invitation)
+        assert "and not judge" in await refused(b, "j", ["judge"], invitation)
+
+
+async def test_a_key_minted_by_another_process_is_good_at_once_and_a_revoked_one_is_sent_away(tmp_path: Path) -> None:
+    async with bench(tmp_path, DispatchConfig(heartbeat_s=0.05)) as b:
+        name, invitation = RunKeys.load(tmp_path / "keys").invite("judge.mine", b.dispatcher.endpoint)
+        guest = Service("guest", {"judge.mine": honest}, 4)
+        serving = asyncio.create_task(guest.run(b.dispatcher.endpoint, invitation, signals=False))
+        await b.dispatcher.wait_for("judge.mine", 1, 30)
+        RunKeys.load(tmp_path / "keys").revoke(name)
+        with pytest.raises(Rejected, match="its key was revoked"):
+            await asyncio.wait_for(serving, 30)
+        assert b.dispatcher.workers() == []
+        late = Service("guest", {"judge.mine": honest}, 4, give_up_s=0.5)
+        with pytest.raises(Rejected, match="a key that was not revoked"):  # the handshake itself is refused
+            await late.run(b.dispatcher.endpoint, invitation, signals=False)
+
+
+async def test_a_message_under_a_lost_workers_identity_is_refused_when_another_key_sends_it(tmp_path: Path) -> None:
+    """The identity is the peer's own choice: only the key that registered may speak for it, whether well or malformed."""
+    async with bench(tmp_path) as b:
+        identity = b"actor-0/1/known"
+        victim = Dealer(b.dispatcher.endpoint, b.keys, identity)
+        victim.send(encode(Register("actor-0", ["echo"], 1, 1, "h")))
+        await b.dispatcher.wait_for("echo", 1, 30)
+        asked = asyncio.create_task(answered_by(b))
+        victim.close()  # cut off while the scheduler waits for its answer
+        async with asyncio.timeout(30):
+            while not (attempts := list(b.dispatcher.workers()[0].in_flight)):
+                await asyncio.sleep(0.005)
+        other = b.run_keys.mint("other", ("judge",))
+        spy = Dealer(b.dispatcher.endpoint, other, identity)
+        forged = [
+            encode(Result(attempts[0]), EchoResult(np.zeros(1, np.float32), 666)),
+            encode(Heartbeat(0, {})),
+            encode(Goodbye("drained")),
+            encode(Register("actor-0", ["judge.x"], 1, 1, "h")),
+        ]
+        for frames in forged:
+            spy.send(frames)
+        await settled(b, "refused_peers", len(forged))
+        for frames in ([b"garbage"], [b""]):
+            spy.send(frames)
+        await settled(b, "malformed_peers", 2)
+        assert not asked.done()
+        assert [worker.name for worker in b.dispatcher.workers()] == ["actor-0"]
+        spy.close()
+        asked.cancel()
+
+
+async def test_a_run_folder_from_before_roles_is_resumed_and_its_shared_key_opens_nothing_more(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    pairs = [key for _ in range(2) for key in zmq.curve_keypair()]
+    names = ("server_public", "server_secret", "client_public", "client_secret")
+    for name, key in zip(names, pairs, strict=True):
+        (folder / name).write_bytes(key)
+    async with bench(tmp_path) as b:
+        assert b.run_keys.server_public.encode() == pairs[0]
+        old = PeerKeys(*(key.decode() for key in (pairs[0], pairs[2], pairs[3])))
+        with pytest.raises(Rejected, match="no scheduler answered"):
+            await Service("old", {"echo": thief}, 1, give_up_s=0.5).run(b.dispatcher.endpoint, old, signals=False)
+        b.tasks["r"] = asyncio.create_task(
+            Service("r", {"retrieve": honest}, 1).run(
+                b.dispatcher.endpoint, PeerKeys.load(folder, "retriever"), signals=False
+            )
+        )
+        await b.dispatcher.wait_for("retrieve", 1, 30)
+
+
+def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(tmp_path: Path) -> None:
+    keys = RunKeys.create(tmp_path / "keys")
+    pair = keys.mint("mine", ("judge",))
+    (tmp_path / "keys" / "peers" / "mine.json").write_text('{"public": 3')
+    keys.reload()
+    assert keys.grant(pair.public) is None
+    (tmp_path / "outside.json").write_text("{}")
+    for name in ("../../outside", "/etc/passwd", "", ".hidden"):
+        with pytest.raises(ValueError, match="cannot name a key"):
+            keys.mint(name, ("judge",))
+        with pytest.raises(ValueError, match="no key is named"):
+            keys.revoke(name)
+    assert os.path.exists(tmp_path / "outside.json")
+
+
+@pytest.mark.parametrize("service", ["train", "generate", "close", "load", "retrieve", "judge/../x", "nothing", ""])
+def test_nobody_is_invited_to_what_only_the_runs_own_processes_do(tmp_path: Path, service: str) -> None:
+    with pytest.raises(ValueError, match="no peer can be invited"):
+        RunKeys.create(tmp_path / "keys").invite(service, "tcp://127.0.0.1:1")
+
+
+async def test_without_keys_on_the_loopback_everybody_may_register() -> None:
+    dispatcher = Dispatcher("tcp://127.0.0.1:0", None)
+    await dispatcher.start()
+    serving = asyncio.create_task(Service("w", {"echo": honest}, 1).run(dispatcher.endpoint, None, signals=False))
+    await dispatcher.wait_for("echo", 1, 30)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    await dispatcher.close()

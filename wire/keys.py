@@ -1,0 +1,172 @@
+"""Who may do what in one run: a CURVE key pair for each role and for each invited peer, with the services that its holder may offer.
+
+``RUN/keys`` (0700) holds the scheduler's pair (``server_public``, ``server_secret``) and one 0600 file per peer, ``peers/NAME.json``. The
+scheduler reads that folder again when an unknown key knocks and at every heartbeat, so a key that is minted is good at once, and a
+file that is deleted takes its key away.
+"""
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+import msgspec
+import zmq
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "actor": ("generate", "load"),
+    "learner": ("train", "close"),
+    "judge": ("judge", "player", "speaker"),
+    "retriever": ("retrieve",),
+}
+"""The services that each role of a run's own processes may offer."""
+INVITED = ("judge", "player", "speaker")
+"""The services to which an outside peer can be invited. Actors and learners read and write the run's folder, so they are never outside."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
+_SERVER_FILES = ("server_public", "server_secret")
+
+
+class PeerKeys(msgspec.Struct, frozen=True):
+    """What a worker needs to reach the scheduler (Z85 text): the scheduler's public key and a key pair of its own."""
+
+    server_public: str
+    public: str
+    secret: str
+
+    @classmethod
+    def load(cls, folder: Path, role: str) -> "PeerKeys":
+        """Read the keys of ``role`` in ``RUN/keys``. Raises FileNotFoundError, which says what to check, when there are none."""
+        try:
+            grant = msgspec.json.decode((folder / "peers" / f"{role}.json").read_bytes(), type=Grant)
+            return cls((folder / "server_public").read_text(), grant.public, grant.secret)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"no keys in {folder} ({error}): is this a run folder that was started?") from None
+
+
+class Invitation(PeerKeys, frozen=True, kw_only=True):
+    """All that an invited peer needs, as one line of JSON."""
+
+    endpoint: str
+
+    @classmethod
+    def read(cls, path: Path) -> "Invitation":
+        """Read an invitation. Raises ValueError, which names the remedy, when the file is none."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(
+                f"{path} is no invitation ({error}): expected the line that tools/serve --invite printed"
+            ) from None
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """What the holder of one key may offer. A service without a dot stands for all its names: "judge" allows "judge.slate".
+
+    secret: the secret half for a role of the run, "" for an invited peer, who alone has it.
+    """
+
+    public: str
+    services: tuple[str, ...]
+    secret: str = ""
+
+    def allows(self, service: str) -> bool:
+        """Return whether the holder may offer ``service``."""
+        return service in self.services or service.split(".", 1)[0] in self.services
+
+
+class RunKeys:
+    """The scheduler's pair and the grants of its peers, as they are in ``folder``."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.server_public, self.server_secret = ((folder / name).read_text() for name in _SERVER_FILES)
+        self._grants: dict[str, Grant] = {}
+        self.reload()
+
+    @classmethod
+    def create(cls, folder: Path) -> "RunKeys":
+        """Create the keys that ``folder`` lacks. A resumed run keeps its keys and invitations; one from before roles gets its roles' keys."""
+        (folder / "peers").mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        if not all((folder / name).exists() for name in _SERVER_FILES):
+            public, secret = (key.decode() for key in zmq.curve_keypair())
+            write_private(folder / "server_secret", secret)
+            write_private(folder / "server_public", public)
+        keys = cls(folder)
+        for role, services in ROLES.items():
+            if not (folder / "peers" / f"{role}.json").exists():
+                keys.mint(role, services, keep=True)
+        return keys
+
+    @classmethod
+    def load(cls, folder: Path) -> "RunKeys":
+        """Read the keys of a run. Raises FileNotFoundError, which says what to check, when there are none."""
+        try:
+            return cls(folder)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"no keys in {folder} ({error}): is this a run folder that was started?") from None
+
+    def mint(self, name: str, services: tuple[str, ...], keep: bool = False) -> PeerKeys:
+        """Create a key pair that may offer ``services``. The run keeps the secret half only if ``keep``; otherwise only the caller has it."""
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+        grant = Grant(public, services, secret if keep else "")
+        write_private(self._path(name), msgspec.json.encode(grant).decode())
+        self.reload()
+        return PeerKeys(self.server_public, public, secret)
+
+    def invite(self, service: str, endpoint: str) -> tuple[str, Invitation]:
+        """Mint a pair for an outside peer that may offer ``service`` alone. Returns the name by which it is revoked, and the invitation.
+
+        Raises ValueError when ``service`` is none to which a peer can be invited.
+        """
+        if service.split(".", 1)[0] not in INVITED or not _NAME.fullmatch(service):
+            raise ValueError(
+                f"no peer can be invited to {service!r}: expected one of {', '.join(INVITED)}, or one name of it"
+                " such as judge.brevity"
+            )
+        name = f"invited-{service}-{secrets.token_hex(3)}"
+        pair = self.mint(name, (service,))
+        return name, Invitation(pair.server_public, pair.public, pair.secret, endpoint=endpoint)
+
+    def revoke(self, name: str) -> None:
+        """Take a key away. A live scheduler sends its holder away within a heartbeat. Raises ValueError when there is no such key."""
+        known = sorted(path.stem for path in (self.folder / "peers").glob("*.json"))
+        if name not in known:
+            raise ValueError(f"no key is named {name!r}: expected one of {', '.join(known)}")
+        self._path(name).unlink()
+        self.reload()
+
+    def grant(self, public: str) -> Grant | None:
+        """Return what the holder of this public key may do, as of the last ``reload``; None for a key that this run does not know."""
+        return self._grants.get(public)
+
+    def reload(self) -> None:
+        """Read all grants anew. A damaged file grants nothing."""
+        grants: dict[str, Grant] = {}
+        for path in (self.folder / "peers").glob("*.json"):
+            try:
+                grant = msgspec.json.decode(path.read_bytes(), type=Grant)
+            except (OSError, msgspec.DecodeError):
+                continue  # deleted meanwhile, or not written by ``mint``
+            grants[grant.public] = grant
+        self._grants = grants
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a peer with this key may connect: the credentials provider of ZeroMQ's authenticator."""
+        public = key.decode()
+        if public not in self._grants:
+            self.reload()
+        return public in self._grants
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} cannot name a key: expected letters, digits, '_', '-' and '.'")
+        return self.folder / "peers" / f"{name}.json"
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read. It appears whole or not at all."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.replace(path)
