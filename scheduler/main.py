@@ -95,10 +95,10 @@ class Run:
         count = self.settings.evaluation.questions
         if registry.makes_tasks(self.environment):
             self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
-            heldout = self.tasks.held_out(count)
+            heldout, self.notes = self.tasks.held_out(count), []
         else:
             self.tasks = Tasks(process.train, process.seed)
-            heldout = held_out(process.heldout, count)
+            heldout, self.notes = held_out(process.heldout, count)
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing
@@ -150,6 +150,8 @@ class Run:
                 f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}",
                 flush=True,
             )
+        for note in self.notes:
+            print(note, flush=True)
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
         await self._wait_for_workers()

@@ -26,6 +26,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
         "early": Plan(str(llama), 2, [points[3], *points[:3], *points[4:6]]),
         "late": Plan(str(llama), 1, [points[11], *points[6:11]]),
         "damaged": Plan(str(llama), 1, points[9:11], damage=True),
+        "stale": Plan(str(llama), 1, [points[7], points[9]], staleness=1, deterministic=False),
     }
     write_whole(place / "lives.json", plans)
     subprocess.run([sys.executable, "-m", "tests.faults.one_process", str(place)], check=True, timeout=300)
@@ -39,7 +40,13 @@ def weights(run: Path) -> str:
 
 def test_every_life_ends_at_its_crash_point_and_the_last_one_with_the_run(lived: Path) -> None:
     codes = json.loads((lived / "codes.json").read_text())
-    assert codes == {"undisturbed": [0], "early": [-9] * 6 + [0], "late": [-9] * 6 + [0], "damaged": [-9, -9, 0]}
+    assert codes == {
+        "undisturbed": [0],
+        "early": [-9] * 6 + [0],
+        "late": [-9] * 6 + [0],
+        "damaged": [-9, -9, 0],
+        "stale": [-9, -9, 0],
+    }
     assert list((lived / "damaged" / "checkpoints").glob("*.damaged"))
 
 
@@ -49,6 +56,11 @@ def test_a_deterministic_run_ends_with_the_same_bits_wherever_it_was_killed(live
 
 
 @pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_stale_data_trains_every_task_once_too(lived: Path) -> None:
+    assert audit(lived / "stale", staleness=1) == []
+    assert {v.rule for v in audit(lived / "stale", staleness=0)} == {"within the staleness bound"}
+
+
 def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(lived: Path, name: str) -> None:
     assert audit(lived / name, staleness=0) == []
     journal = Journal(lived / name / "journal.sqlite", readonly=True)
