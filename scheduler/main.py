@@ -52,13 +52,14 @@ CHECK_S = 2.0
 
 
 def frontier(run: Path, version: int) -> Frontier:
-    """The frontier of the checkpoint that the learner restored, which is of ``version``. Raises DataFault if it cannot be read."""
+    """The frontier of the checkpoint of the learner's ``version``, or of the one before if the learner has outlived the scheduler and has not
+    written one since. Raises DataFault if it cannot be read."""
     try:
         return read(run, version)
     except (OSError, ValueError) as error:
         raise DataFault(
-            f"the frontier of {run}/checkpoints/v{version:06d} cannot be read ({error}), though the learner restored it: resume again, and"
-            " the learner sets the checkpoint aside if it is damaged"
+            f"the frontier of version {version} in {run}/checkpoints cannot be read ({error}): resume again, and the learner sets the"
+            " checkpoint aside if it is damaged"
         ) from None
 
 
@@ -208,7 +209,7 @@ class Run:
         # The learner wrote its newest weights before it registered. A resumed run continues from them.
         path = self.folder / "learner.json"
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
-        self.stream.begin(weights.version)
+        self.stream.version = weights.version
         if weights.version:
             await self.begun.wait()
             await self.spread.everywhere(weights)
@@ -222,8 +223,8 @@ class Run:
         checkpoint = frontier(self.folder, version)
         self.journal.forget_training_after(version)
         self.journal.adopt_frontier(checkpoint.groups())
-        if self.resumed:
-            self.metrics.resume(checkpoint)
+        recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
+        self.stream.told |= recorded | set(range(checkpoint.version + 1))
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
         self.metrics.counters(self.dispatcher.workers())
