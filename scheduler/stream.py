@@ -39,6 +39,7 @@ class Stream:
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = asyncio.Lock()
+        self._syncing = asyncio.Lock()
 
     def learner_joined(self, worker: Worker) -> None:
         """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none."""
@@ -116,7 +117,10 @@ class Stream:
         return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 
     async def _close(self, closed: TreeClosed) -> None:
-        await asyncio.to_thread(self.journal.sync)
+        async with (
+            self._syncing
+        ):  # first in, first out: a replaced tree reaches the learner before the tree that takes its place
+            await asyncio.to_thread(self.journal.sync)
         while True:
             try:
                 await self.dispatcher.call("close", closed, deadline=FOREVER_S)
