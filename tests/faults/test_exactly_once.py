@@ -55,12 +55,12 @@ def test_a_deterministic_run_ends_with_the_same_bits_wherever_it_was_killed(live
     assert weights(lived / name) == weights(lived / "undisturbed")
 
 
-@pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_stale_data_trains_every_task_once_too(lived: Path) -> None:
     assert audit(lived / "stale", staleness=1) == []
     assert {v.rule for v in audit(lived / "stale", staleness=0)} == {"within the staleness bound"}
 
 
+@pytest.mark.parametrize("name", RUNS)
 def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(lived: Path, name: str) -> None:
     assert audit(lived / name, staleness=0) == []
     journal = Journal(lived / name / "journal.sqlite", readonly=True)
