@@ -60,7 +60,8 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the number of the actor in the run, from 0."""
+    """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the number of the actor in the run, from 0.
+    deterministic: answers depend on weights and requests alone (docs/reliability.md)."""
 
     name: str
     run: str
@@ -68,3 +69,4 @@ class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     actors: ActorsConfig
     place: int = 0
+    deterministic: bool = False

@@ -96,7 +96,7 @@ def load(stored: StoredPart, stepper: Stepper) -> None:
 def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in stepper.parameters.items():
         yield f"weight/{name}", parameter
-        for kind, value in stepper.adamw.state.get(parameter, {}).items():
+        for kind, value in sorted(stepper.adamw.state.get(parameter, {}).items()):  # equal states, equal files
             yield f"{kind}/{name}", torch.as_tensor(value)
 
 

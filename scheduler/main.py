@@ -58,13 +58,14 @@ LEAVE_S = 30.0
 
 
 def frontier(run: Path, version: int) -> Frontier:
-    """The frontier of the checkpoint that the learner restored, which is of ``version``. Raises DataFault if it cannot be read."""
+    """The frontier of the checkpoint of the learner's ``version``, or of the one before if the learner has outlived the scheduler and has not
+    written one since. Raises DataFault if it cannot be read."""
     try:
         return read(run, version)
     except (OSError, ValueError) as error:
         raise DataFault(
-            f"the frontier of {run}/checkpoints/v{version:06d} cannot be read ({error}), though the learner restored it: resume again, and"
-            " the learner sets the checkpoint aside if it is damaged"
+            f"the frontier of version {version} in {run}/checkpoints cannot be read ({error}): resume again, and the learner sets the"
+            " checkpoint aside if it is damaged"
         ) from None
 
 
@@ -108,10 +109,10 @@ class Run:
         count = self.settings.evaluation.questions
         if registry.makes_tasks(self.environment):
             self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
-            heldout = self.tasks.held_out(count)
+            heldout, self.notes = self.tasks.held_out(count), []
         else:
             self.tasks = Tasks(process.train, process.seed)
-            heldout = held_out(process.heldout, count)
+            heldout, self.notes = held_out(process.heldout, count)
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing
@@ -167,6 +168,8 @@ class Run:
                 f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}",
                 flush=True,
             )
+        for note in self.notes:
+            print(note, flush=True)
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
         reporting = asyncio.create_task(self.reporter.work())
@@ -237,7 +240,7 @@ class Run:
         # The learner wrote its newest weights before it registered. A resumed run continues from them.
         path = self.folder / "learner.json"
         weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
-        self.stream.begin(weights.version)
+        self.stream.version = weights.version
         if weights.version:
             published.inside(self.folder, weights.path)
             await self.begun.wait()
@@ -252,8 +255,8 @@ class Run:
         checkpoint = frontier(self.folder, version)
         self.journal.forget_training_after(version)
         self.journal.adopt_frontier(checkpoint.groups())
-        if self.resumed:
-            self.metrics.resume(checkpoint)
+        recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
+        self.stream.told |= recorded | set(range(checkpoint.version + 1))
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
         self.metrics.counters(self.dispatcher.workers())

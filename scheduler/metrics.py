@@ -123,9 +123,10 @@ class Metrics:
             counts |= {name: max(counts[name], int(record.get(f"count/{name}", 0))) for name in names}
         return counts
 
-    def resume(self, frontier: Frontier) -> None:
-        """Leave exactly one record of each update that ``frontier`` holds. Those of later versions are lost with their weights. An update whose
-        record a crash lost gets the learner's metrics, as the checkpoint has them, and the time of the record before."""
+    def resume(self, frontier: Frontier, newest: int) -> set[int]:
+        """Leave exactly one record of each update, and return the versions that have one. newest: the learner's version; later ones are lost with
+        their weights. An update whose record a crash lost gets the learner's metrics, if the checkpoint has them, and the time of the record
+        before."""
         lines: dict[tuple[int, bool, int], bytes] = {}
         times = {0: 0.0}
         for number, line in enumerate(self._path.read_bytes().splitlines()):
@@ -134,7 +135,7 @@ class Metrics:
             except msgspec.DecodeError:
                 continue  # the line was cut off by a crash
             version, update = int(record["version"]), UPDATE in record
-            if version <= frontier.version:
+            if version <= newest:
                 lines[version, not update, 0 if update else number] = line
                 times[version] = record.get("time/run", 0.0)
         for version, metrics in frontier.records.items():
@@ -146,7 +147,8 @@ class Metrics:
         self._file = self._path.open("ab")
         # TensorBoard then drops the points of the lost updates.
         start = _Session(status=_Session.START)
-        self._board.add_event(_Scalars(wall_time=time.time(), step=frontier.version + 1, session_log=start))
+        self._board.add_event(_Scalars(wall_time=time.time(), step=newest + 1, session_log=start))
+        return {version for version, evaluation, _ in lines if not evaluation}
 
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
         """Write one record, and print its line of the live table if ``show``."""

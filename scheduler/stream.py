@@ -24,8 +24,8 @@ _RESEND_WAIT_S = 1.0
 
 
 class Stream:
-    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each version that this start trains, one
-    after the other; ``version`` is then the newest.
+    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each version that is not in ``told``, one
+    after the other; ``version`` is the newest.
 
     replaced: trees that dynamic sampling replaced and whose groups no update has taken yet.
     """
@@ -33,16 +33,12 @@ class Stream:
     def __init__(self, dispatcher: Dispatcher, journal: Journal, on_trained: Callable[[Trained], Awaitable[None]]):
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
         self.version = 0
-        self._told: set[int] = {0}
+        self.told: set[int] = set()
         self.replaced: set[int] = set()
         self._next_group = journal.next_group()
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._order, self._closing = asyncio.Lock(), asyncio.Lock()
-
-    def begin(self, version: int) -> None:
-        """Go on from the learner's ``version``."""
-        self.version, self._told = version, set(range(version + 1))
+        self._order, self._syncing = asyncio.Lock(), asyncio.Lock()
 
     def learner_joined(self, worker: Worker) -> None:
         """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none."""
@@ -109,8 +105,8 @@ class Stream:
         self._sent.pop(tree.id, None)  # again, if the group was sent again after the tree's end was told
         async with self._order:
             self.journal.mark_trained(group, trained.version)
-            if trained.version not in self._told:
-                self._told.add(trained.version)
+            if trained.version not in self.told:
+                self.told.add(trained.version)
                 self.version = max(self.version, trained.version)
                 await self.on_trained(trained)
 
@@ -126,7 +122,7 @@ class Stream:
         return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 
     async def _close(self, closed: TreeClosed) -> None:
-        async with self._closing:  # in order: a tree that was replaced is told before the tree in its place
+        async with self._syncing:  # in order: a replaced tree reaches the learner before the tree that takes its place
             await asyncio.to_thread(self.journal.sync)
         while True:
             try:

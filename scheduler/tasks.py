@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 from actors.environments.base import HELD_OUT_SEEDS, Rejected, Task
-from actors.environments.task_files import load_tasks
+from actors.environments.task_files import load_tasks, too_few, unusable
 
 
 class Tasks:
@@ -28,11 +28,12 @@ class Tasks:
         return self.tasks[self._order[place]]
 
 
-def held_out(source: str | list[str], count: int) -> list[Task]:
-    """The fixed held-out subset: the same ``count`` tasks for every seed (all when there are fewer)."""
-    tasks, _ = load_tasks(source)
+def held_out(source: str | list[str], count: int) -> tuple[list[Task], list[str]]:
+    """The fixed held-out subset, the same ``count`` tasks for every seed (all when there are fewer), and what the user should know of it."""
+    tasks, rejected = load_tasks(source)
+    notes = unusable("held-out set", rejected, len(tasks)) + too_few("held-out set", len(tasks), count)
     random.Random(0).shuffle(tasks)
-    return tasks[:count]
+    return tasks[:count], notes
 
 
 class GeneratedTasks:

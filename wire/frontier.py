@@ -36,7 +36,6 @@ def runs(groups: dict[int, int]) -> list[int | tuple[int, int, int]]:
 
 
 def read(run: Path, version: int) -> Frontier:
-    """Return the frontier of the checkpoint of ``version``, empty for version 0. Raises ValueError or OSError if it cannot be read."""
-    if not version:
-        return Frontier()
-    return msgspec.json.decode((run / "checkpoints" / f"v{version:06d}" / FILE).read_bytes(), type=Frontier)
+    """Return the frontier of the newest checkpoint that is not newer than ``version``, empty if there is none. Raises ValueError or OSError."""
+    folders = [path for path in (run / "checkpoints").glob("v??????") if path.name <= f"v{version:06d}"]
+    return msgspec.json.decode((max(folders) / FILE).read_bytes(), type=Frontier) if folders else Frontier()

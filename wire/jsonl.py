@@ -1,16 +1,41 @@
 """Read JSONL files that people write: one JSON value per line. Errors name the file and the line."""
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\x00\x00\xfe\xff")
+
+
+def beginning(path: Path) -> int:
+    """Return where the text of a UTF-8 file begins: behind its byte order mark, if it has one.
+
+    Raises ValueError for a file in UTF-16 or UTF-32, of which no line can be read, and OSError.
+    """
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head.startswith(_MARKS) or b"\x00" in head:
+        raise ValueError(
+            f"{path} is not in UTF-8 but in UTF-16 or UTF-32: convert it, as with iconv -f UTF-16 -t UTF-8"
+        )
+    return len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
+
+
+def fault(error: Exception) -> str:
+    """Return what is wrong with a line that could not be decoded."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not in UTF-8 ({error}): convert the file from its encoding, such as Latin-1"
+    return str(error)
+
 
 def content(path: Path, expected: str, flag: str = "") -> bytes:
-    """Return the bytes of a file. Raises ValueError saying what the file should hold (``expected``). flag: the option that named the file."""
+    """Return the bytes of a UTF-8 file without its byte order mark. Raises ValueError saying what the file should hold (``expected``). flag: the
+    option that named the file."""
     try:
-        return path.read_bytes()
+        return path.read_bytes()[beginning(path) :]
     except OSError as error:
         problem = f"{path} cannot be read ({error.strerror}): expected a file of {expected}"
         raise ValueError(f"{flag} {problem}".lstrip()) from None
@@ -23,4 +48,4 @@ def lines(path: Path, kind: Any, expected: str, flag: str = "") -> Iterator[tupl
             try:
                 yield number, msgspec.json.decode(line, type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}:{number}: {error}; expected {expected}") from None
+                raise ValueError(f"{path}:{number}: {fault(error)}; expected {expected}") from None

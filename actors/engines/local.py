@@ -48,11 +48,13 @@ class LocalEngine:
         result = await engine.generate(GenerateRequest(np.array([1, 2, 3], np.int32), 4, Sampling(max_tokens=16)))
         await engine.close()
 
-    ``result`` has 4 samples. ``close`` aborts open requests.
+    ``result`` has 4 samples. ``close`` aborts open requests. deterministic: requests are served one after the other, and each computes its whole
+    prompt, because the rounding of a token's values depends on the tokens that are computed with it.
     """
 
-    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0):
+    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, deterministic: bool = False):
         self.folder, self.config, self.seed = Path(model), config, seed
+        self._alone = asyncio.Lock() if deterministic else None
         self.dtype: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.version = 0
@@ -143,6 +145,17 @@ class LocalEngine:
     ) -> GenerateResult:
         """Sample ``request.n`` continuations of one prefix. Cancelling aborts them. At most one of ``on_tokens`` and ``on_top`` may be set."""
         self._check(request)
+        if self._alone is None:
+            return await self._generate(request, on_tokens, on_top)
+        async with self._alone:
+            try:
+                return await self._generate(request, on_tokens, on_top)
+            finally:
+                await self._thread.run(self._forget)
+
+    async def _generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None, on_top: OnTop | None
+    ) -> GenerateResult:
         constraint, matcher = request.sampling.constraint, None
         if constraint is not None:
             matcher = await asyncio.to_thread(self._matcher, constraint)
@@ -352,10 +365,14 @@ class LocalEngine:
     def _swap(self, kind: str, path: Path, version: int) -> None:
         weights.apply(self.model, self.folder, kind, path)
         self.version = version
-        self.cache.clear()
-        self._admission.ideal.clear()
+        self._forget()
         if self._sight is not None:
             self._sight.forget()
+
+    def _forget(self) -> None:
+        """Empty the prefix cache."""
+        self.cache.clear()
+        self._admission.ideal.clear()
 
 
 def _without_top(on_tokens: OnTokens) -> OnTop:

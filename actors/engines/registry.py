@@ -8,7 +8,7 @@ from actors.engines.base import Engine
 from wire.options import checked, imported, known
 
 KNOWN = {"local": "actors.engines.local:LocalEngine", "sglang": "actors.engines.sglang:SGLangEngine"}
-_OWN = ("model", "config", "seed", "place")
+_OWN = ("model", "config", "seed", "place", "deterministic")
 """Parameters of an engine's constructor that no option sets."""
 
 
@@ -26,7 +26,8 @@ def check(name: str, options: dict[str, Any]) -> None:
 def load(process: ActorProcess) -> Engine:
     """Return the engine of an actor process, which is not started yet. Raises ValueError for options that the engine does not take."""
     kind, options = _imported(process.actors.engine, process.actors.engine_options)
-    own = dict(zip(_OWN, (process.model, process.actors, process.seed, process.place), strict=True))
+    values = (process.model, process.actors, process.seed, process.place, process.deterministic)
+    own = dict(zip(_OWN, values, strict=True))
     takes = inspect.signature(kind).parameters
     return kind(**{key: value for key, value in own.items() if key in takes}, **options)
 

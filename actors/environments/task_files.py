@@ -12,6 +12,7 @@ import msgspec
 
 from actors.environments import hub
 from actors.environments.base import Rejected, Task
+from wire import jsonl
 
 EXPECTED = "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"
 
@@ -51,10 +52,25 @@ def load_tasks(setting: str | Sequence[str]) -> tuple[list[Task], list[Rejected]
     return tasks, rejected
 
 
+def unusable(of: str, rejected: Sequence[Rejected], usable: int) -> list[str]:
+    """Return a sentence on the rejected rows of a set named ``of``, with their number and the first one, or none if there are none."""
+    if not rejected:
+        return []
+    first = rejected[0]
+    return [
+        f"{of}: {len(rejected)} of {len(rejected) + usable} rows cannot be used; the first: {first.where}: {first.reason}"
+    ]
+
+
+def too_few(of: str, tasks: int, asked: int) -> list[str]:
+    """Return a sentence if a set has fewer than the ``asked`` tasks, else none."""
+    return [f"{of}: {asked} questions are asked for and {tasks} are there, so all of them are used"] * (tasks < asked)
+
+
 def _load(source: str) -> tuple[list[Task], list[Rejected]]:
     tasks: list[Task] = []
     rejected: list[Rejected] = []
-    for number, row in enumerate(_rows(source), 1):
+    for number, row in _rows(source):
         where = f"{source}:{number}"
         task = row if isinstance(row, Rejected) else _task(row, where)
         if isinstance(task, Task):
@@ -62,12 +78,13 @@ def _load(source: str) -> tuple[list[Task], list[Rejected]]:
         else:
             rejected.append(msgspec.structs.replace(task, where=where))
     if not tasks:
-        first = f"; the first reason: {rejected[0].reason}" if rejected else ""
-        raise ValueError(f"{source} holds no usable task ({len(rejected)} rejected{first})")
+        counted = "; ".join(unusable("its rows", rejected, 0)) or "it is empty"
+        raise ValueError(f"{source} holds no usable task: {counted}")
     return tasks, rejected
 
 
-def _rows(source: str) -> Iterator[dict[str, Any] | Rejected]:
+def _rows(source: str) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
+    """Yield each row with its number, which is that of its line in a JSONL file."""
     path, hub_set = Path(source), hub.named(source)
     if path.is_dir():
         raise ValueError(f"{source} is a folder: give a .jsonl or .parquet file of it")
@@ -78,19 +95,21 @@ def _rows(source: str) -> Iterator[dict[str, Any] | Rejected]:
     elif hub_set.folder:
         yield from _file_rows(hub.file_of(hub_set))
     else:
-        yield from hub.rows_of(hub_set)
+        yield from enumerate(hub.rows_of(hub_set), 1)
 
 
-def _file_rows(path: Path) -> Iterator[dict[str, Any] | Rejected]:
+def _file_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        yield from pyarrow.parquet.read_table(path).to_pylist()
+        yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
         return
+    begin = jsonl.beginning(path)
     with path.open("rb") as file:
-        for line in file:
+        file.seek(begin)
+        for number, line in enumerate(file, 1):
             if line.strip():
-                yield _json_row(line)
+                yield number, _json_row(line)
 
 
 def _json_row(line: bytes) -> dict[str, Any] | Rejected:
@@ -98,6 +117,8 @@ def _json_row(line: bytes) -> dict[str, Any] | Rejected:
         row = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         return Rejected("", f"not JSON: {error}")
+    except UnicodeDecodeError as error:
+        return Rejected("", jsonl.fault(error))
     return row if isinstance(row, dict) else Rejected("", f"a {type(row).__name__}, expected an object")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from judges.retriever.encoder import Encoder
 from judges.retriever.passage_text import title_and_text
+from wire import jsonl
 from wire.atomic import drafted
 from wire.messages import Passage
 
@@ -41,13 +42,17 @@ class BadCorpus(ValueError):
 def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str], list[str]]:
     """Return byte offsets and contents of the usable lines, and a message for each skipped line.
 
-    Raises BadCorpus at the first bad line unless ``skip_bad``, and FileNotFoundError when the file does not exist.
+    Raises BadCorpus that counts the bad lines and names the first, unless ``skip_bad``, and FileNotFoundError when the file does not exist.
     """
     if not path.is_file():
         raise FileNotFoundError(f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}")
     offsets, contents, bad, seen = [], [], [], set()
+    try:
+        start = jsonl.beginning(path)
+    except ValueError as error:
+        raise BadCorpus(f"corpus {error}") from None
     with path.open("rb") as file:
-        start = 0
+        file.seek(start)
         for number, line in enumerate(file, 1):
             try:
                 row = msgspec.json.decode(line, type=_Row)
@@ -57,13 +62,19 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str
                 offsets.append(start)
                 contents.append(row.contents)
             except (msgspec.DecodeError, ValueError) as error:
-                reason = f"{path}:{number}: {error} (expected {{id, contents}} with a title line and a text)"
-                if not skip_bad:
-                    raise BadCorpus(reason) from None
-                bad.append(reason)
+                bad.append(
+                    f"{path}:{number}: {jsonl.fault(error)} (expected {{id, contents}} with a title line and a text)"
+                )
             start += len(line)
     if not contents:
-        raise BadCorpus(f"{path} holds no usable passage")
+        raise BadCorpus(
+            f"{path} holds no usable passage: " + (f"the first of its lines: {bad[0]}" if bad else "it is empty")
+        )
+    if bad and not skip_bad:
+        raise BadCorpus(
+            f"{len(bad)} of {len(bad) + len(contents)} lines cannot be used; the first: {bad[0]}. Mend them, or tools/index --skip-bad"
+            " passes over them"
+        )
     return offsets, contents, bad
 
 
@@ -79,6 +90,8 @@ def build(
     offsets, contents, bad = read_corpus(corpus, skip_bad)
     for reason in bad[:20]:
         print(f"skipped {reason}", file=sys.stderr)
+    if bad:
+        print(f"skipped {len(bad)} of {len(bad) + len(contents)} lines", file=sys.stderr)
     index = faiss.IndexFlatIP(encoder.dimensions)
     start = time.monotonic()
     for first in range(0, len(contents), batch):

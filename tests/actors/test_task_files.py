@@ -63,6 +63,43 @@ def test_an_empty_file_is_an_error_and_not_a_run_without_questions(tmp_path: Pat
         load_tasks(written(tmp_path / "empty.jsonl"))
 
 
+def test_a_file_without_a_byte_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "e.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"e\.jsonl holds no usable task: it is empty"):
+        load_tasks(str(tmp_path / "e.jsonl"))
+
+
+def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told_with_counts_and_the_first_line(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = [json.dumps(ROWS[0]), "", "{broken", json.dumps({"question": "No gold"}), json.dumps(ROWS[1])]
+    path.write_text("\n".join(lines))
+    tasks, (rows, few) = held_out(str(path), 5)
+    assert len(tasks) == 2
+    assert rows.startswith(f"held-out set: 2 of 4 rows cannot be used; the first: {path}:3: not JSON")
+    assert few == "held-out set: 5 questions are asked for and 2 are there, so all of them are used"
+    assert held_out(written(path, ROWS[0]), 1)[1] == []
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    row = json.dumps({"question": "Où?", "golden_answers": ["à"]}, ensure_ascii=False)
+    path.write_bytes(row.encode("utf-8-sig") + b"\n" + row.encode("latin-1") + b"\n")
+    (task,), (rejected,) = load_tasks(str(path))
+    assert task.question == "Où?"
+    assert rejected.where == f"{path}:2"
+    assert rejected.reason.startswith("not in UTF-8")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32", "utf-32-be"])
+def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(json.dumps(ROWS[0]).encode(encoding))
+    with pytest.raises(ValueError, match=r"t\.jsonl is not in UTF-8 .*iconv"):
+        load_tasks(str(path))
+
+
 def test_a_line_that_is_no_object_is_set_aside_and_the_rest_loads(tmp_path: Path) -> None:
     source = written(tmp_path / "t.jsonl", [1], "text", {"question": "Who?", "golden_answers": "a"})
     tasks, rejected = load_tasks(source)
@@ -144,8 +181,8 @@ def test_a_run_draws_from_all_of_its_sources(tmp_path: Path) -> None:
     ]
     tasks = Tasks(sources, 0)
     assert len({tasks.at(position).id for position in range(10)}) == 10
-    assert {task.id for task in held_out(sources, 99)} == {task.id for task in tasks.tasks}
-    assert held_out(sources, 3) == held_out(sources, 99)[:3]
+    assert {task.id for task in held_out(sources, 99)[0]} == {task.id for task in tasks.tasks}
+    assert held_out(sources, 3)[0] == held_out(sources, 99)[0][:3]
 
 
 def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(tmp_path: Path) -> None:

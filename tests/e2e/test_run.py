@@ -13,6 +13,7 @@ import pytest
 from scheduler.journal import Journal
 from tests import tiny
 from tools.evaluating.versions import chosen
+from tools.inspecting.audit import audit
 from wire import frontier
 
 ROOT = Path(__file__).parent.parent.parent
@@ -187,9 +188,9 @@ def wait_for_update(run: Path, process: subprocess.Popen[str], count: int = 1) -
     raise AssertionError(f"no update came: {process.communicate()[0] if process.poll() is not None else ''}")
 
 
-def kill(run: Path, process: subprocess.Popen[str]) -> None:
-    """Kill -9 the launcher after the first update; no process outlives it."""
-    wait_for_update(run, process)
+def kill(run: Path, process: subprocess.Popen[str], updates: int = 1) -> None:
+    """Kill -9 the launcher after so many updates; no process outlives it."""
+    wait_for_update(run, process, updates)
     process.send_signal(signal.SIGKILL)
     process.wait()
     gone(run)
@@ -313,7 +314,9 @@ def test_checkpoints_without_a_journal_end_the_run_at_once_with_cause_remedy_and
     assert not left_over(run)
 
 
-def test_policy_critic_and_reward_model_train_on_sharded_ranks_and_survive_kill_9(config: Path, tmp_path: Path) -> None:
+def test_policy_critic_and_reward_model_train_on_sharded_ranks_and_survive_kill_9_and_a_damaged_checkpoint(
+    config: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     settings = [
         "scheduler.strategy=full",
@@ -325,11 +328,16 @@ def test_policy_critic_and_reward_model_train_on_sharded_ranks_and_survive_kill_
         "learner.prm.loss=cross_entropy",
         "learner.prm.threshold=-1.0",
     ]
-    kill(run, launch(config, run, *(part for setting in settings for part in ("--set", setting))))
+    kill(run, launch(config, run, *(part for setting in settings for part in ("--set", setting))), updates=2)
+    newest = sorted((run / "checkpoints").glob("v??????"))[-1]
+    os.truncate(newest / "critic-00001.safetensors", 100)
     process = launch(config, run, "--resume", str(run))
     out = finish(process)
     assert process.returncode == 0, out
+    assert f"checkpoint {newest} is damaged" in out
+    assert newest.with_name(newest.name + ".damaged").is_dir()
     check_whole(run)
+    assert audit(run) == []
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "learner/grad_norm" in record]
     assert {record["version"] for record in trained} == set(range(1, UPDATES + 1))

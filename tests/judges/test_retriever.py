@@ -142,6 +142,29 @@ def test_a_bad_line_is_refused_with_its_number_and_reason(tmp_path: Path, line: 
     assert len(bad) == 1
 
 
+def test_a_corpus_is_refused_with_the_number_of_its_bad_lines(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b"\n".join([GOOD, GOOD, b"{oops", GOOD.replace(b'"a"', b'"c"')]))
+    with pytest.raises(BadCorpus, match=r"^2 of 4 lines .*corpus\.jsonl:2: id 'a' was used before .*--skip-bad"):
+        read_corpus(path)
+    path.write_bytes(b"")
+    with pytest.raises(BadCorpus, match="it is empty"):
+        read_corpus(path)
+    path.write_bytes(b"{oops")
+    with pytest.raises(BadCorpus, match=r"corpus\.jsonl:1: "):
+        read_corpus(path, skip_bad=True)
+    path.write_bytes(GOOD.decode().encode("utf-16"))
+    with pytest.raises(BadCorpus, match=r"UTF-16.*iconv"):
+        read_corpus(path, skip_bad=True)
+
+
+def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD.replace(b'"a"', b'"c"'))
+    offsets, contents, bad = read_corpus(path)
+    assert (offsets, len(contents), bad) == ([3, 3 + len(GOOD) + 1], 2, [])
+
+
 def test_lines_passed_over_do_not_shift_the_passages_after_them(tmp_path: Path, minilm: Encoder) -> None:
     path = tmp_path / "corpus.jsonl"
     rows = [{"id": title, "contents": contents_of(title, text)} for title, text in FACTS.items()]

@@ -42,7 +42,7 @@ def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_p
         file.write(b'{"version": 6, "learner/gro')  # cut off by a crash
     records = {version: {"learner/groups": 3.0, "learner/loss": -1.0} for version in (2, 3, 4)}
     again = Metrics(tmp_path)
-    again.resume(Frontier(4, [], records))
+    assert again.resume(Frontier(4, [], records), 4) == {1, 2, 3, 4}
     again.record(5, {"learner/groups": 3.0, "learner/loss": 50.0}, show=False)
     again.close()
     lines = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]

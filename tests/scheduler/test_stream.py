@@ -32,7 +32,7 @@ async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one
         told.append((trained.version, stream.version))
 
     stream = Stream(cast(Any, learner), journal, on_trained)
-    stream.begin(1)
+    stream.version, stream.told = 1, {0, 1}
     tree = Tree(0, "task")
     tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
     journal.start_tree(tree, 0, 1)

@@ -105,8 +105,9 @@ class Records:
     def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
         self.values.append((version, values))
 
-    def resume(self, frontier: Any) -> None:
+    def resume(self, frontier: Any, version: int) -> set[int]:
         """There are no records of earlier starts."""
+        return set()
 
     def counters(self, workers: Sequence[Any]) -> dict[str, float]:
         return {}

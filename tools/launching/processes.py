@@ -59,7 +59,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         "scheduler": SchedulerProcess(
             "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
             assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), s,
-            config.actors.max_context, needs.reward_column, needs.equal,
+            config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
         ),
         "judges": JudgeProcess("judges", r, judges),
         "learner": LearnerProcess(
@@ -76,7 +76,9 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
             "retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads
         )
     for i in range(config.actors.count):
-        files[f"actor-{i}"] = ActorProcess(f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors, i)
+        files[f"actor-{i}"] = ActorProcess(
+            f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic
+        )
     for name, body in files.items():
         (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
     plan = [

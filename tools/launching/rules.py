@@ -43,6 +43,11 @@ def check(config: Config) -> None:
     _check_environment(config, served)
     _check_learner(config.learner)
     _check_schedule(config)
+    if config.deterministic and (s.max_staleness or a.engine != "local"):
+        raise ValueError(
+            f"deterministic = true with scheduler.max_staleness = {s.max_staleness} and actors.engine = {a.engine!r}: expected 0 and 'local',"
+            " since otherwise what is trained depends on time"
+        )
 
 
 def doubts(config: Config) -> list[str]:

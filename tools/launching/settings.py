@@ -36,10 +36,15 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole experiment. runs: the folder that holds the run folders. threads: compute threads of the set-up (index, warm start)."""
+    """A whole experiment. runs: the folder that holds the run folders. threads: compute threads of the set-up (index, warm start).
+
+    deterministic: the same config on the same machine gives the same weights, bit for bit, also after any crash (docs/reliability.md). It needs
+    scheduler.max_staleness = 0 and the embedded engine, which then serves one request at a time and reuses no prefix.
+    """
 
     name: str
     seed: Natural = 0
+    deterministic: bool = False
     runs: str = "runs"
     threads: Count = 2
     model: ModelConfig = ModelConfig()

@@ -163,7 +163,7 @@ def write(path: Path, golds: dict[str, str], **more: Any) -> Path:
 def test_a_subset_is_fixed_by_its_seed_and_is_that_of_a_run(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", {f"q{i}": "a" for i in range(50)})
     tasks, _ = load_tasks(str(path))
-    assert subset(tasks, 7, 0) == held_out(str(path), 7)
+    assert subset(tasks, 7, 0) == held_out(str(path), 7)[0]
     assert subset(tasks, 7, 1) == subset(tasks, 7, 1) != subset(tasks, 7, 0)
     assert subset(tasks, 7, 0) == subset(tasks, 20, 0)[:7]
     assert len(subset(tasks, 99, 0)) == 50
@@ -179,6 +179,10 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     (found,) = read_sets([f"x={path}"], None, 0)
     reasons = {"evidence or hops": 3, "no question": 1, "no gold answer": 1, "not JSON": 1}
     assert ([task.id for task in found.tasks], found.rejected) == (["good?"], reasons)
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith(f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence")
+    ((small,),) = (one.notes[1:] for one in read_sets([f"x={path}"], 9, 0))
+    assert small == "x: 9 questions are asked for and 1 are there, so all of them are used"
     (said,) = notes(Result(settings_of([found], 0), []))
     told = "3 evidence or hops, 1 no question, 1 no gold answer, 1 not JSON"
     assert said == f"x: 6 rows of its file cannot be used: {told}"

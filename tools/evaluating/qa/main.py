@@ -103,6 +103,8 @@ def main(arguments: list[str]) -> int:
     flags = parse(arguments)
     try:
         sets, rows, retriever = prepare(flags)
+        for note in [note for one in sets for note in one.notes]:
+            print(note, file=sys.stderr)
         out = flags.out or Path("evaluations") / time.strftime("qa-%Y%m%d-%H%M%S")
         settings = settings_of(sets, flags.seed)
         lock = claim(out, settings, [(row.name, row.settings) for row in rows])

@@ -11,7 +11,7 @@ import msgspec
 
 from actors.environments.base import Rejected, Task
 from actors.environments.hub import chosen
-from actors.environments.task_files import load_tasks
+from actors.environments.task_files import load_tasks, too_few, unusable
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -25,13 +25,14 @@ SPLITS = ("test", "dev", "validation", "train")
 class QuestionSet(msgspec.Struct, frozen=True):
     """A column of the table. source: the source on the command line, with the split that was chosen.
 
-    rejected: the number of rows of the file that cannot work, by reason.
+    rejected: the number of rows of the file that cannot work, by reason. notes: what the user should know of the file before the evaluation.
     """
 
     name: str
     source: str
     tasks: list[Task]
     rejected: dict[str, int]
+    notes: list[str] = []
 
     @property
     def digest(self) -> str:
@@ -83,7 +84,8 @@ def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
         tasks, rejected = load_tasks(source)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--set {name}={source}: {error}") from None
-    return QuestionSet(name, source, subset(tasks, count, seed), _counted(rejected))
+    notes = unusable(name, rejected, len(tasks)) + too_few(name, len(tasks), count or 0)
+    return QuestionSet(name, source, subset(tasks, count, seed), _counted(rejected), notes)
 
 
 def _counted(rejected: Sequence[Rejected]) -> dict[str, int]:

@@ -1,0 +1,158 @@
+"""Whole runs in one process each: python -m tests.faults.one_process FOLDER. FOLDER/lives.json names the runs and where each life ends.
+
+Scheduler, embedded engine and learner are the real ones, on one event loop over real sockets. The modules are imported once, then every life
+is a fork: importing costs more than all the updates. A life ends by SIGKILL at its crash point, the last one with the run.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from actors import worker
+from actors.config import ActorProcess, ActorsConfig
+from actors.engines import local
+from learner import checkpoint
+from learner import main as learner
+from learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from learner.optimizer import Stepper
+from learner.ranks import Ranks
+from learner.trainer import Trainer
+from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from scheduler.journal import Journal
+from scheduler.main import Run
+from scheduler.metrics import Metrics
+from wire import loop
+
+UPDATES, QUESTIONS = 8, 2
+
+POINTS: dict[str, tuple[Any, str, int, bool]] = {
+    "before a group is journaled": (Journal, "save_group", 2, False),
+    "after a group is journaled, before it is sent": (Journal, "save_group", 3, True),
+    "after a tree is journaled as closed, before the learner knows": (Journal, "close_tree", 4, True),
+    "in an update, after the optimizer's step": (Stepper, "step", 2, True),
+    "in the publication of weights": (learner, "publish_newest", 3, False),
+    "between publication and checkpoint": (learner.Leader, "_checkpoint", 2, False),
+    "in a checkpoint, before it has its name": (checkpoint, "_finish", 1, False),
+    "after a checkpoint, before the answers": (learner.Leader, "_answer", 2, False),
+    "after the answers, before they are journaled": (Journal, "mark_trained", QUESTIONS + 1, False),
+    "between two marks of one update": (Journal, "mark_trained", QUESTIONS + 1, True),
+    "after the marks, before the update's record": (Metrics, "record", 2, False),
+    "in a generation": (local.LocalEngine, "_generate", 9, False),
+}
+"""Where a life may end: object, function, the call of this life in which it ends, and whether the call is done then."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A run and the crash points of its lives; the last life has none. damage: a bit of the newest checkpoint flips after each crash."""
+
+    model: str
+    checkpoint_every: int
+    points: list[str]
+    damage: bool = False
+    staleness: int = 0
+    deterministic: bool = True
+
+
+def arm(point: str) -> None:
+    """Have this process killed at a crash point."""
+    owner, name, call, done = POINTS[point]
+    function, calls = getattr(owner, name), 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = function(*arguments, **options) if calls < call or done else None
+        if calls >= call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, counted)
+
+
+def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess, LearnerProcess]:
+    """The process files of the run's three parts."""
+    settings = SchedulerConfig(
+        strategy="full", strategy_options={"k": 3}, judge="none", updates=UPDATES, questions_per_update=QUESTIONS,
+        max_staleness=plan.staleness, max_action_tokens=3, evaluation=EvaluationConfig(questions=0),
+    )  # fmt: skip
+    options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
+    scheduler = SchedulerProcess(
+        "scheduler", str(folder), 0, plan.model, "tests.games:AnyText", options, "", "", 1, [], 16, settings, 96,
+        deterministic=plan.deterministic,
+    )  # fmt: skip
+    actors = ActorsConfig(dtype="float32", kv_cache_gib=0.01, max_context=96)
+    config = LearnerConfig(
+        count=1, scheme="grpo", scheme_options={"column": "outcome"}, lr=1e-2, kl_coef=0.01, dtype="float32",
+        lora=LoraConfig(4, 8.0), checkpoint_every=plan.checkpoint_every,
+    )  # fmt: skip
+    return (
+        scheduler,
+        ActorProcess("actor-0", str(folder), 0, plan.model, actors, deterministic=plan.deterministic),
+        LearnerProcess("learner", str(folder), 0, plan.model, QUESTIONS, 1.0, config),
+    )
+
+
+async def live(folder: Path, plan: Plan) -> None:
+    """One life of the run."""
+    scheduling, acting, learning = processes(folder, plan)
+    (folder / "endpoint").unlink(missing_ok=True)
+    trainer = Trainer(learning, Ranks(60))
+    trainer.update = torch.enable_grad()(trainer.update)  # the engine switches gradients off in threads that both use
+    state, warnings = checkpoint.restore_newest(trainer, folder)
+    run = Run(scheduling)
+    main = asyncio.create_task(run.main())
+    while not (folder / "endpoint").exists():
+        await asyncio.sleep(0.001)
+    parts = [main, asyncio.create_task(worker.run(acting))]
+    parts.append(asyncio.create_task(learner.lead(trainer, learning, state, warnings)))
+    try:
+        done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+        for part in done:
+            part.result()
+    finally:
+        await run.close()
+
+
+def follow(folder: Path, plan: Plan) -> list[int]:
+    """Exit codes of all lives of a run."""
+    codes = []
+    for point in [*plan.points, ""]:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if point:
+                    arm(point)
+                loop.run(live(folder, plan))
+                code = 0
+            finally:
+                if code:
+                    traceback.print_exc()
+                os._exit(code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if point and plan.damage and (newest := checkpoint.newest(folder)) is not None:
+            content = bytearray((newest / "policy-00000.safetensors").read_bytes())
+            content[len(content) // 2] ^= 1
+            (newest / "policy-00000.safetensors").write_bytes(content)
+    return codes
+
+
+def main(place: Path) -> None:
+    """All runs of the folder's lives.json, each in a folder of its name."""
+    plans = msgspec.json.decode((place / "lives.json").read_bytes(), type=dict[str, Plan])
+    codes = {}
+    for name, plan in plans.items():
+        (place / name).mkdir()
+        codes[name] = follow(place / name, plan)
+    (place / "codes.json").write_bytes(msgspec.json.encode(codes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

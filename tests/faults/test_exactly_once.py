@@ -1,0 +1,73 @@
+"""Runs that are killed at every kind of point: each task is trained exactly once, and a deterministic run ends with the same bits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler.journal import Journal
+from tests.faults.one_process import POINTS, QUESTIONS, UPDATES, Plan
+from tools.inspecting.audit import audit
+from wire import digest
+from wire.atomic import write_whole
+
+RUNS = ["undisturbed", "early", "late", "damaged"]
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
+    """A folder with runs that lived through all crash points, and one that was not disturbed."""
+    place = tmp_path_factory.mktemp("lives")
+    points = list(POINTS)
+    plans = {
+        "undisturbed": Plan(str(llama), 1, []),
+        "early": Plan(str(llama), 2, [points[3], *points[:3], *points[4:6]]),
+        "late": Plan(str(llama), 1, [points[11], *points[6:11]]),
+        "damaged": Plan(str(llama), 1, points[9:11], damage=True),
+        "stale": Plan(str(llama), 1, [points[7], points[9]], staleness=1, deterministic=False),
+    }
+    write_whole(place / "lives.json", plans)
+    subprocess.run([sys.executable, "-m", "tests.faults.one_process", str(place)], check=True, timeout=300)
+    return place
+
+
+def weights(run: Path) -> str:
+    """The digest of the last version's weights and moments."""
+    return digest.safetensors_file(run / "checkpoints" / f"v{UPDATES:06d}" / "policy-00000.safetensors")
+
+
+def test_every_life_ends_at_its_crash_point_and_the_last_one_with_the_run(lived: Path) -> None:
+    codes = json.loads((lived / "codes.json").read_text())
+    assert codes == {
+        "undisturbed": [0],
+        "early": [-9] * 6 + [0],
+        "late": [-9] * 6 + [0],
+        "damaged": [-9, -9, 0],
+        "stale": [-9, -9, 0],
+    }
+    assert list((lived / "damaged" / "checkpoints").glob("*.damaged"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_deterministic_run_ends_with_the_same_bits_wherever_it_was_killed(lived: Path, name: str) -> None:
+    assert weights(lived / name) == weights(lived / "undisturbed")
+
+
+def test_a_run_with_stale_data_trains_every_task_once_too(lived: Path) -> None:
+    assert audit(lived / "stale", staleness=1) == []
+    assert {v.rule for v in audit(lived / "stale", staleness=0)} == {"within the staleness bound"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(lived: Path, name: str) -> None:
+    assert audit(lived / name, staleness=0) == []
+    journal = Journal(lived / name / "journal.sqlite", readonly=True)
+    trees = journal.trees("split='train'")
+    assert [tree.position for tree in trees] == list(range(UPDATES * QUESTIONS))
+    assert [version for tree in trees for _, version in journal.groups(tree.id)] == [
+        version for version in range(1, UPDATES + 1) for _ in range(QUESTIONS)
+    ]
+    records = [json.loads(line) for line in (lived / name / "metrics.jsonl").read_text().splitlines()]
+    assert [record["version"] for record in records if "learner/groups" in record] == list(range(1, UPDATES + 1))

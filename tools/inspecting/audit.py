@@ -1,0 +1,193 @@
+"""The command tools/audit: it reads a run folder from outside and says whether every task was trained exactly once or is accounted for.
+
+It believes the files alone (journal, metrics, checkpoints), and no process. A run that has not ended may have trees in flight, and the records
+of its newest update may not be complete.
+"""
+
+import argparse
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from scheduler.journal import Journal, TreeRow
+from scheduler.metrics import UPDATE
+from scheduler.tree import Tree
+from wire import digest, frontier
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """rule: the name of the broken invariant. what: where and how it is broken."""
+
+    rule: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.what}"
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """A training tree and its groups with the versions that trained them."""
+
+    row: TreeRow
+    groups: dict[int, int | None]
+
+
+def audit(run: Path, staleness: int | None = None) -> list[Violation]:
+    """Return what is wrong in a run folder; an empty list says that all invariants hold. Raises FileNotFoundError without a journal.
+
+    staleness: the run's scheduler.max_staleness; None reads it from its config.json, and checks no versions if there is none.
+    """
+    journal, ended = Journal(run / "journal.sqlite", readonly=True), (run / "summary.json").exists()
+    try:
+        trees = [_Known(row, dict(journal.groups(row.id))) for row in journal.trees("split='train'")]
+        if staleness is None and (run / "config.json").exists():
+            staleness = msgspec.json.decode((run / "config.json").read_bytes())["scheduler"]["max_staleness"]
+        checks = [
+            _draws(trees, ended),
+            _one_update_each(trees),
+            _records(run, trees, ended),
+            _checkpoints(run, {group: version for tree in trees for group, version in tree.groups.items()}),
+            _trees(journal, trees, staleness),
+        ]
+        return list(itertools.chain.from_iterable(checks))
+    finally:
+        journal.close()
+
+
+def _draws(trees: list[_Known], ended: bool) -> Iterator[Violation]:
+    """Tasks drawn = trained + quarantined + in flight, and no draw is skipped or made twice."""
+    drawn = Counter(tree.row.position for tree in trees)
+    for position in range(max(drawn, default=-1) + 1):
+        if drawn[position] != 1:
+            yield Violation("drawn once", f"draw {position} was made {drawn[position]} times")
+    for tree in trees:
+        if tree.row.status == "quarantined" and not tree.row.reason:
+            yield Violation("quarantined with a reason", f"tree {tree.row.id} has none")
+        if ended and tree.row.status == "growing":
+            yield Violation("nothing in flight at the end", f"tree {tree.row.id} still grows")
+        untrained = [group for group, version in tree.groups.items() if version is None]
+        if ended and untrained:
+            yield Violation(
+                "nothing in flight at the end", f"group {untrained[0]} of tree {tree.row.id} is not trained"
+            )
+
+
+def _one_update_each(trees: list[_Known]) -> Iterator[Violation]:
+    for tree in trees:
+        versions = {version for version in tree.groups.values() if version is not None}
+        if len(versions) > 1:
+            yield Violation("a tree in one update", f"tree {tree.row.id} was trained into versions {sorted(versions)}")
+        if versions and tree.row.status == "growing":
+            yield Violation("trained after it closed", f"tree {tree.row.id} grows and was trained into {min(versions)}")
+
+
+def _records(run: Path, trees: list[_Known], ended: bool) -> Iterator[Violation]:
+    """One record per update, which counts as many groups as the journal has of its version."""
+    counted: dict[int, int] = {}
+    path = run / "metrics.jsonl"
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
+        try:
+            record = msgspec.json.decode(line, type=dict[str, float])
+        except msgspec.DecodeError as error:
+            if ended:
+                yield Violation("records are whole", f"{path.name}:{number}: {error}")
+            continue
+        if UPDATE in record:
+            if (version := int(record["version"])) in counted:
+                yield Violation("one record per update", f"version {version} has two")
+            counted[version] = int(record[UPDATE])
+    groups = Counter(
+        v for tree in trees if tree.row.status != "replaced" for v in tree.groups.values() if v is not None
+    )
+    newest = max(counted, default=0)
+    for version in range(1, max(newest, max(groups, default=0) if ended else 0) + 1):
+        if version not in counted:
+            yield Violation("one record per update", f"version {version} has none")
+        elif counted[version] != groups[version] and (ended or version < newest):
+            what = f"version {version}: the learner counted {counted[version]} groups and the journal has {groups[version]}"
+            yield Violation("journal and learner agree", what)
+
+
+def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violation]:
+    """Every checkpoint is what was written; the newest one's frontier and the journal agree on every group."""
+    folders = sorted((run / "checkpoints").glob("v??????"))
+    for folder in folders:
+        try:
+            for name, expected in digest.sums(folder).items():
+                if digest.file(folder / name) != expected:
+                    yield Violation("checkpoints are whole", f"{folder.name}/{name} differs from its digest")
+        except (OSError, ValueError) as error:
+            yield Violation("checkpoints are whole", f"{folder.name}: {error}")
+    try:
+        newest = frontier.read(run, int(folders[-1].name[1:])) if folders else frontier.Frontier()
+    except (OSError, ValueError) as error:
+        yield Violation("checkpoints are whole", f"{folders[-1].name}/{frontier.FILE}: {error}")
+        return
+    trained = newest.groups()
+    for group, version in trained.items():
+        if group not in journaled:
+            yield Violation("journal and checkpoint agree", f"group {group} was trained and is not in the journal")
+        elif (said := journaled[group]) not in (version, None):
+            what = f"group {group} was trained into version {version}, and the journal says {said}"
+            yield Violation("journal and checkpoint agree", what)
+    for group, version in journaled.items():
+        if version is not None and version <= newest.version and group not in trained:
+            what = f"group {group} is marked with version {version}, and the checkpoint of version {newest.version} lacks it"
+            yield Violation("journal and checkpoint agree", what)
+
+
+def _trees(journal: Journal, trees: list[_Known], staleness: int | None) -> Iterator[Violation]:
+    """Trees are well formed, and tokens are as old as the staleness bound allows, or older if later trees overtook theirs."""
+    fastest: dict[int, int] = {}
+    earliest = sys.maxsize
+    for tree in reversed(trees):  # the earliest version among the trees that were admitted later
+        fastest[tree.row.id] = earliest
+        earliest = min([earliest, *(version for version in tree.groups.values() if version is not None)])
+    for known in trees:
+        tree = journal.tree(known.row)
+        yield from (Violation("well-formed trees", f"tree {tree.id}: {fault}") for fault in _faults(tree))
+        for group, version in known.groups.items():
+            nodes = [turn.node for turn in journal.turns(group)]
+            if strange := [node for node in nodes if node not in tree.nodes or tree.nodes[node].kind != "action"]:
+                yield Violation(
+                    "well-formed trees", f"tree {tree.id}: group {group} trains node {strange[0]}, which is no action"
+                )
+            elif version is not None and staleness is not None:
+                sampled = [v for node in nodes if (v := tree.nodes[node].versions) is not None and len(v)]
+                oldest, newest = min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)
+                late = version - 1 - oldest > staleness and fastest[tree.id] >= version
+                synchronous = staleness > 0 or oldest == newest == version - 1
+                if late or not synchronous:
+                    what = f"group {group} was sampled by versions {oldest} to {newest} and trained into {version}"
+                    yield Violation("within the staleness bound", what)
+
+
+def _faults(tree: Tree) -> Iterator[str]:
+    for node in tree.nodes.values():
+        if node.parent >= node.id or (node.parent < 0) != (node.id == 0) or (node.id and node.parent not in tree.nodes):
+            yield f"node {node.id} hangs below node {node.parent}"
+        for name in ("logprobs", "versions", "sampled"):
+            values = getattr(node, name)
+            if values is not None and len(values) != len(node.tokens):
+                yield f"node {node.id} has {len(node.tokens)} tokens and {len(values)} {name}"
+        if node.logprobs is not None and not (np.isfinite(node.logprobs).all() and (node.logprobs <= 1e-3).all()):
+            yield f"node {node.id} has log-probabilities that are no logarithms of probabilities"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status: 1 if an invariant is broken."""
+    parser = argparse.ArgumentParser(prog="tools/audit", description="Was every task of a run trained exactly once?")
+    parser.add_argument("run", type=Path, help="run folder")
+    run = parser.parse_args(arguments).run
+    try:
+        violations = audit(run)
+    except FileNotFoundError as error:
+        print(f"tools/audit: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(map(str, violations)) or f"{run}: every invariant holds")
+    return 1 if violations else 0
