@@ -134,15 +134,16 @@ class Cascade(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
     ) -> torch.Tensor:
-        output = torch.empty(query.shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
-        total, reached = query.new_empty(query.shape[:3], dtype=output.dtype), 0
+        output = torch.zeros(query.shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+        total, reached = query.new_full(query.shape[:3], float("-inf"), dtype=output.dtype), 0
         for block, mask in zip(layout.blocks, layout.block_masks(query.dtype), strict=True):
             q, k = slice(block.start, block.end), slice(block.start, block.keys_end)
             part, weight = _flash(
                 query[:, :, q], key[:, :, k], value[:, :, k], 0.0, mask is None, attn_mask=mask, scale=scale
             )
-            if block.start >= reached:  # a root: these queries have met no keys yet
-                output[:, :, q], total[:, :, q], reached = part, weight, block.end
+            fresh, reached = block.start >= reached, max(reached, block.end)
+            if fresh:  # none of these queries has met keys before, so there is nothing to merge with
+                output[:, :, q], total[:, :, q] = part, weight
                 continue
             both = torch.logaddexp(total[:, :, q], weight)
             output[:, :, q].mul_((total[:, :, q] - both).exp_()[..., None])

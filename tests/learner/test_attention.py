@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
@@ -63,8 +63,11 @@ def attend(made: Forest, backend: Any, window: int | None, dtype: torch.dtype) -
     return [out.detach(), query.grad, key.grad, value.grad]
 
 
+@example(
+    paths=[[0, 0, 0, 0], [0, 1], [1, 0]], small=3, window=None
+)  # a small block begins in one tree and ends in the next
 @given(paths=random_paths, small=st.integers(0, 12), window=st.sampled_from([None, 3, 100]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=200)
 def test_the_cascade_equals_the_dense_mask_in_values_and_gradients(
     paths: list[list[int]], small: int, window: int | None
 ) -> None:

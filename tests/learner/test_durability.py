@@ -125,11 +125,15 @@ def test_random_states_and_what_the_watch_remembers_come_back(tmp_path: Path, ll
     for version in range(6):
         learner.watch.warnings({"ppr/turns_correct": float(version)}, 1.0 + version)
         learner.watch.noise_scale({"watch/gradient_noise": 2.0, "watch/gradient_signal": float(version)}, 3)
-    random.seed(7), np.random.seed(8), torch.manual_seed(9)
+    random.seed(7)
+    np.random.seed(8)
+    torch.manual_seed(9)
     checkpoint.save(learner, tmp_path, {}, 3, {0: {"learner/loss": 0.5}})
     drawn = [random.random(), random.gauss(), np.random.random(), float(torch.rand(1))]
     resumed = trainer(llama, tmp_path)
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
     folder = checkpoint.newest(tmp_path)
     assert folder is not None
     restored = checkpoint.restore(resumed, folder)

@@ -70,7 +70,7 @@ class House:
     """A run with an actor and a learner whose updates take two questions. most: it makes no more updates than these."""
 
     def __init__(
-        self, folder: Path, model: Path, trained: set[int] | None = None, version: int = 0, budget: int = BUDGET
+        self, folder: Path, model: Path, trained: dict[int, int] | None = None, version: int = 0, budget: int = BUDGET
     ):
         settings = SchedulerConfig(
             strategy="full",

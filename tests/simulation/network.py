@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.simulation.virtual_time import Agenda
 from wire.arrays import Frame
-from wire.keys import Grant
+from wire.keys import Grant, RunKeys
 from wire.messages import SERVICES
 
 Note = Callable[..., None]
@@ -92,7 +92,7 @@ class Socket:
     """The scheduler's end: ``scheduler.dispatch.Transport``. on_send: called before each message (a crash may come there)."""
 
     endpoint = "simulated"
-    keys = None
+    keys: RunKeys | None = None
     sender = ""
 
     def __init__(self, network: Network):

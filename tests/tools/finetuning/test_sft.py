@@ -212,7 +212,7 @@ def test_a_file_that_is_not_there_is_said_with_what_it_should_be(tmp_path: Path,
         assert message in capsys.readouterr().err
     (tmp_path / "bytes.jsonl").write_bytes(b'\n{"id": "\xff"}\n')
     assert main(["rows", str(tmp_path / "bytes.jsonl"), *out]) == 2
-    assert "bytes.jsonl:2: 'utf-8' codec" in capsys.readouterr().err
+    assert "bytes.jsonl:2: not in UTF-8" in capsys.readouterr().err
 
 
 def graded(one: Trajectory[Step], response: str) -> Any:

@@ -414,7 +414,7 @@ def test_the_documented_ways_to_a_judge_of_ones_own_load(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "graded", raising=False)
     commands = re.findall(r"^tools/launch (.*scheduler\.judge=graded.*)$", text, re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         words = shlex.split(command)
         made = load(DEFAULT, [words[i + 1] for i, word in enumerate(words) if word == "--set"])
