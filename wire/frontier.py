@@ -18,6 +18,11 @@ class Frontier(msgspec.Struct, frozen=True):
     trained: list[int | tuple[int, int, int]] = []
     records: dict[int, dict[str, float]] = {}
 
+    @property
+    def dated(self) -> bool:
+        """Whether the version of each group is known, and not of an earlier release, whose checkpoints have no digests either."""
+        return not any(isinstance(run, int) for run in self.trained)
+
     def groups(self) -> dict[int, int]:
         """Return the version that trained each group, by the group's id. A group of unknown version counts to the newest one."""
         runs = [(run, run, self.version) if isinstance(run, int) else run for run in self.trained]
