@@ -66,7 +66,7 @@ def corpus(target: str) -> list[bytes]:
 
 def guided(target: str, seconds: float) -> None:
     """Hand over to atheris, which ends this process."""
-    import atheris  # pyright: ignore[reportMissingImports]
+    import atheris  # pyright: ignore  # an extra: pip install -e ".[fuzz]"
 
     rooms = [
         "actors",

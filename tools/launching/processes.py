@@ -127,13 +127,15 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "10
 defaults the heap of a rank grew to twice its contents (docs/performance.md). A decoding engine would save little memory and lose time."""
 
 
-def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
-    """Let the ranks meet at a file of the run folder, which needs no port, and talk over the loopback: torch authenticates neither.
-
-    A file that an earlier start left behind would mislead the ranks, so it is removed and every start has a new one.
-    """
+def forget_meeting(run: Path) -> None:
+    """Remove the file at which the ranks of an earlier start met: it would mislead those that start now. No rank may be alive."""
     for old in run.glob("ranks-*"):
-        old.unlink()
+        old.unlink(missing_ok=True)
+
+
+def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
+    """Let the ranks meet at a file of the run folder, which needs no port, and talk over the loopback: torch authenticates neither."""
+    forget_meeting(run)
     interface = "lo0" if sys.platform == "darwin" else "lo"
     shared = learner.publish != "file" and learner.publish_host != "127.0.0.1"  # weights leave by the same library
     own = {} if shared else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

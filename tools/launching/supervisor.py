@@ -24,7 +24,7 @@ from scheduler import health
 from tools.bootstrap import ROOT
 from tools.launching import leftovers, watchdog
 from tools.launching.failures import Cause, Rate, Resumes, cause_of, remedy
-from tools.launching.processes import Process
+from tools.launching.processes import Process, forget_meeting
 from tools.launching.record import Recorder
 from tools.launching.watchdog import SCHEDULER, Watchdog
 from wire.process import die_with
@@ -222,6 +222,8 @@ class Supervisor:
                 pause = first.rate.pause(now, self._served(child))
                 if pause is None:
                     return first
+                if child.spec.vital:
+                    forget_meeting(self.run)
                 self.announce(first, cause, f"starting it again in {pause:.0f} s")
                 for other in group:
                     other.again_at = now + pause
