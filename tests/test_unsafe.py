@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 ALLOWED = {
     ("learner/giver.py", "ForkingPickler"): "SGLang takes handles of shared memory in no other form; sealed with the run's token, never read here",
@@ -55,6 +57,7 @@ def used() -> set[tuple[str, str]]:
     return {(str(path.relative_to(ROOT)), danger) for path in files for danger in dangers(ast.parse(path.read_text()))}
 
 
+@pytest.mark.slow
 def test_no_pickle_no_evaluated_text_and_no_open_store_without_a_reason() -> None:
     assert used() == set(ALLOWED)
 

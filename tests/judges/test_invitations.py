@@ -41,6 +41,7 @@ async def guest(folder: Path, judge: str) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_an_invited_judge_serves_with_the_invitation_alone_until_it_is_revoked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ SEARCHED = cache(Search.values)
 # ------------------------------------------------------------------------------------------ the search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("simulations", "tolerance", "measured", "table"),
     [

@@ -114,6 +114,7 @@ def test_one_random_move_in_ten_is_a_flag() -> None:
     assert 0.05 < sum(move.startswith("flag") for move in written) / 1000 < 0.15
 
 
+@pytest.mark.slow
 def test_skill_is_the_share_of_good_moves_and_needs_a_game_that_knows_some(policy: Path, tmp_path: Path) -> None:
     environment = game("sokoban")
     shares = []

@@ -79,6 +79,7 @@ def test_attention_writes_back_what_it_reads(policy: Path) -> None:
     torch.testing.assert_close(both, tiny_search.WRITTEN * torch.eye(32), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollout(policy: Path) -> None:
     environment, text = SearchQA("question", 2), Text(str(policy))
     kinds: Counter[str] = Counter()
@@ -93,6 +94,7 @@ def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollo
     assert min(kinds.values()) > 100
 
 
+@pytest.mark.slow
 def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
     answers = [decoded(policy, example) for example in play(policy, 3000, two_hop=0.0)]
     shown = [(prompt, said) for prompt, said in answers if "<answer>" in said and "Doc 1(" in prompt]
