@@ -189,7 +189,8 @@ def test_a_rank_that_dies_before_the_training_began_leaves_the_start_of_the_othe
     told = {"scheduler": [["ready", word]], "learner_0": STAYS, "learner_1": [["wait", "kill"], ["stay"]]}
     crew = Crew(tmp_path, **told, actor_0=STAYS)
     (tmp_path / "ranks-0").touch()  # where the dead ranks met
-    with once(lambda: all(crew.starts(name) == 2 for name in ("learner-0", "learner-1")), terminate):
+    wanted = {"actor-0": starts, "learner-0": 2, "learner-1": 2}
+    with once(lambda: all(crew.starts(name) == count for name, count in wanted.items()), terminate):
         assert crew.launch() == 130
     assert [crew.starts(name) for name in ("scheduler", "actor-0", "learner-0", "learner-1")] == [starts, starts, 2, 2]
     assert (tmp_path / "ranks-0").exists() == (starts == 2)  # a resumed run has a plan, and a file, of its own
