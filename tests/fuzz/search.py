@@ -110,7 +110,7 @@ def main() -> int:
         guided(asked.target, asked.seconds)
     from tests.fuzz.targets import TARGETS, seeds
 
-    found = 0
+    failures = 0
     for name in [asked.target] if asked.target else TARGETS:
         count, findings = search(TARGETS[name], seeds(name) + corpus(name), asked.seed, 10**12, asked.seconds)
         print(f"{name}: {count} executions, {len(findings)} findings", flush=True)
@@ -118,8 +118,8 @@ def main() -> int:
             print(f"  {place}\n    {data[:120]!r}")
             (CORPUS / name).mkdir(parents=True, exist_ok=True)
             (CORPUS / name / f"crash-{hashlib.sha256(data).hexdigest()[:16]}.bin").write_bytes(data)
-        found += len(findings)
-    return bool(found)
+        failures += len(findings)
+    return bool(failures)
 
 
 if __name__ == "__main__":

@@ -131,15 +131,15 @@ def answers(data: bytes) -> None:
 
 @cache
 def environments() -> list[tuple[Any, Any]]:
-    """Every built-in environment that can be made here without files, with a state."""
-    made = []
+    """Return every built-in environment that needs no files, with its first state."""
+    pairs = []
     for name in ("search_qa", "tictactoe", "sudoku", "minesweeper", "sokoban", "webshop", "sotopia"):
         for own in ({}, {"reading": "released"}) if name == "sokoban" else ({},):
             environment = registry.load(name, dict(own))
             maker: Any = environment
             task = maker.task(3) if registry.makes_tasks(environment) else Task("t", question="q", golds=["a"])
-            made.append((environment, environment.initial(task)))
-    return made
+            pairs.append((environment, environment.initial(task)))
+    return pairs
 
 
 def actions(data: bytes) -> None:

@@ -15,7 +15,7 @@ def table(most: int) -> int:
     missed = 0
     print("| planted fault | like | first seed | what the simulation says |\n|---|---|---|---|")
     for fault in planted.FAULTS:
-        finding = planted.found(fault, most)
+        finding = planted.first_violation(fault, most)
         missed += finding is None
         seed, words = finding or ("none", "")
         print(f"| {fault.name} | {fault.like} | {seed} | {words.splitlines()[0][:110] if words else ''} |", flush=True)

@@ -1,6 +1,6 @@
 """Planted faults: each breaks the real code as a bug of the past did, or as one might, and the simulation must find it.
 
-A fault is a function that patches the product while a simulation runs. ``found(fault, most)`` plays seeds until an invariant is violated.
+A fault is a function that patches the product while a simulation runs. ``first_violation(fault, most)`` plays seeds until an invariant is violated.
 """
 
 import asyncio
@@ -208,7 +208,7 @@ def planted(fault: Planted) -> Iterator[None]:
         yield
 
 
-def found(fault: Planted, most: int, first: int = 0) -> tuple[int, str] | None:
+def first_violation(fault: Planted, most: int, first: int = 0) -> tuple[int, str] | None:
     """The first of ``most`` seeds, beginning with ``first``, that finds the fault, with the violated invariant; None if none does."""
     with planted(fault):
         for seed in range(first, first + most):

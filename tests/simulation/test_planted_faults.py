@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.simulation.planted import FAULTS, Planted, found
+from tests.simulation.planted import FAULTS, Planted, first_violation
 
 QUICK, MOST = 20, 600
 
@@ -14,10 +14,10 @@ def _name(fault: Planted) -> str:
 @pytest.mark.parametrize("name", ["the admission bound is off by one", "a quarantine is not written"])
 def test_a_frequent_fault_is_found_at_once(name: str) -> None:
     (fault,) = [fault for fault in FAULTS if fault.name == name]
-    assert found(fault, QUICK) is not None
+    assert first_violation(fault, QUICK) is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=_name)
 def test_every_planted_fault_is_found(fault: Planted) -> None:
-    assert found(fault, MOST, fault.hint) is not None
+    assert first_violation(fault, MOST, fault.hint) is not None

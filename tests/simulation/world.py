@@ -354,8 +354,9 @@ class World:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The scheduler prints and logs nothing, writes no metrics, and reads its tokenizer once per process."""
-    before = scheduling.Metrics, scheduling.Text
+    """The scheduler prints and logs nothing, writes no metrics and no reports, and reads its tokenizer once per process."""
+    before, written = (scheduling.Metrics, scheduling.Text), health.write_whole
+    health.write_whole = lambda path, value: None  # pyright: ignore
     scheduling.Metrics, scheduling.Text = Records, lambda folder: text()  # pyright: ignore
     logging.disable(logging.CRITICAL)
     gc.disable()
@@ -363,7 +364,7 @@ def quiet() -> Iterator[None]:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        scheduling.Metrics, scheduling.Text = before
+        (scheduling.Metrics, scheduling.Text), health.write_whole = before, written
         logging.disable(logging.NOTSET)
         gc.enable()
 

@@ -100,10 +100,13 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
 
 
 def _without_secrets(value: Any, text: str) -> str:
-    """Return the text of an error without what was written under a key that looks like one of a secret, where only a variable belongs."""
+    """Return the text of an error without what was written under a key that looks like one of a secret, where only a variable belongs.
+
+    A text of fewer than eight characters is no secret, and the error could hold it in any word.
+    """
     if isinstance(value, dict):
         for key, inner in typing.cast(dict[str, Any], value).items():
-            if isinstance(inner, str) and inner and key in ("api_key", "key", "token", "password", "secret"):
+            if isinstance(inner, str) and len(inner) >= 8 and key in ("api_key", "key", "token", "password", "secret"):
                 text = text.replace(inner, "(hidden)")
             text = _without_secrets(inner, text)
     return text

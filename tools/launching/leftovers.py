@@ -17,14 +17,14 @@ _SEGMENT = re.compile(rf" ({FOLDER}/(?:torch_\d+_|psm_|sem\.mp-|sglang_)[^/\s]+)
 
 def mapped(pids: Iterable[int]) -> set[str]:
     """Return the segments that processes and their descendants map."""
-    found: set[str] = set()
+    segments: set[str] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
             for member in (process, *process.children(recursive=True)):
                 with contextlib.suppress(OSError):
-                    found |= set(_SEGMENT.findall(Path(f"/proc/{member.pid}/maps").read_text()))
-    return found
+                    segments |= set(_SEGMENT.findall(Path(f"/proc/{member.pid}/maps").read_text()))
+    return segments
 
 
 def sweep(segments: set[str]) -> None:

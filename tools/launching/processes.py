@@ -40,9 +40,18 @@ class Process(msgspec.Struct, frozen=True):
 def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     """Write the process files and return the plan, the scheduler first."""
     config = typed(config)
-    folder = run / "processes"
+    files, folder = _files(config, assets, str(run)), run / "processes"
     folder.mkdir(parents=True, exist_ok=True)
-    r, s = str(run), config.scheduler
+    for name, body in files.items():
+        (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
+    needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
+    everybody = frozenset().union(*needed.values())
+    return [msgspec.structs.replace(p, withheld=everybody - needed[p.file]) for p in _plan(config, files, run)]
+
+
+def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
+    """Return the contents of the process files by name."""
+    s = config.scheduler
     # A schedule without an end of its own ends with the run.
     w = msgspec.structs.replace(config.learner, decay_updates=config.learner.decay_updates or s.updates)
     needs = schemes.load(w.scheme, w.scheme_options).needs
@@ -51,67 +60,53 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     services += ["retrieve"] if assets.retriever else []
     judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
     served = config.judges.model and JudgeModelProcess(
-        "judge-model", r, assets.judge_model, _free_port(), config.judges.model
+        "judge-model", run, assets.judge_model, _free_port(), config.judges.model
     )
     if served:
         judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
     files: dict[str, Any] = {
         "scheduler": SchedulerProcess(
-            "scheduler", r, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
+            "scheduler", run, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
             assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), s,
             config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
         ),
-        "judges": JudgeProcess("judges", r, judges),
+        "judges": JudgeProcess("judges", run, judges),
         "learner": LearnerProcess(
-            "learner", r, config.seed, assets.model, s.questions_per_update, s.temperature, w
+            "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w
         ),
     }  # fmt: skip
     players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
     if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting
-        files["players"] = JudgeProcess("players", r, players)
+        files["players"] = JudgeProcess("players", run, players)
     if served:
         files["judge-model"] = served
     if assets.retriever:
         files["retriever"] = RetrieverProcess(
-            "retriever", r, assets.retriever, config.retriever.encoder, config.retriever.threads
+            "retriever", run, assets.retriever, config.retriever.encoder, config.retriever.threads
         )
     for i in range(config.actors.count):
         files[f"actor-{i}"] = ActorProcess(
-            f"actor-{i}", r, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic
+            f"actor-{i}", run, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic
         )
-    for name, body in files.items():
-        (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
+    return files
+
+
+def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
+    """Return the processes that read the files."""
+    rest = _rest(config)
     plan = [
         Process("scheduler", "scheduler.main", "scheduler", 1, True),
-        Process("judges", "judges.serve", "judges", 1, False),
+        Process("judges", "judges.serve", "judges", 1, False, rest),
     ]
-    if served:
-        plan.append(Process("judge-model", "tools.launching.judge_model", "judge-model", served.model.threads, False))
-    if players:
+    if served := files.get("judge-model"):
+        threads = served.model.threads
+        plan.append(Process("judge-model", "tools.launching.judge_model", "judge-model", threads, False, rest))
+    if "players" in files:
         plan.append(Process("players", "judges.serve", "players", 1, False))
-    if assets.retriever:
+    if "retriever" in files:
         plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
-    rest = _rest(config)
-    plan = [msgspec.structs.replace(p, environment=rest) if p.name in ("judges", "judge-model") else p for p in plan]
     plan += [_actor(config, place) for place in range(config.actors.count)]
-    meeting = _meeting(run, w)
-    for rank in range(w.count):
-        place = meeting | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(w.count), "LOCAL_WORLD_SIZE": str(w.count),
-        }  # fmt: skip
-        plan.append(
-            Process(
-                f"learner-{rank}",
-                "learner.main",
-                "learner",
-                w.threads,
-                True,
-                _ALLOCATOR | (place if w.count > 1 else {}),
-            )
-        )
-    needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
-    everybody = frozenset().union(*needed.values())
-    return [msgspec.structs.replace(p, withheld=everybody - needed[p.file]) for p in plan]
+    return plan + _ranks(config.learner, run)
 
 
 def key_variables(settings: Any) -> frozenset[str]:
@@ -140,6 +135,17 @@ def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     shared = learner.publish != "file" and learner.publish_host != "127.0.0.1"  # weights leave by the same library
     own = {} if shared else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
+
+
+def _ranks(learner: LearnerConfig, run: Path) -> list[Process]:
+    """Plan the learner's ranks. A single rank meets nobody."""
+    count, shared = str(learner.count), _meeting(run, learner) if learner.count > 1 else {}
+    shared |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count} if shared else {}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {} for rank in range(learner.count)]
+    return [
+        Process(f"learner-{rank}", "learner.main", "learner", learner.threads, True, _ALLOCATOR | shared | place)
+        for rank, place in enumerate(places)
+    ]
 
 
 def _actor(config: Config, place: int) -> Process:

@@ -362,7 +362,7 @@ def _done(run: Path) -> int:
 
 def _checkpoint(run: Path) -> str:
     """Return the name of the newest checkpoint, or "" if there is none."""
-    return max((path.parent.name for path in (run / "checkpoints").glob("v*/state.json")), default="")
+    return max((path.parent.name for path in (run / "checkpoints").glob("v??????/state.json")), default="")
 
 
 def shown(path: Path) -> Path:

@@ -34,6 +34,7 @@ _FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (\S+)')
 _IDLE = ("/concurrent/futures/thread.py", "/asyncio/", "/threading.py", "/selectors.py", "/tqdm/", "/queue.py")
 """Where a thread without work rests. A thread whose innermost frames are there is shown by the first frame outside."""
 _SHOWN = 3
+QUIET_S = 0.5
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -141,20 +142,22 @@ def answers(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (STACKS - 1) & 1)
 
 
-def stacks(pid: int, log: Path, wait_s: float = 3.0) -> str:
-    """Have a process write its Python stacks to its log, and return them; "" if it cannot answer."""
+def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:
+    """Have a process write its Python stacks to its log, and return them; "" if it cannot answer.
+
+    The stacks of a process that is not given the processor come in pieces, so they count as whole after ``QUIET_S`` without a further piece.
+    """
     if _status(pid) == psutil.STATUS_STOPPED or not answers(pid):
         return ""
     with log.open("rb") as file:
         file.seek(0, os.SEEK_END)
         os.kill(pid, STACKS)
-        text, end = b"", time.monotonic() + wait_s
-        while time.monotonic() < end:
+        text, now = b"", time.monotonic()
+        end, quiet_since = now + wait_s, now
+        while now < end and not (text and now - quiet_since > QUIET_S):
             time.sleep(0.1)
-            more = file.read()
-            text += more
-            if text and not more:
-                break
+            more, now = file.read(), time.monotonic()
+            text, quiet_since = text + more, now if more else quiet_since
     return text.decode(errors="replace")
 
 
