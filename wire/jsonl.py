@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for text that is no JSON of the expected kind."""
 _MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\x00\x00\xfe\xff")
 
 
@@ -28,7 +30,7 @@ def fault(error: Exception) -> str:
     """Return what is wrong with a line that could not be decoded."""
     if isinstance(error, UnicodeDecodeError):
         return f"not in UTF-8 ({error}): convert the file from its encoding, such as Latin-1"
-    return str(error)
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def content(path: Path, expected: str, flag: str = "") -> bytes:
@@ -47,5 +49,5 @@ def lines(path: Path, kind: Any, expected: str, flag: str = "") -> Iterator[tupl
         if line.strip():
             try:
                 yield number, msgspec.json.decode(line, type=kind)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except MALFORMED as error:
                 raise ValueError(f"{path}:{number}: {fault(error)}; expected {expected}") from None

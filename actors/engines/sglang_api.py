@@ -8,6 +8,7 @@ import msgspec
 
 from actors.config import ActorsConfig
 from actors.engines.weights import BaseWeights
+from wire import jsonl
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 
@@ -116,7 +117,7 @@ class Http:
         try:
             text = await self._client.send("POST", path, body, timeout_s=timeout_s, attempts=attempts)
             answer = msgspec.json.decode(text) if text else {}
-        except msgspec.DecodeError as error:
+        except jsonl.MALFORMED as error:
             raise InfrastructureFault(
                 f"{self.name}{path} answered no JSON ({error}): is it an SGLang server?"
             ) from None

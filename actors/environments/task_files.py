@@ -115,10 +115,10 @@ def _file_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
 def _json_row(line: bytes) -> dict[str, Any] | Rejected:
     try:
         row = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        return Rejected("", f"not JSON: {error}")
     except UnicodeDecodeError as error:
         return Rejected("", jsonl.fault(error))
+    except jsonl.MALFORMED as error:
+        return Rejected("", f"not JSON: {jsonl.fault(error)}")
     return row if isinstance(row, dict) else Rejected("", f"a {type(row).__name__}, expected an object")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from judges.retriever.passage_text import title_and_text
+from wire import jsonl
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 from wire.messages import Passage
@@ -55,7 +56,7 @@ class SearchR1Client:
             raise InfrastructureFault(f"retriever {fault}") from None
         except DataFault as fault:  # the server speaks another protocol and would answer no query
             raise InfrastructureFault(f"retriever {fault}: is it a Search-R1 server?") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except jsonl.MALFORMED as error:
             raise InfrastructureFault(f"retriever {self.url}: {type(error).__name__}: {error}") from None
         if len(rows) != len(queries):
             raise InfrastructureFault(f"retriever {self.url}: {len(rows)} results for {len(queries)} queries")

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from judges.retriever.passage_text import contents_of
 from judges.retriever.worker import Backend, LocalBackend
+from wire import jsonl
 from wire.messages import Passage
 
 
@@ -27,8 +28,8 @@ def application(backend: Backend) -> web.Application:
     async def retrieve(request: web.Request) -> web.Response:
         try:
             asked = msgspec.json.decode(await request.read(), type=_Request)
-        except msgspec.DecodeError as error:
-            return web.json_response({"detail": str(error)}, status=422)
+        except jsonl.MALFORMED as error:
+            return web.json_response({"detail": jsonl.fault(error)}, status=422)
         topk = 3 if asked.topk is None else asked.topk
         if topk < 1 or not asked.queries:
             return web.json_response({"detail": "expected at least one query and topk >= 1"}, status=422)

@@ -61,7 +61,7 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str
                 seen.add(row.id)
                 offsets.append(start)
                 contents.append(row.contents)
-            except (msgspec.DecodeError, ValueError) as error:
+            except (*jsonl.MALFORMED, ValueError) as error:
                 bad.append(
                     f"{path}:{number}: {jsonl.fault(error)} (expected {{id, contents}} with a title line and a text)"
                 )

@@ -92,6 +92,14 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_
     assert rejected.reason.startswith("not in UTF-8")
 
 
+def test_a_line_with_a_hundred_thousand_brackets_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"question":' * 100_000 + "\n" + json.dumps(ROWS[0]))
+    (task,), (rejected,) = load_tasks(str(path))
+    assert (task.question, rejected.where) == (ROWS[0]["question"], f"{path}:1")
+    assert rejected.reason == "not JSON: nested too deeply"
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32", "utf-32-be"])
 def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "t.jsonl"

@@ -129,6 +129,7 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
         (GOOD, "'a' was used before"),
         (b'{"id": "b", "contents": "\xff"}', "utf-8"),
         (b"", "truncated"),
+        (b'{"id": "b", "more": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number_and_reason(tmp_path: Path, line: bytes, reason: str) -> None:
@@ -303,6 +304,7 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
         (b'{"detail": "no queries"}', 422, "HTTP 422.*no queries"),
         (b'{"results": []}', 200, "ValidationError"),
         (b"<html>", 200, "DecodeError"),
+        (b'{"result": ' + b"[" * 100_000, 200, "ValidationError|RecursionError"),
         (b'{"result": []}', 200, "0 results for 1 queries"),
     ],
 )

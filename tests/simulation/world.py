@@ -22,6 +22,7 @@ from typing import Any
 
 import tokenizers
 
+from scheduler import health
 from scheduler import main as scheduling
 from scheduler.config import SchedulerProcess
 from scheduler.journal import Journal, JournalError
