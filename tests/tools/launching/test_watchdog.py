@@ -127,7 +127,7 @@ def test_a_learner_that_holds_up_the_run_is_a_reason_to_resume_it_and_the_end_of
 
 
 HANGS = """
-import sys, threading, concurrent.futures
+import sys, threading, time, concurrent.futures
 from wire.process import begin
 def endless_judgement():
     print("ready", flush=True)
@@ -141,6 +141,8 @@ pool = concurrent.futures.ThreadPoolExecutor(2)
 pool.submit(int).result()
 pool.submit(never_unlocked)
 begin()
+while 11 not in [frame.f_lineno for frame in sys._current_frames().values() if frame.f_code is never_unlocked.__code__]:
+    time.sleep(0.01)
 endless_judgement()
 """
 
