@@ -410,6 +410,7 @@ def worst(model: Any, done: list[tuple[np.ndarray, GenerateResult]]) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(tmp_path: Path, kind: str, seed: int) -> None:

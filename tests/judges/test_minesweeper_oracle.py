@@ -199,6 +199,7 @@ def test_without_budget_a_cell_has_the_mean_of_the_single_numbers_beside_it() ->
     assert posterior(4, 3, 4, numbers).exact
 
 
+@pytest.mark.slow
 def test_the_budget_bounds_the_time_of_the_hardest_positions() -> None:
     rng, exact = random.Random(8), []
     for _ in range(3):

@@ -133,6 +133,7 @@ def distinct(engine: LocalEngine, judge: Slate, steps: list[list[JudgedTurn]]) -
     return len(seen), len(made)
 
 
+@pytest.mark.slow
 async def test_a_server_computes_what_the_candidates_of_two_steps_share_once(llama: Path) -> None:
     first = "Question: who founded the city?"
     steps = [candidates(first), candidates(f"{first}\nThinking: a\nQuery: b\nRetrieved: {'c' * 300}")]
@@ -150,6 +151,7 @@ async def test_a_server_computes_what_the_candidates_of_two_steps_share_once(lla
         )  # a prompt's last token may be computed anew
 
 
+@pytest.mark.slow
 async def test_the_built_in_order_computes_less_than_a_prompt_for_each_component(llama: Path) -> None:
     found = {}
     steps = judge_prefix.turns(judge_prefix.Shape(questions=1, steps=2, step_words=60, think_words=20))

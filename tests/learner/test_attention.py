@@ -63,6 +63,7 @@ def attend(made: Forest, backend: Any, window: int | None, dtype: torch.dtype) -
     return [out.detach(), query.grad, key.grad, value.grad]
 
 
+@pytest.mark.slow
 @example(
     paths=[[0, 0, 0, 0], [0, 1], [1, 0]], small=3, window=None
 )  # a small block begins in one tree and ends in the next
@@ -98,6 +99,7 @@ def test_flexattentions_rule_is_ancestry_and_fillers_see_and_are_seen_by_nothing
     assert (rule[:n, n:] == False).all()  # noqa: E712
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flexattentions_forward_equals_the_dense_mask() -> None:
     made = pack(forest(1))
@@ -207,6 +209,7 @@ def test_packed_training_equals_path_by_path_training(
     compare(model, forest(3, steps=3), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dense", "cascade"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_training_equals_path_by_path_training_to_float64_rounding(

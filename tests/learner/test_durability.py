@@ -63,6 +63,7 @@ def test_every_file_and_both_folders_are_synced_before_the_checkpoint_has_its_na
     assert calls[named + 1 :] == ["checkpoints", tmp_path.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["state.json", "policy-00000.safetensors", "rng-00000.json", digest.SUMS])
 @pytest.mark.parametrize("fault", ["flipped", "missing", "cut"])
 def test_a_damaged_newest_checkpoint_is_set_aside_by_name_and_the_one_before_is_restored(

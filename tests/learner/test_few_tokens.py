@@ -24,6 +24,7 @@ BATCHES = {
 """Batch and micro_tokens: 1 gives each path a forest of its own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", corrections.CORRECTIONS)
 def test_few_tokens_give_the_gradient_of_one_forest_at_every_level(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, correction: str
@@ -40,6 +41,7 @@ def test_few_tokens_give_the_gradient_of_one_forest_at_every_level(
             assert bool(slopes[0].norm() > 0) == (name != "no sampled token at all"), (level, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_critic_and_reward_model_learn_from_few_tokens(tmp_path: Path, llama: Path, name: str, dtype: str) -> None:

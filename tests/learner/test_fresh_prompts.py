@@ -63,6 +63,7 @@ def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other(
     assert [len(turn.prefix) for turn in turns] == [10] * len(turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "correction", "level"),
     [("turn_grpo", "ppo_clip", "token"), ("outcome", "gspo", "sequence"), ("gae", "decoupled", "turn")],
@@ -88,6 +89,7 @@ def test_the_packed_gradient_of_a_fresh_batch_is_the_path_by_path_gradient_also_
             assert (mine - value).norm() <= 1e-4 * value.norm() + 1e-7, name
 
 
+@pytest.mark.slow
 def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_fresh_prompts(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

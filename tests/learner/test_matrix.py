@@ -418,6 +418,7 @@ def test_advantages_on_fresh_prompts_are_those_on_growing_text(name: str) -> Non
         np.testing.assert_allclose(fresh(name).advantages, chained, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", corrections.CORRECTIONS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_on_fresh_prompts_the_turns_of_a_trajectory_may_lie_in_any_forests(name: str, correction: str) -> None:

@@ -62,6 +62,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny.save_vision(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "cascade"])
 def test_a_forest_with_pictures_reads_as_the_models_own_forward(folder: Path, tmp_path: Path, attention: Any) -> None:
     config = process(folder, tmp_path, rank=0, attention=attention).learner

@@ -40,6 +40,7 @@ def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
     return Batch(0, questions, groups, nodes), np.array(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 @pytest.mark.parametrize("score", ["sum", "mean"])
 def test_accuracy_rises_and_step_scores_follow_the_planted_values(

@@ -100,6 +100,7 @@ async def test_logprobs_and_gradients_are_those_of_the_masked_softmax(
     assert (got - slope).norm() < 1e-4 * slope.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 5e-5), ("bfloat16", 0.4)])
 async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(

@@ -22,6 +22,7 @@ from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed, Turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")])
 def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     tmp_path: Path, llama: Path, rank: int, dtype: str
@@ -45,6 +46,7 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
         assert torch.equal(value, state(resumed)[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["slate", "oprl", "gae"])
 @pytest.mark.parametrize("correction", ["ppo_clip", "decoupled", "tis", "icepop", "cispo", "gspo"])
 def test_an_updates_gradient_in_bfloat16_points_where_that_in_float32_does(

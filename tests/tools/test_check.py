@@ -29,6 +29,7 @@ def test_the_numerical_tests_among_those_that_were_asked_for_run_with_plain_kern
     assert numerical(given) == expected
 
 
+@pytest.mark.slow
 def test_plain_kernels_are_used() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     made = subprocess.run(

@@ -25,8 +25,8 @@ def _die() -> None:
 
 
 def _linger(mark: Path) -> None:
-    mark.write_text(str(os.getpid()))
     try:
+        mark.write_text(str(os.getpid()))
         time.sleep(120)
     finally:
         mark.with_name("cleaned").touch()

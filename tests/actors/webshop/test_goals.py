@@ -44,6 +44,7 @@ def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
     assert len({goal.cap for goal in own}) == 1
 
 
+@pytest.mark.slow
 def test_goals_prices_and_search_are_equal_in_every_process() -> None:
     code = (
         "from tests.actors.webshop.test_goals import GOALS, PRODUCTS, Shop; shop = Shop(PRODUCTS);"

@@ -75,6 +75,7 @@ def test_the_ranks_are_those_of_the_table() -> None:
     assert row(".. among the 50 results") == [round(shares[2], 3)]
 
 
+@pytest.mark.slow
 def test_the_players_are_those_of_the_table() -> None:
     rng = random.Random(0)
 

@@ -513,6 +513,7 @@ def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path)
     assert torch.allclose(adapted, merged, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_path: Path) -> None:
     recipe = Recipe(steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True, lora_rank=lora_rank)  # fmt: skip

@@ -58,6 +58,7 @@ def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stal
     assert mean == pytest.approx(gradient.numpy(), abs=EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "level"), EVERY)
 def test_every_correction_at_every_level_is_unbiased_without_staleness(
     name: str, level: str, tasks: list[Task]
@@ -150,11 +151,13 @@ def test_the_token_ratio_does_not_depend_on_a_constant_baseline_and_none_does(ol
     assert staleness.with_current_baseline(old, plain).bias > average(old, plain).bias
 
 
+@pytest.mark.slow
 def test_every_row_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staleness, "TASKS", 5)
     assert [row.claim for row in staleness.rows() if not row.agrees] == []
 
 
+@pytest.mark.slow
 def test_the_plots_are_well_formed_and_the_same_in_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staleness, "TASKS", 1)
     for name in ("a", "b"):
