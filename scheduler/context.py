@@ -8,6 +8,7 @@ trajectory continues; at worst one call of the environment or the judge is repea
 import asyncio
 import math
 import random
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 
 from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Transition
+from scheduler import answers
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
@@ -27,7 +29,7 @@ from scheduler.text import Shown, Text
 from scheduler.together import together
 from scheduler.tree import Fork, Node, Tree
 from wire import support, vision
-from wire.faults import DataFault, InfrastructureFault
+from wire.faults import DataFault
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -55,7 +57,7 @@ ATTEMPTS = 5
 
 class Shop(msgspec.Struct, frozen=True):
     """What all contexts of a run share. most: the largest number of samples in one generate call; more samples take several calls.
-    longest: the most tokens of a prefix and its continuation; 0 sets no limit.
+    longest: the most tokens of a prefix and its continuation; 0 sets no limit. newest: returns the newest policy version.
 
     aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
     the tally of the run's judge.
@@ -73,6 +75,7 @@ class Shop(msgspec.Struct, frozen=True):
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: Judged = msgspec.field(default_factory=Judged)
     longest: int = 0
+    newest: Callable[[], int] = lambda: sys.maxsize
 
 
 class Context:
@@ -330,7 +333,7 @@ class Context:
         """The nearest passages (``actors.environments.base.Tools``)."""
         request = RetrieveRequest([query], topk)
         result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s)
-        _complete("retrieve", "lists of passages", result.passages, 1)
+        answers.complete("retrieve", "lists of passages", result.passages, 1)
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
@@ -411,7 +414,7 @@ class Context:
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
         place = self.shop.fleet.call(self.tree.id, request, beside)
         result: GenerateResult = await self._call("generate", request, self.settings.generate_deadline_s, place)
-        _complete("generate", "samples", result.samples, request.n)
+        answers.sampled(request, result, self.shop.text.vocabulary, self.shop.newest())
         return result
 
     def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
@@ -458,7 +461,7 @@ class Context:
         if judge == UNJUDGED:
             return [Judgement({}) for _ in turns]
         result: JudgeResult = await self._call(f"judge.{judge}", JudgeRequest(turns), self.settings.judge_deadline_s)
-        _complete(f"judge.{judge}", "judgements", result.judgements, len(turns))
+        answers.complete(f"judge.{judge}", "judgements", result.judgements, len(turns))
         return result.judgements
 
     async def _judgements(self, turns: list[JudgedTurn]) -> list[Judgement]:
@@ -486,12 +489,6 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
-
-
-def _complete(service: str, parts: str, answer: Sequence[Any], expected: int) -> None:
-    """Raise InfrastructureFault if a worker answered with too few or too many parts, so that the tree is tried again."""
-    if len(answer) != expected:
-        raise InfrastructureFault(f"{service} answered {len(answer)} {parts}, expected {expected}: mend the worker")
 
 
 def _cut(node: Node) -> dict[str, float]:

@@ -1,40 +1,64 @@
-"""A process of a run that chaos strikes, and what it can do to itself: ``python -m tools.research.chaos.inside PROCESS.json``.
+"""What a process of a run does to itself when chaos orders it to.
 
-The process is the real one: this module runs it after a thread has begun to listen for orders, on a Unix socket whose name is the process's
-number. So the product has no hooks for faults. With ``--config`` or ``--resume`` this is the launcher, whose processes it plans as such.
-An order is answered when the fault has really struck.
+``become`` makes a fork of this process a process of the run, and ``launch`` makes it the launcher, whose children are forks too. A thread takes
+orders on a Unix socket whose name is the process's number, so that the product has no hooks for faults. An order is answered when the fault has
+really struck.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import random
 import runpy
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
 
+import scheduler
+from actors.engines import local
+from learner.ranks import Ranks
+from tools.launching import command, supervisor
+from tools.launching.assets import Assets
+from tools.research.chaos.forked import Fork
 from wire import sockets
 from wire.arrays import Frame, decode_header
 from wire.messages import GenerateResult, Heartbeat, JudgeResult, LoadResult, Message, Request, Result, RetrieveResult
 from wire.service import Service
 
-MODULE, ASSETS = "CHAOS_MODULE", "CHAOS_ASSETS"
-"""Variables of the environment: the module that a process really is, and the file with the assets of the run."""
 _EVER_S = 10**6
 _BEYOND = 257 * 2**20
 """Bytes that no message may have (wire.arrays.Limits)."""
 armed: dict[str, Callable[[str], None]] = {}
 """The kinds that wait for their moment, with what tells of it."""
 variants: dict[str, int] = {}
+
+
+PROCESSES = (
+    "actors.worker",
+    "judges.exact_match",
+    "judges.retriever.encoder",
+    "judges.retriever.index",
+    "judges.retriever.worker",
+    "judges.serve",
+    "judges.slate_rules",
+    "learner.main",
+    "scheduler.main",
+)
+"""What the processes of a run import."""
+for module in PROCESSES:
+    importlib.import_module(module)
 
 
 def address(pid: int) -> str:
@@ -61,7 +85,7 @@ def obey(kind: str, variant: int, tell: Callable[[str], Any]) -> None:
     match kind:
         case "hang":
             tell("no thread runs")
-            hold(5 if "--resume" in sys.argv or "--config" in sys.argv else _EVER_S)
+            hold(5 if sys.argv[1].startswith("--") else _EVER_S)
         case "slow":
             end = time.monotonic() + 3
             while time.monotonic() < end:
@@ -82,7 +106,8 @@ def obey(kind: str, variant: int, tell: Callable[[str], Any]) -> None:
 
 def hold(seconds: float) -> None:
     """Sleep without giving up the interpreter's lock, so that no other thread of this process runs."""
-    ctypes.PyDLL(None).usleep(int(min(seconds, 4000) * 1e6))
+    library = ctypes.PyDLL(None)
+    library.usleep(int(seconds * 1e6)) if seconds < 1 else library.sleep(int(seconds))
 
 
 def turn_clock(by: float) -> str:
@@ -191,11 +216,15 @@ def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
     replace, no = msgspec.structs.replace, float("nan")
     match body:
         case JudgeResult():
-            return replace(body, judgements=[replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements]), "scores"
+            return replace(
+                body, judgements=[replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements]
+            ), "scores"
         case RetrieveResult():
             return replace(body, passages=[[replace(p, score=no) for p in some] for some in body.passages]), "passages"
         case GenerateResult(samples=[first, *rest]):
-            return replace(body, samples=[replace(first, logprobs=first.logprobs * np.float32(no)), *rest]), "log-probabilities"
+            return replace(
+                body, samples=[replace(first, logprobs=first.logprobs * np.float32(no)), *rest]
+            ), "log-probabilities"
     return body, "nothing"
 
 
@@ -222,8 +251,6 @@ SPOILERS = {"wrong": wrong, "nan": nan, "huge": huge}
 
 def strike_engine() -> None:
     """Let the embedded engine keep its old weights and say that it took the new ones."""
-    from actors.engines import local
-
     load = local.LocalEngine.load
 
     async def loads(engine: Any, request: Any) -> LoadResult:
@@ -237,8 +264,6 @@ def strike_engine() -> None:
 
 def strike_optimizer() -> None:
     """Let a gradient be NaN."""
-    from learner.ranks import Ranks
-
     add = Ranks.add_gradients
 
     def adds(ranks: Ranks, parameters: Any) -> None:
@@ -250,29 +275,11 @@ def strike_optimizer() -> None:
     Ranks.add_gradients = adds
 
 
-def launcher() -> int:
-    """Launch a run whose processes are of this module. The set-up was done before."""
-    from tools.launching import command, processes
-    from tools.launching.assets import Assets
-
-    make, replace = processes.make, msgspec.structs.replace
-
-    def disguised(*arguments: Any) -> list[processes.Process]:
-        return [
-            replace(p, module=__spec__.name, environment={**p.environment, MODULE: p.module}) for p in make(*arguments)
-        ]
-
-    processes.make = disguised
-    command.prepare = lambda _: msgspec.json.decode(Path(os.environ[ASSETS]).read_bytes(), type=Assets)
-    return command.main()
-
-
-def main() -> None:
-    """Run the launcher or one of its processes, and strike when told."""
+def become(module: str, file: str) -> None:
+    """Be the process that ``python -m module file`` would be, and take orders."""
+    sys.argv = [module, file]
+    scheduler.STARTED = time.monotonic()
     listen()
-    module = os.environ.get(MODULE)
-    if module is None:
-        sys.exit(launcher())
     strike_messages()
     if module == "actors.worker":
         strike_engine()
@@ -281,5 +288,14 @@ def main() -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-if __name__ == "__main__":
-    main()
+def launch(assets: Path, arguments: Sequence[str]) -> None:
+    """Be the launcher of a run whose processes are forks of this one. The set-up was done before: assets is a file with its result."""
+    sys.argv = ["tools/launch", *arguments]
+    listen()
+
+    def start(command: Sequence[str], **options: Any) -> Fork:
+        return Fork(partial(become, *command[2:]), **options)
+
+    vars(supervisor)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
+    command.prepare = lambda _: msgspec.json.decode(assets.read_bytes(), type=Assets)
+    sys.exit(command.main())

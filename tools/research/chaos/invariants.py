@@ -59,7 +59,9 @@ def account(folder: Path) -> Account:
         versions = {row.id: {version for _, version in journal.groups(row.id)} for row in rows}
     finally:
         journal.close()
-    trained = [row for row in rows if row.status == "closed" and len(versions[row.id]) == 1 and None not in versions[row.id]]
+    trained = [
+        row for row in rows if row.status == "closed" and len(versions[row.id]) == 1 and None not in versions[row.id]
+    ]
     statuses = Counter(row.status for row in rows)
     newest = max((version for some in versions.values() for version in some if version is not None), default=0)
     return Account(len(rows), len(trained), statuses["quarantined"], newest)
@@ -86,7 +88,7 @@ def left_behind(run: Run, patience_s: float = 60.0) -> list[str]:
     end = time.monotonic() + patience_s
     while True:
         segments = [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in run.seen)]
-        left = [f"nothing stays: {what}" for what in run.alive() + segments]
+        left = [f"nothing stays: {what}" for what in [*(f"process {pid}" for pid in run.alive()), *segments]]
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.5)

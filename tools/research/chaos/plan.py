@@ -67,7 +67,9 @@ def plan(seed: int, count: int, kinds: Collection[str] = KINDS.keys()) -> list[F
     while len(faults) < count:
         deck = [kind for kind in sorted(kinds) for _ in range(KINDS[kind].share)]
         rng.shuffle(deck)
-        faults += [Fault(len(faults) + i, kind, next(places[kind]), rng.getrandbits(30)) for i, kind in enumerate(deck, 1)]
+        faults += [
+            Fault(len(faults) + i, kind, next(places[kind]), rng.getrandbits(30)) for i, kind in enumerate(deck, 1)
+        ]
     return faults[:count]
 
 

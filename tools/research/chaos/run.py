@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +15,9 @@ import psutil
 
 from scheduler import health
 from scheduler.metrics import UPDATE
-from tools.bootstrap import ROOT
 from tools.launching import record
 from tools.research.chaos import inside, plan
+from tools.research.chaos.forked import Fork
 from wire.process import die_with
 
 PATIENCE_S = 300.0
@@ -37,26 +36,17 @@ class Run:
         self.world, self.folder = world, folder
         self.out = world / "launcher.out"
         self.launches = 0
-        self.seen: set[int] = set()
+        self.seen: dict[int, float] = {}
         self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._orders.bind(inside.address(os.getpid()))
 
     def launch(self, *arguments: str) -> None:
         """Start tools/launch with ``arguments``. It dies with this process."""
         self.launches += 1
-        environment = os.environ | {inside.ASSETS: str(self.world / "assets.json"), "PYTHONPATH": str(ROOT)}
         with self.out.open("ab") as out:
             self._said = out.tell()
-            self.launcher = subprocess.Popen(
-                [sys.executable, "-m", inside.__name__, *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid()),
-            )
+            work = partial(inside.launch, self.world / "assets.json", arguments)
+            self.launcher = Fork(work, out, dict(os.environ), partial(_alone, os.getpid()))
 
     def resume(self, *arguments: str) -> None:
         """Launch the run again, as its user would."""
@@ -86,7 +76,9 @@ class Run:
         launched = record.read(self.folder)
         members = launched.members if launched is not None and launched.pid == self.launcher.pid else {}
         pids = {name: member.pid for name, member in members.items()} | {"launcher": self.launcher.pid}
-        self.seen |= set(pids.values())
+        for pid in set(pids.values()) - set(self.seen):
+            with contextlib.suppress(psutil.Error):
+                self.seen[pid] = psutil.Process(pid).create_time()
         return pids
 
     def whole(self) -> bool:
@@ -136,15 +128,10 @@ class Run:
             time.sleep(LOOK_S)
         return None if self.launcher.poll() is None else self.ended()
 
-    def alive(self) -> list[str]:
-        """The command lines of the processes that this run has left."""
-        lines = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                line = process.cmdline()
-                if any(part.startswith(f"{self.folder}/processes/") for part in line):
-                    lines.append(" ".join(line))
-        return lines
+    def alive(self) -> list[int]:
+        """The processes that this run ever had and that still live."""
+        self.pids()
+        return [pid for pid, born in self.seen.items() if _born(pid) == born]
 
     # ------------------------------------------------------------------------------------------ what is done
 
@@ -182,6 +169,19 @@ class Run:
             self.launcher.kill()
             self.launcher.wait()
 
+
+def _alone(parent: int) -> None:
+    """Give the launcher its own session, and have it killed with this process."""
+    os.setsid()
+    die_with(parent)
+
+
+def _born(pid: int) -> float:
+    try:
+        process = psutil.Process(pid)
+        return 0.0 if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return 0.0
 
 
 def _runs(pid: int) -> bool:

@@ -126,7 +126,9 @@ def _unwritable(run: Run, place: str) -> str:
 def _journal(run: Run, rng: random.Random) -> str:
     """Cut a file of the journal short. The run must refuse it, which a copy mends, or lose nothing by it."""
     run.kill_all()
-    files = [path for path in run.folder.glob("journal.sqlite*") if path.suffix != ".sqlite-shm" and path.stat().st_size]
+    files = [
+        path for path in run.folder.glob("journal.sqlite*") if path.suffix != ".sqlite-shm" and path.stat().st_size
+    ]
     copies = {path: path.with_name(f"copy-of-{path.name}") for path in run.folder.glob("journal.sqlite*")}
     for path, copy in copies.items():
         shutil.copyfile(path, copy)

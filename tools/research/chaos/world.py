@@ -12,7 +12,14 @@ from tools.defaults.tiny_board import make_tiny_policy
 from tools.launching.assets import Assets
 from wire.atomic import write_whole
 
-FACTS = {"Bulgaria": "Sofia", "Italy": "Rome", "Chile": "Santiago", "Japan": "Tokyo", "Kenya": "Nairobi", "Cuba": "Havana"}
+FACTS = {
+    "Bulgaria": "Sofia",
+    "Italy": "Rome",
+    "Chile": "Santiago",
+    "Japan": "Tokyo",
+    "Kenya": "Nairobi",
+    "Cuba": "Havana",
+}
 QUESTIONS, STALENESS = 2, 1
 REPLACE_S = 8.0
 PACE_S = 0.1
