@@ -254,6 +254,12 @@ class Run:
         await self._wait_for_learner()
         version = self.spread.weights.version
         checkpoint = frontier(self.folder, version)
+        if lost := self.journal.lacks(checkpoint.groups()):
+            raise DataFault(
+                f"the journal of {self.folder} is older than the checkpoint of version {checkpoint.version}: it lacks {len(lost)} groups that were"
+                f" trained, the first of them group {lost[0]}. Restore the newest copy of the journal; or move the newest folders of"
+                f" {self.folder}/checkpoints away, and what they have trained beyond the journal is lost"
+            )
         self.journal.forget_training_after(version)
         self.journal.adopt_frontier(checkpoint.groups())
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()

@@ -35,7 +35,11 @@ class Fork:
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
-            os._exit(_live(work, writing, errors, env, preexec_fn))
+            status = 1
+            try:
+                status = _live(work, writing, errors, env, preexec_fn)
+            finally:  # even if the disk of the log is full, no child may go on as its parent
+                os._exit(status)
         if reading >= 0:
             os.close(writing)
             self.stdout = os.fdopen(reading, "rb")
