@@ -256,9 +256,8 @@ class Run:
         checkpoint = frontier(self.folder, version)
         if lost := self.journal.lacks(checkpoint.groups()):
             raise DataFault(
-                f"the journal of {self.folder} is older than the checkpoint of version {checkpoint.version}: it lacks {len(lost)} groups that were"
-                f" trained, the first of them group {lost[0]}. Restore the newest copy of the journal; or move the newest folders of"
-                f" {self.folder}/checkpoints away, and what they have trained beyond the journal is lost"
+                f"the journal lacks {len(lost)} groups (first group {lost[0]}) that the checkpoint of version {checkpoint.version} has trained, so it is"
+                f" an older one: restore its newest copy; or move the newest folders of {self.folder}/checkpoints away, and lose what they trained"
             )
         self.journal.forget_training_after(version)
         self.journal.adopt_frontier(checkpoint.groups())

@@ -99,8 +99,10 @@ def main(command: list[str] | None = None) -> int:
     try:
         return _launch(config, assets, run)
     except (OSError, ValueError) as error:
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        print(f"tools/launch: {no_space(run) if full else error}", file=sys.stderr)
+        number = error.errno if isinstance(error, OSError) else None
+        writable = f"{error}: make it writable, then tools/launch --resume {run}, or choose another --run-folder"
+        reason = {errno.ENOSPC: no_space(run), errno.EROFS: writable, errno.EACCES: writable}.get(number or 0, error)
+        print(f"tools/launch: {reason}", file=sys.stderr)
         return 2
 
 

@@ -39,7 +39,7 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(options)
     if parsed.faults < 1:
         parser.error(f"--faults {parsed.faults}: expected at least 1")
-    if parsed.out is not None and parsed.out.exists() and any(parsed.out.iterdir()):
+    if parsed.out is not None and parsed.out.exists() and not (parsed.out.is_dir() and not any(parsed.out.iterdir())):
         parser.error(f"--out {parsed.out}: expected a folder that is empty or not there")
     return parsed
 

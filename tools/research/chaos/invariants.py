@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -24,12 +23,14 @@ class Footprint(msgspec.Struct, frozen=True):
     descriptors: int
 
 
-class Account(msgspec.Struct):
-    """What became of the tasks of a run: drawn = trained + quarantined."""
+class Account(msgspec.Struct, frozen=True):
+    """What became of the tasks of a run: drawn = trained + quarantined. in_updates: the tasks that one version trained, which may have been
+    quarantined after they had emitted a group."""
 
     drawn: int
     trained: int
     quarantined: int
+    in_updates: int
     updates: int
 
 
@@ -59,27 +60,27 @@ def account(folder: Path) -> Account:
         versions = {row.id: {version for _, version in journal.groups(row.id)} for row in rows}
     finally:
         journal.close()
-    trained = [
-        row for row in rows if row.status == "closed" and len(versions[row.id]) == 1 and None not in versions[row.id]
-    ]
-    statuses = Counter(row.status for row in rows)
-    newest = max((version for some in versions.values() for version in some if version is not None), default=0)
-    return Account(len(rows), len(trained), statuses["quarantined"], newest)
+    counted = [row for row in rows if len(versions[row.id]) == 1 and None not in versions[row.id]]
+    trained, quarantined = (
+        sum(row.status == status for row in some) for some, status in ((counted, "closed"), (rows, "quarantined"))
+    )
+    newest = max((version for row in counted for version in versions[row.id] if version is not None), default=0)
+    return Account(len(rows), trained, quarantined, len(counted), newest)
 
 
 def of_the_files(folder: Path, questions: int) -> list[str]:
-    """Return what is wrong in the folder of a run that has ended: what tools/audit finds, and tasks that are not accounted for.
-
-    A quarantined task whose groups were emitted before is trained as well, so that it counts in its update.
-    """
+    """Return what is wrong in the folder of a run that has ended: what tools/audit finds, and tasks that are not accounted for. questions: the
+    tasks of an update."""
     faults = [str(violation) for violation in audit(folder)]
     if not (folder / "summary.json").exists():
         faults.append("the run is over: there is no summary.json")
     count = account(folder)
     if count.drawn != count.trained + count.quarantined:
         faults.append(f"nothing lost: {count.drawn} drawn, {count.trained} trained and {count.quarantined} quarantined")
-    if not count.updates * questions <= count.drawn:
-        faults.append(f"whole updates: {count.updates} updates of {questions} questions from {count.drawn} tasks")
+    if count.in_updates != count.updates * questions:
+        faults.append(
+            f"whole updates: {count.in_updates} tasks are in {count.updates} updates of {questions} tasks each"
+        )
     return faults
 
 

@@ -49,7 +49,7 @@ max_staleness = {staleness}
 generate_deadline_s = 20
 judge_deadline_s = 20
 watchdog_s = 20
-stall_s = 60
+stall_s = 45
 [scheduler.evaluation]
 questions = 0
 [scheduler.dispatch]
@@ -64,7 +64,7 @@ count = 2
 lr = 1e-3
 kl_coef = 0.001
 checkpoint_every = 2
-collective_timeout_s = 60
+collective_timeout_s = 30
 lora = {{ rank = 4, alpha = 8.0 }}
 """
 
