@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import numpy as np
 
 from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Transition
 from scheduler import answers
+from scheduler.calls import Check
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
@@ -57,7 +59,8 @@ ATTEMPTS = 5
 
 class Shop(msgspec.Struct, frozen=True):
     """What all contexts of a run share. most: the largest number of samples in one generate call; more samples take several calls.
-    longest: the most tokens of a prefix and its continuation; 0 sets no limit. newest: returns the newest policy version.
+    longest: the most tokens of a prefix and its continuation; 0 sets no limit. proven, newest: return the policy version that every actor has
+    proven at least, and the newest one.
 
     aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
     the tally of the run's judge.
@@ -75,6 +78,7 @@ class Shop(msgspec.Struct, frozen=True):
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: Judged = msgspec.field(default_factory=Judged)
     longest: int = 0
+    proven: Callable[[], int] = lambda: 0
     newest: Callable[[], int] = lambda: sys.maxsize
 
 
@@ -332,8 +336,8 @@ class Context:
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         """The nearest passages (``actors.environments.base.Tools``)."""
         request = RetrieveRequest([query], topk)
-        result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s)
-        answers.complete("retrieve", "lists of passages", result.passages, 1)
+        check = partial(answers.complete, "passages", 1)
+        result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s, check)
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
@@ -412,10 +416,9 @@ class Context:
         return None if text is None else zlib.crc32(text.encode())
 
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
-        place = self.shop.fleet.call(self.tree.id, request, beside)
-        result: GenerateResult = await self._call("generate", request, self.settings.generate_deadline_s, place)
-        answers.sampled(request, result, self.shop.text.vocabulary, self.shop.newest())
-        return result
+        shop, place = self.shop, self.shop.fleet.call(self.tree.id, request, beside)
+        check = partial(answers.sampled, request, shop.text.vocabulary, shop.proven(), shop.newest)
+        return await self._call("generate", request, self.settings.generate_deadline_s, check, place)
 
     def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
         """Add a sampled action to the tree."""
@@ -460,8 +463,8 @@ class Context:
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         if judge == UNJUDGED:
             return [Judgement({}) for _ in turns]
-        result: JudgeResult = await self._call(f"judge.{judge}", JudgeRequest(turns), self.settings.judge_deadline_s)
-        answers.complete(f"judge.{judge}", "judgements", result.judgements, len(turns))
+        request, check = JudgeRequest(turns), partial(answers.complete, "judgements", len(turns))
+        result: JudgeResult = await self._call(f"judge.{judge}", request, self.settings.judge_deadline_s, check)
         return result.judgements
 
     async def _judgements(self, turns: list[JudgedTurn]) -> list[Judgement]:
@@ -472,10 +475,19 @@ class Context:
         self.shop.counts["invalid_judgements"] += invalid
         return judgements
 
-    async def _call(self, service: str, request: msgspec.Struct, deadline: float, place: Place | None = None) -> Any:
+    async def _call(
+        self,
+        service: str,
+        request: msgspec.Struct,
+        deadline: float,
+        check: Check | None = None,
+        place: Place | None = None,
+    ) -> Any:
         """Call a service through the dispatcher, with this tree named as the caller."""
         caller = f"tree {self.tree.id}" + (f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else "")
-        return await self.shop.dispatcher.call(service, request, deadline=deadline, place=place, caller=caller)
+        return await self.shop.dispatcher.call(
+            service, request, deadline=deadline, place=place, caller=caller, check=check
+        )
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
         """A trajectory's columns: turns, valid searches, whether it answered, sampled tokens, all tokens of its response (methods.md 2.4)."""

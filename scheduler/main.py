@@ -142,6 +142,7 @@ class Run:
             fleet=Fleet(self.settings.budget, self.settings.placement.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
             longest=process.longest,
+            proven=lambda: self.spread.proven,
             newest=lambda: self.spread.weights.version,
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)

@@ -12,7 +12,7 @@ TOKENS, LOGPROBS, VERSIONS = np.array([5, 6], np.int32), np.array([-1.0, -2.0], 
 
 def check(*samples: Sample, n: int = 1) -> None:
     request = GenerateRequest(np.zeros(1, np.int32), n, Sampling(2))
-    answers.sampled(request, GenerateResult(list(samples), 1, 0), vocabulary=7, newest=4)
+    answers.sampled(request, 7, 3, lambda: 4, GenerateResult(list(samples), 1, 0))
 
 
 def test_what_was_asked_for_is_accepted() -> None:
@@ -30,7 +30,8 @@ def test_what_was_asked_for_is_accepted() -> None:
         (Sample(TOKENS - 6, LOGPROBS, VERSIONS, "stop"), "the tokens -1 to 0, expected 0 to 6"),
         (Sample(TOKENS, LOGPROBS * np.float32("nan"), VERSIONS, "stop"), "the log-probabilities nan to nan"),
         (Sample(TOKENS, -LOGPROBS, VERSIONS, "stop"), "the log-probabilities 1.0 to 2.0"),
-        (Sample(TOKENS, LOGPROBS, VERSIONS + 1, "stop"), "policy versions 4 to 5, expected 0 to 4"),
+        (Sample(TOKENS, LOGPROBS, VERSIONS + 1, "stop"), "policy versions 4 to 5, expected 3 to 4"),
+        (Sample(TOKENS, LOGPROBS, VERSIONS - 1, "stop"), "policy versions 2 to 3, expected 3 to 4"),
         (Sample(TOKENS, LOGPROBS, VERSIONS, "stop", support=b"\xff"), "an unreadable support"),
     ],
 )
@@ -40,5 +41,5 @@ def test_a_sample_that_cannot_be_right_is_refused_and_named(sample: Sample, mess
 
 
 def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(InfrastructureFault, match="generate answered 1 samples, expected 2"):
+    with pytest.raises(InfrastructureFault, match="1 samples, expected 2"):
         check(Sample(TOKENS, LOGPROBS, VERSIONS, "stop"), n=2)

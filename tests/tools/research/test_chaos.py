@@ -68,8 +68,8 @@ def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
         for spoil in inside.SPOILERS.values():
             spoiled, text = spoil(result, random.Random(seed))
             told.add(text)
-            with pytest.raises(InfrastructureFault, match="generate answered"):
-                answers.sampled(request, spoiled, vocabulary=100, newest=1)
+            with pytest.raises(InfrastructureFault, match="expected"):
+                answers.sampled(request, 100, 1, lambda: 1, spoiled)
     assert len(told) == 8
 
 

@@ -179,7 +179,13 @@ def strike_messages() -> None:
         else:
             accept(service, header, frames)
 
-    sockets.Pump.send, Service.send, Service._accept = sends, answers, accepts
+    _wrap((sockets.Pump, "send", sends), (Service, "send", answers), (Service, "_accept", accepts))
+
+
+def _wrap(*places: tuple[Any, str, Any]) -> None:
+    """Put functions of this module in the places of others, in this process alone. places: owner, name and function."""
+    for owner, name, function in places:
+        setattr(owner, name, function)
 
 
 def _peer(pump: sockets.Pump, message: list[Frame]) -> bytes:
@@ -259,7 +265,7 @@ def strike_engine() -> None:
             return LoadResult(request.version, request.digest, 0.0)
         return await load(engine, request)
 
-    local.LocalEngine.load = loads
+    _wrap((local.LocalEngine, "load", loads))
 
 
 def strike_optimizer() -> None:
@@ -272,7 +278,7 @@ def strike_optimizer() -> None:
             tell("a gradient was NaN")
         add(ranks, parameters)
 
-    Ranks.add_gradients = adds
+    _wrap((Ranks, "add_gradients", adds))
 
 
 def become(module: str, file: str) -> None:
@@ -296,6 +302,7 @@ def launch(assets: Path, arguments: Sequence[str]) -> None:
     def start(command: Sequence[str], **options: Any) -> Fork:
         return Fork(partial(become, *command[2:]), **options)
 
-    vars(supervisor)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
-    command.prepare = lambda _: msgspec.json.decode(assets.read_bytes(), type=Assets)
+    prepared = msgspec.json.decode(assets.read_bytes(), type=Assets)
+    _wrap((supervisor, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)))
+    _wrap((command, "prepare", lambda _: prepared))
     sys.exit(command.main())
