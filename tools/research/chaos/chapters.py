@@ -30,12 +30,11 @@ def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool) -
     config = apart(world.make, world_folder)
     struck: Counter[str] = Counter()
     survived: Counter[str] = Counter()
-    accounts = []
     try:
         for first in range(0, len(faults), CHAPTER):
             run = Run(world_folder, disk / "run")
             try:
-                broken = _chapter(run, config, faults[first : first + CHAPTER], struck, survived, accounts)
+                broken = _chapter(run, config, faults[first : first + CHAPTER], struck, survived)
             finally:
                 run.close()
             if broken:
@@ -48,14 +47,11 @@ def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool) -
         _table(struck, survived)
         if own:
             strikes.unmount(disk)
-    print("\n".join(accounts))
     print("every invariant holds")
     return False
 
 
-def _chapter(
-    run: Run, config: Path, faults: list[Fault], struck: Counter[str], survived: Counter[str], accounts: list[str]
-) -> list[str]:
+def _chapter(run: Run, config: Path, faults: list[Fault], struck: Counter[str], survived: Counter[str]) -> list[str]:
     """Strike one run with ``faults`` and bring it to its end. Return the invariants that it broke."""
     start = time.monotonic()
     run.launch("--config", str(config), "--run-folder", str(run.folder))
@@ -82,14 +78,16 @@ def _chapter(
         + invariants.of_the_files(run.folder, world.QUESTIONS)
     )
     count = invariants.account(run.folder)
-    accounts.append(
-        f"{count.drawn} drawn = {count.trained} trained + {count.quarantined} quarantined; {count.updates} updates, {run.launches} launches,"
-        f" {time.monotonic() - start:.0f} s"
+    print(
+        f"{count.drawn} drawn = {count.trained} trained + {count.quarantined} quarantined; {count.updates} updates,"
+        f" {run.launches} launches, {time.monotonic() - start:.0f} s\n{'holds':<10}  {'MiB: first':>10} {'last':>6}  {'files: first':>12} {'last':>4}"
     )
-    accounts += [
-        f"  {name:<10} {first.mib:>5.0f} MiB {first.descriptors:>3} descriptors at first, {after[name].mib:>5.0f} MiB {after[name].descriptors:>3} at last"
-        for name, first in before.items()
-    ]
+    for name, first in before.items():
+        last = after[name]
+        print(
+            f"{name:<10}  {first.mib:>10.0f} {last.mib:>6.0f}  {first.descriptors:>12} {last.descriptors:>4}",
+            flush=True,
+        )
     return broken
 
 

@@ -87,11 +87,11 @@ def obey(kind: str, variant: int, tell: Callable[[str], Any]) -> None:
             tell("no thread runs")
             hold(5 if sys.argv[1].startswith("--") else _EVER_S)
         case "slow":
-            end = time.monotonic() + 3
+            end = time.monotonic() + 2
             while time.monotonic() < end:
                 hold(0.05)
                 time.sleep(0.01)
-            tell("it was slow for 3 s")
+            tell("it was slow for 2 s")
         case "exit":
             tell("status 1")
             os._exit(1)

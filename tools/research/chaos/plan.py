@@ -36,7 +36,7 @@ KINDS: dict[str, Kind] = {
     "journal": Kind(2, ("disk",), "after a kill of everything, a file of the journal is cut short", starts=True),
     "checkpoint": Kind(2, ("disk",), "after a kill of everything, the newest checkpoint is damaged", starts=True),
     "pause": Kind(7, EVERYWHERE, "SIGSTOP for a second"),
-    "slow": Kind(7, EVERYWHERE, "for three seconds the process runs a sixth of the time"),
+    "slow": Kind(7, EVERYWHERE, "for two seconds the process runs a sixth of the time"),
     "clock": Kind(6, EVERYWHERE, "the process's date jumps by up to 30 days"),
     "cut": Kind(10, ("scheduler", *WORKERS), "its TCP connections are shut down"),
     "lose": Kind(8, ("scheduler", *WORKERS), "its next message is lost"),
