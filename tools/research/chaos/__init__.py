@@ -37,6 +37,8 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help="these kinds of faults alone")
     parser.add_argument("--list", action="store_true", help="print the kinds of faults and end")
     parsed = parser.parse_args(options)
+    if sys.platform != "linux":
+        parser.error(f"its faults need Linux, and this is {sys.platform}")
     if parsed.faults < 1:
         parser.error(f"--faults {parsed.faults}: expected at least 1")
     if parsed.out is not None and parsed.out.exists() and not (parsed.out.is_dir() and not any(parsed.out.iterdir())):

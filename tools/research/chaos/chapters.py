@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
+
 from tools.research.chaos import invariants, strikes, world
 from tools.research.chaos.plan import KINDS, Fault, plan
 from tools.research.chaos.run import Lost, Run
@@ -23,7 +25,9 @@ def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool) -
     own = mounts and strikes.mount(disk, f"size={strikes.DISK_MIB}m", first=True)
     kinds = [kind for kind in kinds if own or kind not in ("full", "read-only")]
     if not own:
-        print("no disk of its own can be mounted here: no fault of the kinds full and read-only")
+        print("no disk can be mounted here: no fault of the kinds full and read-only strikes")
+    if not kinds:
+        return False
     faults = plan(seed, count, kinds)
     world_folder = folder / "world"
     world_folder.mkdir()
@@ -47,6 +51,8 @@ def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool) -
         _table(struck, survived)
         if own:
             strikes.unmount(disk)
+    shutil.rmtree(world_folder)
+    shutil.rmtree(disk)
     print("every invariant holds")
     return False
 
@@ -70,7 +76,7 @@ def _chapter(run: Run, config: Path, faults: list[Fault], struck: Counter[str], 
         after = invariants.footprints(run)
         if (status := run.finish()) != 0:
             return [f"the run's end: exit status {status}, expected 0:\n{run.said()[-1500:]}"]
-    except Lost as lost:
+    except (Lost, OSError, psutil.Error) as lost:
         return [f"after {sum(survived.values())} faults: {lost}"]
     broken = (
         invariants.grown(before, after)

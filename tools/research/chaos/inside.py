@@ -37,7 +37,7 @@ from wire.arrays import Frame, decode_header
 from wire.messages import GenerateResult, Heartbeat, JudgeResult, LoadResult, Message, Request, Result, RetrieveResult
 from wire.service import Service
 
-_EVER_S = 10**6
+_EVER_S, HANG_S = 10**6, 5
 _BEYOND = 257 * 2**20
 """Bytes that no message may have (wire.arrays.Limits)."""
 armed: dict[str, Callable[[str], None]] = {}
@@ -84,8 +84,11 @@ def obey(kind: str, variant: int, tell: Callable[[str], Any]) -> None:
     """Strike now, or arm what strikes with the next message."""
     match kind:
         case "hang":
-            tell("no thread runs")
-            hold(5 if sys.argv[1].startswith("--") else _EVER_S)
+            if launches := sys.argv[1].startswith("--"):
+                hold(HANG_S)
+            tell(f"no thread ran for {HANG_S} s" if launches else "no thread runs")
+            if not launches:
+                hold(_EVER_S)
         case "slow":
             end = time.monotonic() + 2
             while time.monotonic() < end:
