@@ -3,6 +3,7 @@
 The dispatcher calls these checks. A call whose answer is refused moves to another worker, as after any infrastructure fault.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 
 from wire import support
 from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, Sample
+from wire.messages import GenerateRequest, GenerateResult, JudgeResult, Sample
 
 ABOVE_ZERO = 1e-3
 """How far rounding may lift the logarithm of a probability above 0."""
@@ -20,6 +21,14 @@ def complete(parts: str, expected: int, answer: msgspec.Struct) -> None:
     """Raise InfrastructureFault unless the field ``parts`` of an answer has as many parts as were asked for."""
     if (count := len(getattr(answer, parts))) != expected:
         raise InfrastructureFault(f"{count} {parts}, expected {expected}: mend the worker")
+
+
+def judged(turns: int, answer: JudgeResult) -> None:
+    """Raise InfrastructureFault unless there is one judgement per turn, and every score is a number. A judge lists what it cannot score."""
+    complete("judgements", turns, answer)
+    for column, score in (item for judgement in answer.judgements for item in judgement.scores.items()):
+        if not math.isfinite(score):
+            raise InfrastructureFault(f"the score {score} in column {column!r}, expected a number: mend the judge")
 
 
 def sampled(

@@ -463,7 +463,7 @@ class Context:
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         if judge == UNJUDGED:
             return [Judgement({}) for _ in turns]
-        request, check = JudgeRequest(turns), partial(answers.complete, "judgements", len(turns))
+        request, check = JudgeRequest(turns), partial(answers.judged, len(turns))
         result: JudgeResult = await self._call(f"judge.{judge}", request, self.settings.judge_deadline_s, check)
         return result.judgements
 

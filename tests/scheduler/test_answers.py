@@ -5,7 +5,7 @@ import pytest
 
 from scheduler import answers
 from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
+from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeResult, Sample, Sampling
 
 TOKENS, LOGPROBS, VERSIONS = np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32), np.array([3, 4], np.int32)
 
@@ -43,3 +43,12 @@ def test_a_sample_that_cannot_be_right_is_refused_and_named(sample: Sample, mess
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(InfrastructureFault, match="1 samples, expected 2"):
         check(Sample(TOKENS, LOGPROBS, VERSIONS, "stop"), n=2)
+
+
+def test_too_few_judgements_and_a_score_that_is_no_number_are_refused() -> None:
+    fine = Judgement({"outcome": 1.0}, ["think"])
+    answers.judged(2, JudgeResult([fine, fine]))
+    with pytest.raises(InfrastructureFault, match="1 judgements, expected 2"):
+        answers.judged(2, JudgeResult([fine]))
+    with pytest.raises(InfrastructureFault, match="the score nan in column 'outcome', expected a number"):
+        answers.judged(2, JudgeResult([fine, Judgement({"outcome": float("nan")})]))

@@ -59,13 +59,13 @@ def test_the_list_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
-    from tools.research.chaos import inside
+    from tools.research.chaos import messages
 
     sample = Sample(np.array([3, 4], np.int32), np.array([-1.0, -2.0], np.float32), np.array([1, 1], np.int32), "stop")
     result, request = GenerateResult([sample, sample], 1, 0), GenerateRequest(np.zeros(1, np.int32), 2, Sampling(2))
     told = set()
     for seed in range(100):
-        for spoil in inside.SPOILERS.values():
+        for spoil in messages.SPOILERS.values():
             spoiled, text = spoil(result, random.Random(seed))
             told.add(text)
             with pytest.raises(InfrastructureFault, match="expected"):

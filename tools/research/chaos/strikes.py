@@ -15,7 +15,7 @@ from tools.research.chaos.plan import Fault
 from tools.research.chaos.run import Lost, Run
 
 DISK_MIB = 1024
-PAUSE_S, UNWRITABLE_S = 1.0, 5.0
+PAUSE_S, UNWRITABLE_S, DYING_S = 1.0, 5.0, 60.0
 
 
 def strike(run: Run, fault: Fault) -> str:
@@ -98,8 +98,11 @@ def _used(disk: Path) -> int:
 def _read_only(run: Run) -> str:
     run.kill_all()
     disk = run.folder.parent
-    if not mount(disk, "ro"):
-        raise Lost(f"{disk} could not be made read-only: who writes there?")
+    end = time.monotonic() + DYING_S
+    while not mount(disk, "ro"):  # a process that was killed while it started still holds its log
+        if time.monotonic() > end:
+            raise Lost(f"{disk} could not be made read-only within {DYING_S:.0f} s: who writes there?")
+        time.sleep(0.05)
     run.resume()
     line = _refused(run, ("Read-only",), run.ended())
     mount(disk, "rw")
