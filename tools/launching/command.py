@@ -99,11 +99,18 @@ def main(command: list[str] | None = None) -> int:
     try:
         return _launch(config, assets, run)
     except (OSError, ValueError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        writable = f"{error}: make it writable, then tools/launch --resume {run}, or choose another --run-folder"
-        reason = {errno.ENOSPC: no_space(run), errno.EROFS: writable, errno.EACCES: writable}.get(number or 0, error)
-        print(f"tools/launch: {reason}", file=sys.stderr)
+        print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
         return 2
+
+
+def _told(error: OSError | ValueError, run: Path) -> str:
+    """Return the message of an error, with the remedy if the run's disk is at fault."""
+    match error.errno if isinstance(error, OSError) else None:
+        case errno.ENOSPC:
+            return no_space(run)
+        case errno.EROFS | errno.EACCES:
+            return f"{error}: make it writable and launch again, or choose another --run-folder"
+    return str(error)
 
 
 def _launch(config: Config, assets: Assets, run: Path) -> int:
