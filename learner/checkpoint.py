@@ -179,11 +179,13 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
 
 
 def restore_together(trainer: Trainer, folder: Path) -> State:
-    """Call ``restore`` on every rank. If it fails on one rank, all ranks raise CheckpointError."""
+    """Like ``restore`` on every rank, but no rank loads a file before every rank has proven its share of them. If one rank fails, all ranks
+    raise CheckpointError."""
     states: list[State] = []
-    error = _attempt(lambda: states.append(restore(trainer, folder)), trainer.ranks, trainer.ranks.count > 1)
-    if error is not None:
-        raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
+    for step in (lambda: states.append(_proven(trainer, folder)), lambda: _load(trainer, folder, states[0])):
+        error = _attempt(step, trainer.ranks, trainer.ranks.count > 1)
+        if error is not None:
+            raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
     return states[0]
 
 
@@ -192,15 +194,27 @@ def restore(trainer: Trainer, folder: Path) -> State:
 
     Every rank compares its share of the files with their digests, so only ``restore_together`` tells of all damage.
     """
-    damaged = f"checkpoint {folder} is damaged: {{}}"
+    state = _proven(trainer, folder)
+    _load(trainer, folder, state)
+    return state
+
+
+def _proven(trainer: Trainer, folder: Path) -> State:
+    """Return the state of a checkpoint, after comparing this rank's share of the files with their digests. Raises DamagedError."""
     try:
         state = msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
-        if state.proven or (folder / digest.SUMS).exists():
-            _verify(folder, trainer.ranks)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+    if state.proven or (folder / digest.SUMS).exists():
+        _verify(folder, trainer.ranks)
+    return state
+
+
+def _load(trainer: Trainer, folder: Path, state: State) -> None:
+    damaged = f"checkpoint {folder} is damaged: {{}}"
+    try:
         stored = {part: shards.StoredPart(folder, part) for part in trainer.parts()}
-    except DamagedError:
-        raise
-    except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DamagedError(damaged.format(error)) from error
     for part, (_, stepper) in trainer.parts().items():
         names = {name.partition("/")[2] for name in stored[part].names() if name.startswith("weight/")}
@@ -219,7 +233,6 @@ def restore(trainer: Trainer, folder: Path) -> State:
     except (SafetensorError, ValueError) as error:
         raise DamagedError(damaged.format(error)) from error
     _remember(trainer, folder, state)
-    return state
 
 
 def _remember(trainer: Trainer, folder: Path, state: State) -> None:

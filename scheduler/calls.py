@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,9 @@ from wire.arrays import Frame
 from wire.faults import Fault
 from wire.messages import Register
 from wire.numbers import Count, Positive
+
+Check = Callable[[Any], None]
+"""Raises InfrastructureFault for an answer that cannot be right."""
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +90,7 @@ class Pending:
         "attempt",
         "body",
         "caller",
+        "check",
         "deadline",
         "done",
         "failed_on",
@@ -108,10 +113,11 @@ class Pending:
         worker: str | None,
         caller: str,
         since: float,
+        check: Check | None = None,
     ):
         self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
         self.place, self.worker = place, worker
-        self.caller, self.since = caller, since
+        self.caller, self.since, self.check = caller, since, check
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()
         self.attempt: Attempt | None = None

@@ -8,15 +8,19 @@ trajectory continues; at worst one call of the environment or the judge is repea
 import asyncio
 import math
 import random
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Transition
+from scheduler import answers
+from scheduler.calls import Check
 from scheduler.config import UNJUDGED, SchedulerConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
@@ -27,7 +31,7 @@ from scheduler.text import Shown, Text
 from scheduler.together import together
 from scheduler.tree import Fork, Node, Tree
 from wire import support, vision
-from wire.faults import DataFault, InfrastructureFault
+from wire.faults import DataFault
 from wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -55,7 +59,8 @@ ATTEMPTS = 5
 
 class Shop(msgspec.Struct, frozen=True):
     """What all contexts of a run share. most: the largest number of samples in one generate call; more samples take several calls.
-    longest: the most tokens of a prefix and its continuation; 0 sets no limit.
+    longest: the most tokens of a prefix and its continuation; 0 sets no limit. proven, newest: return the policy version that every actor has
+    proven at least, and the newest one.
 
     aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
     the tally of the run's judge.
@@ -73,6 +78,8 @@ class Shop(msgspec.Struct, frozen=True):
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: Judged = msgspec.field(default_factory=Judged)
     longest: int = 0
+    proven: Callable[[], int] = lambda: 0
+    newest: Callable[[], int] = lambda: sys.maxsize
 
 
 class Context:
@@ -329,8 +336,8 @@ class Context:
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         """The nearest passages (``actors.environments.base.Tools``)."""
         request = RetrieveRequest([query], topk)
-        result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s)
-        _complete("retrieve", "lists of passages", result.passages, 1)
+        check = partial(answers.complete, "passages", 1)
+        result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s, check)
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
@@ -409,10 +416,9 @@ class Context:
         return None if text is None else zlib.crc32(text.encode())
 
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
-        place = self.shop.fleet.call(self.tree.id, request, beside)
-        result: GenerateResult = await self._call("generate", request, self.settings.generate_deadline_s, place)
-        _complete("generate", "samples", result.samples, request.n)
-        return result
+        shop, place = self.shop, self.shop.fleet.call(self.tree.id, request, beside)
+        check = partial(answers.sampled, request, shop.text.vocabulary, shop.proven(), shop.newest)
+        return await self._call("generate", request, self.settings.generate_deadline_s, check, place)
 
     def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
         """Add a sampled action to the tree."""
@@ -457,8 +463,8 @@ class Context:
     async def _score(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         if judge == UNJUDGED:
             return [Judgement({}) for _ in turns]
-        result: JudgeResult = await self._call(f"judge.{judge}", JudgeRequest(turns), self.settings.judge_deadline_s)
-        _complete(f"judge.{judge}", "judgements", result.judgements, len(turns))
+        request, check = JudgeRequest(turns), partial(answers.judged, len(turns))
+        result: JudgeResult = await self._call(f"judge.{judge}", request, self.settings.judge_deadline_s, check)
         return result.judgements
 
     async def _judgements(self, turns: list[JudgedTurn]) -> list[Judgement]:
@@ -469,10 +475,19 @@ class Context:
         self.shop.counts["invalid_judgements"] += invalid
         return judgements
 
-    async def _call(self, service: str, request: msgspec.Struct, deadline: float, place: Place | None = None) -> Any:
+    async def _call(
+        self,
+        service: str,
+        request: msgspec.Struct,
+        deadline: float,
+        check: Check | None = None,
+        place: Place | None = None,
+    ) -> Any:
         """Call a service through the dispatcher, with this tree named as the caller."""
         caller = f"tree {self.tree.id}" + (f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else "")
-        return await self.shop.dispatcher.call(service, request, deadline=deadline, place=place, caller=caller)
+        return await self.shop.dispatcher.call(
+            service, request, deadline=deadline, place=place, caller=caller, check=check
+        )
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
         """A trajectory's columns: turns, valid searches, whether it answered, sampled tokens, all tokens of its response (methods.md 2.4)."""
@@ -486,12 +501,6 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
-
-
-def _complete(service: str, parts: str, answer: Sequence[Any], expected: int) -> None:
-    """Raise InfrastructureFault if a worker answered with too few or too many parts, so that the tree is tried again."""
-    if len(answer) != expected:
-        raise InfrastructureFault(f"{service} answered {len(answer)} {parts}, expected {expected}: mend the worker")
 
 
 def _cut(node: Node) -> dict[str, float]:

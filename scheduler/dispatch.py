@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from scheduler.calls import Attempt, DispatchConfig, Event, Pending, Worker
+from scheduler.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
 from scheduler.placement import Load, Place, backoff, choose
 from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
 from wire.faults import FAULTS, Fault, InfrastructureFault, WireError
@@ -133,12 +133,14 @@ class Dispatcher:
         place: Place | None = None,
         worker: str | None = None,
         caller: str = "",
+        check: Check | None = None,
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
         deadline: seconds for the whole call, including waiting and retries. place: chooses the worker and is told of every attempt;
         without a place, the least loaded worker is used. worker: if named, the call goes to this worker only, at once, once, even if
-        the worker is full. caller: words that ``on_fault`` gets; without them ``on_fault`` is not called.
+        the worker is full. caller: words that ``on_fault`` gets; without them ``on_fault`` is not called. check: an answer
+        that it refuses counts as an infrastructure fault of its worker.
 
         Raises InfrastructureFault when the deadline passed, ``max_attempts`` attempts failed or the named ``worker`` is gone; DataFault
         as the worker reported it; WireError when ``request`` cannot be sent.
@@ -147,7 +149,9 @@ class Dispatcher:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         loop = asyncio.get_running_loop()
         since, result_type = self.clock(), service_types(service)[1]
-        pending = Pending(service, encode_body(request), result_type, since + deadline, place, worker, caller, since)
+        pending = Pending(
+            service, encode_body(request), result_type, since + deadline, place, worker, caller, since, check
+        )
         self.counters["calls"] += 1
         self._open.add(pending)
         timer = loop.call_later(deadline, self._expire, pending, deadline)
@@ -435,6 +439,12 @@ class Dispatcher:
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)
+        try:
+            if pending.check is not None:
+                pending.check(body)
+        except InfrastructureFault as fault:
+            self._fail(attempt, InfrastructureFault(f"{worker.name} answered {fault}"))
+            return
         worker.breaker.record(True, now := self.clock())
         worker.answers(now)
         pending.settle(body)

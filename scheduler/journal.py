@@ -34,7 +34,7 @@ CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 
 
 class JournalError(OSError):
-    """The journal could not be written, for example because the disk is full. Earlier transactions are safe."""
+    """The journal could not be written, for example because the disk is full, and earlier transactions are safe; or the file is damaged."""
 
 
 class TreeRow(msgspec.Struct, frozen=True):
@@ -60,9 +60,23 @@ class Journal:
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         else:
             self._db = sqlite3.connect(path)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.executescript(_SCHEMA)
+            try:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._db.executescript(_SCHEMA)
+                self._check_whole()
+            except sqlite3.DatabaseError as error:
+                self._db.close()
+                raise JournalError(
+                    f"journal {path} cannot be used ({error}): if its disk is full or read-only, mend that; if it is damaged, restore it from"
+                    " a copy; then resume the run"
+                ) from error
+
+    def _check_whole(self) -> None:
+        """Raise sqlite3.DatabaseError unless every page of the file is in its place, because a file that was cut short opens without an error."""
+        ((found,),) = self._db.execute("PRAGMA quick_check(1)")
+        if found != "ok":
+            raise sqlite3.DatabaseError(" ".join(found.split()))
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Execute all statements in one transaction."""
@@ -182,6 +196,11 @@ class Journal:
             "split='train' AND (status='growing' OR EXISTS"
             " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL))"
         )
+
+    def lacks(self, trained: Iterable[int]) -> list[int]:
+        """Those of the groups ``trained`` that are not here, or whose tree still grows. A learner trains no tree before it is closed here."""
+        ended = self._db.execute("SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'")
+        return sorted(set(trained) - {group for (group,) in ended})
 
     def tally(self) -> dict[str, int]:
         """The number of training trees by status."""

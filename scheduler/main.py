@@ -142,6 +142,8 @@ class Run:
             fleet=Fleet(self.settings.budget, self.settings.placement.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
             longest=process.longest,
+            proven=lambda: self.spread.proven,
+            newest=lambda: self.spread.weights.version,
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
         self.grow = strategies.load(self.settings.strategy, self.settings.strategy_options)
@@ -253,6 +255,11 @@ class Run:
         await self._wait_for_learner()
         version = self.spread.weights.version
         checkpoint = frontier(self.folder, version)
+        if lost := self.journal.lacks(checkpoint.groups()):
+            raise DataFault(
+                f"the journal lacks {len(lost)} groups (first group {lost[0]}) that the checkpoint of version {checkpoint.version} has trained, so it is"
+                f" an older one: restore its newest copy; or move the newest folders of {self.folder}/checkpoints away, and lose what they trained"
+            )
         self.journal.forget_training_after(version)
         self.journal.adopt_frontier(checkpoint.groups())
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()

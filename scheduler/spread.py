@@ -37,6 +37,8 @@ class Spread:
     def __init__(self, dispatcher: Dispatcher, residency: Residency, counts: Counter[str]):
         self.dispatcher, self.residency, self.counts = dispatcher, residency, counts
         self.weights = Weights()
+        self.proven = 0
+        """The version that every ready actor has, at least."""
         self._common = ""
         """The most common proof of the newest weights."""
         self._settled = asyncio.Event()
@@ -58,6 +60,7 @@ class Spread:
         for actor, proof in zip(actors, proofs, strict=True):
             if proof and proof != common:
                 self._drop(actor, _differs(proof, common))
+        self.proven = weights.version
         if not self.dispatcher.workers("generate"):
             print(f"no actor holds policy version {weights.version}: waiting for one to join", flush=True)
 

@@ -20,8 +20,17 @@ class Shown(msgspec.Struct, frozen=True):
     pictures: tuple[bytes, ...] = ()
 
 
+def _embedded(folder: Path) -> int:
+    """The rows of the model's embedding, which may be more than its tokenizer has tokens; 0 if config.json does not say."""
+    try:
+        settings = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return 0
+    return settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size", 0)
+
+
 class Text:
-    """The tokenizer and the chat template of a Hugging Face folder."""
+    """The tokenizer and the chat template of a Hugging Face folder. vocabulary: the rows of the model's embedding, 0 if unknown."""
 
     def __init__(self, folder: str):
         self.folder = path = Path(folder)
@@ -29,6 +38,7 @@ class Text:
             raise FileNotFoundError(f"{path} has no tokenizer.json: expected a Hugging Face model folder")
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self._template = ChatTemplate(path)
+        self.vocabulary = _embedded(path)
         self.vision = vision.Vision.of(folder)
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:

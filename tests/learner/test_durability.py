@@ -87,6 +87,26 @@ def test_a_damaged_newest_checkpoint_is_set_aside_by_name_and_the_one_before_is_
     assert sorted(path.name for path in first.parent.iterdir()) == ["v000001", "v000002.damaged"]
 
 
+class FirstOfTwo:
+    """Rank 0 of two ranks; the other one has found damage in its share of the files."""
+
+    rank, count, sharded = 0, 2, False
+
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        return values + torch.ones(2)
+
+
+def test_a_rank_loads_nothing_of_a_checkpoint_in_which_another_rank_finds_damage(tmp_path: Path, llama: Path) -> None:
+    _, second = two_checkpoints(tmp_path, llama)
+    os.truncate(second / "rng-00000.json", 10)  # in the share of rank 1
+    resumed = trainer(llama, tmp_path)
+    before = {key: value.clone() for key, value in state(resumed).items()}
+    resumed.ranks = FirstOfTwo()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(checkpoint.DamagedError, match="another rank could not read it"):
+        checkpoint.restore_together(resumed, second)
+    assert all(torch.equal(value, before[key]) for key, value in state(resumed).items())
+
+
 def test_only_when_every_checkpoint_is_damaged_does_the_run_end_and_each_start_says_so(
     tmp_path: Path, llama: Path
 ) -> None:

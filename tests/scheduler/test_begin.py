@@ -173,3 +173,23 @@ async def test_weights_without_a_journal_are_refused_before_anything_is_written_
     with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
         await house.live(until=lambda house: False)
     assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees()
+
+
+async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_anything_is_sent_or_marked(
+    tmp_path: Path, llama: Path
+) -> None:
+    dead = House(tmp_path, llama, held=lambda house: False)
+    await dead.live(until=lambda house: house.run.stream.version == 1)
+    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
+    before = {row.id: journal.groups(row.id) for row in journal.trees()}
+    lost = 1 + max(group for groups in before.values() for group, _ in groups)
+    folder = tmp_path / "checkpoints" / "v000001"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_bytes(msgspec.json.encode({"version": 1, "trained": [0, 1, lost, lost + 1]}))
+    resumed = House(tmp_path, llama, held=lambda house: False, version=1)
+    with pytest.raises(
+        DataFault, match=rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy"
+    ):
+        await resumed.live(until=lambda house: False)
+    assert resumed.waiting == []
+    assert {row.id: journal.groups(row.id) for row in journal.trees()} == before

@@ -170,6 +170,25 @@ async def test_the_only_worker_is_tried_again(tmp_path: Path) -> None:
         assert b.dispatcher.counters["retries"] == 2
 
 
+async def test_a_call_whose_answer_cannot_be_right_moves_to_another_worker_and_says_whose_it_was(
+    tmp_path: Path,
+) -> None:
+    async def wrong(request: EchoRequest, call: Call) -> EchoResult:
+        return EchoResult(request.tokens - 5, 0)
+
+    def check(answer: EchoResult) -> None:
+        if answer.tokens[0] < 0:
+            raise InfrastructureFault("a token below 0")
+
+    async with bench(tmp_path) as b:
+        await b.work("liar", {"echo": wrong})
+        with pytest.raises(InfrastructureFault, match="liar answered a token below 0"):
+            await b.dispatcher.call("echo", ask(), deadline=10, check=check)
+        await b.work("honest", {"echo": echo})
+        answers = [await b.dispatcher.call("echo", ask(), deadline=10, check=check) for _ in range(4)]
+        assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 4
+
+
 async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: Path) -> None:
     async def never(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("never")

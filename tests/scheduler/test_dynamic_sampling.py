@@ -98,7 +98,7 @@ class House:
             settings,
             reward="outcome",
         )
-        self.folder, self.run, self.version = folder, Run(process), version
+        self.folder, self.run, self.version, self.loaded = folder, Run(process), version, 0
         self.inbox = Inbox(QUESTIONS, dict.fromkeys(trained or (), version))
         self.waiting: dict[int, asyncio.Future[Trained]] = {}
         self.batches: list[Batch] = []
@@ -112,11 +112,12 @@ class House:
             prompt = text.decode(request.tokens)
             tokens = text.encode("B" if "mixed" in prompt and self.asked[prompt] % 2 else "A")
             self.asked[prompt] += 1
-            versions = np.full(len(tokens), self.version, np.int32)
+            versions = np.full(len(tokens), self.loaded, np.int32)
             samples.append(Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
         return GenerateResult(samples, len(request.tokens), 0)
 
     async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+        self.loaded = request.version
         return LoadResult(request.version, request.digest, 0.0)
 
     async def train(self, group: TrainGroup, call: Call) -> Trained:

@@ -211,3 +211,27 @@ def test_a_sync_waits_for_the_file_that_holds_the_last_commits(tmp_path: Path, m
     journal.close()
     journal.sync()  # SQLite has moved all commits into the file
     assert len(synced) == 1
+
+
+def test_a_file_that_was_cut_short_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    for number in range(50):
+        journal.start_tree(small(number), number, 0)
+    journal.close()
+    os.truncate(path, path.stat().st_size - 5000)
+    with pytest.raises(
+        JournalError, match=r"journal\.sqlite cannot be used \(.*\): .* if it is damaged, restore it from"
+    ):
+        Journal(path)
+
+
+def test_a_journal_that_is_older_than_the_checkpoint_lacks_groups(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    for number in range(2):
+        tree = small(number)
+        journal.start_tree(tree, number, 0)
+        journal.save_group(tree, number, [Turn(1, 0, 1, {})])
+    journal.close_tree(small(0), "closed")
+    assert journal.lacks([0]) == []
+    assert journal.lacks([0, 1, 7]) == [1, 7]  # tree 1 still grows, and group 7 was never written

@@ -70,6 +70,7 @@ async def test_whoever_fails_or_proves_others_is_sent_away_and_the_rest_goes_on(
         await spread.everywhere(ONE)
         assert {worker.name for worker in table.dispatcher.workers("generate")} == {"a", "d"}
         assert spread.counts["failed_loads"] == 2
+        assert spread.proven == 1
         assert [actor.loads for actor in actors.values()] == [[1]] * 4
 
 

@@ -111,7 +111,7 @@ def _settings(rng: random.Random) -> SchedulerConfig:
         strategy_options=options,
         budget=2,
         judge="slate_rules",
-        max_action_tokens=16,
+        max_action_tokens=64,
         updates=rng.randint(1, 3),
         questions_per_update=questions,
         max_staleness=rng.choice([0, 1, 2]),

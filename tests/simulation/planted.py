@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from scheduler import context
+from scheduler import answers
 from scheduler.calls import Attempt
 from scheduler.context import Context
 from scheduler.dispatch import Dispatcher
@@ -190,7 +190,7 @@ FAULTS = [
         "a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing), hint=90
     ),
     Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=350),
-    Planted("an answer with too few parts ends the run", THIS, _replace(context, "_complete", _nothing)),
+    Planted("an answer with too few parts ends the run", THIS, _replace(answers, "complete", _nothing)),
     Planted(
         "a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups), hint=75
     ),

@@ -99,9 +99,18 @@ def main(command: list[str] | None = None) -> int:
     try:
         return _launch(config, assets, run)
     except (OSError, ValueError) as error:
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        print(f"tools/launch: {no_space(run) if full else error}", file=sys.stderr)
+        print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
         return 2
+
+
+def _told(error: OSError | ValueError, run: Path) -> str:
+    """Return the message of an error, with the remedy if the run's disk is at fault."""
+    match error.errno if isinstance(error, OSError) else None:
+        case errno.ENOSPC:
+            return no_space(run)
+        case errno.EROFS | errno.EACCES:
+            return f"{error}: make it writable and launch again, or choose another --run-folder"
+    return str(error)
 
 
 def _launch(config: Config, assets: Assets, run: Path) -> int:

@@ -98,6 +98,24 @@ def test_a_full_disk_at_the_start_is_one_line(
 
 
 @pytest.mark.usefixtures("assets")
+def test_a_read_only_disk_at_the_start_is_one_line_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = tmp_path / "run", Path.open
+
+    def read_only(path: Path, *given: Any, **more: Any) -> Any:
+        if path.is_relative_to(run):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, *given, **more)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert main(["--run-folder", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert f"Read-only file system: '{run}/lock': make it writable and launch again, or choose another" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("assets")
 def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,129 @@
+"""The parts of tools/chaos: the plan of faults, the answers that are spoiled, the forks, and the checks, which find what is planted."""
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler import answers
+from scheduler.journal import Journal
+from scheduler.tree import Tree
+from tools.research import chaos
+from tools.research.chaos import plan
+from wire.faults import InfrastructureFault
+from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling, Turn
+
+
+def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
+    faults = plan.plan(7, 1000)
+    assert faults == plan.plan(7, 1000)
+    assert faults != plan.plan(8, 1000)
+    assert [fault.number for fault in faults] == list(range(1, 1001))
+    assert Counter(fault.kind for fault in faults[:100]) == {name: kind.share for name, kind in plan.KINDS.items()}
+    assert {(f.kind, f.place) for f in faults} == {
+        (name, place) for name, k in plan.KINDS.items() for place in k.places
+    }
+
+
+def test_only_the_kinds_that_are_asked_for_strike() -> None:
+    assert {fault.kind for fault in plan.plan(0, 50, ["kill", "huge"])} == {"kill", "huge"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--faults", "0"], "--faults 0: expected at least 1"),
+        (["--only", "flood"], "invalid choice: 'flood'"),
+        (["--out", __file__], "expected a folder that is empty or not there"),
+        (["--out", str(Path(__file__).parent)], "expected a folder that is empty or not there"),
+    ],
+)
+def test_bad_arguments_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chaos.arguments(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_list_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(plan.KINDS)
+
+
+@pytest.mark.slow
+def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
+    from tools.research.chaos import messages
+
+    sample = Sample(np.array([3, 4], np.int32), np.array([-1.0, -2.0], np.float32), np.array([1, 1], np.int32), "stop")
+    result, request = GenerateResult([sample, sample], 1, 0), GenerateRequest(np.zeros(1, np.int32), 2, Sampling(2))
+    told = set()
+    for seed in range(100):
+        for spoil in messages.SPOILERS.values():
+            spoiled, text = spoil(result, random.Random(seed))
+            told.add(text)
+            with pytest.raises(InfrastructureFault, match="expected"):
+                answers.sampled(request, 100, 1, lambda: 1, spoiled)
+    assert len(told) == 8
+
+
+@pytest.mark.slow
+def test_a_fork_has_its_own_end_output_and_environment(tmp_path: Path) -> None:
+    from tools.research.chaos.forked import Fork
+
+    def speak(code: int) -> None:
+        print(os.environ["WORD"], flush=True)
+        raise SystemExit(code)
+
+    with (tmp_path / "out").open("ab") as out:
+        assert Fork(partial(speak, 3), out, {"WORD": "yes"}, os.setsid).wait(30) == 3
+        assert Fork(lambda: 1 / 0, out, {}, os.setsid).wait(30) == 1
+    assert (tmp_path / "out").read_text().startswith("yes\nTraceback")
+    piped = Fork(partial(speak, 0), subprocess.PIPE, {"WORD": "piped"}, os.setsid)
+    assert piped.stdout is not None
+    assert piped.stdout.read() == b"piped\n"
+    waiting = Fork(signal.pause, subprocess.PIPE, {}, os.setsid)
+    assert waiting.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(0.01)
+    waiting.kill()
+    assert (waiting.wait(30), piped.wait(30)) == (-signal.SIGKILL, 0)
+
+
+@pytest.mark.slow
+def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path) -> None:
+    from tools.research.chaos import invariants
+
+    journal = Journal(tmp_path / "journal.sqlite")
+    for number in range(4):
+        tree = Tree(number, f"task-{number}")
+        tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
+        journal.start_tree(tree, number, 0)
+        journal.save_group(tree, number, [Turn(0, 0, 1, {})])
+        journal.mark_trained(number, 1 + number // 2)
+        journal.close_tree(tree)
+    journal.close()
+    count = invariants.account(tmp_path)
+    assert (count.drawn, count.trained, count.quarantined, count.in_updates, count.updates) == (4, 4, 0, 4, 2)
+    with sqlite3.connect(tmp_path / "journal.sqlite") as database:
+        database.execute("UPDATE groups SET trained=NULL WHERE id=2")
+    faults = invariants.of_the_files(tmp_path, 2)
+    assert "nothing lost: 4 drawn, 3 trained and 0 quarantined" in faults
+    assert "whole updates: 3 tasks are in 2 updates of 2 tasks each" in faults
+    assert "the run is over: there is no summary.json" in faults
+
+
+@pytest.mark.slow
+def test_growth_of_memory_and_descriptors_is_found() -> None:
+    from tools.research.chaos.invariants import Footprint, grown
+
+    before = {"judges": Footprint(100.0, 20), "launcher": Footprint(40.0, 7)}
+    assert grown(before, {"judges": Footprint(150.0, 25), "launcher": Footprint(40.0, 7)}) == []
+    faults = grown(before, {"judges": Footprint(300.0, 90), "launcher": Footprint(40.0, 7)})
+    assert [fault.partition(":")[0] for fault in faults] == ["flat memory", "flat descriptors"]
