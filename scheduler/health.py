@@ -6,6 +6,7 @@ processes of this machine compare are seconds of the monotonic clock, which no c
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -20,6 +21,8 @@ from scheduler.dispatch import Dispatcher
 from wire.atomic import write_whole
 
 NAME = "health.json"
+REMEMBERED = 64
+"""The number of workers that have left and are reported, those that left last: judges of ``tools/serve`` may come and go under ever new names."""
 UNANSWERED = 3
 """A worker that let so many calls in a row pass their deadline, and answered none meanwhile, is stuck although its heartbeats come."""
 
@@ -127,7 +130,7 @@ def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHeal
         f"{event.service}{f' for {caller}' if caller else ''}: {event.outcome} after {event.end - event.start:.1f} s"
         for event, caller in worker.recent
     ]
-    oldest = sorted(worker.in_flight.values(), key=lambda attempt: attempt.start)[:2]
+    oldest = itertools.islice(worker.in_flight.values(), 2)
     calls += [f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s" for a in oldest]
     hello = worker.hello
     return WorkerHealth(
@@ -170,6 +173,8 @@ class Reporter:
     def left(self, worker: Worker, reason: str) -> None:
         """A worker is gone. It is remembered until one of its name joins, since a process that left without an end is stuck."""
         self._gone[worker.name] = worker_health(worker, self.dispatcher.clock(), reason)
+        if len(self._gone) > REMEMBERED:
+            del self._gone[next(iter(self._gone))]
 
     def failed(self, service: str, fault: Exception) -> None:
         """A call of ``service`` failed."""
