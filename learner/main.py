@@ -26,7 +26,7 @@ from wire import arrays, loop
 from wire.keys import PeerKeys
 from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
 from wire.process import begin
-from wire.service import Call, Handler, Service
+from wire.service import UNBOUNDED, Call, Handler, Service
 
 log = logging.getLogger("learner.main")
 
@@ -35,9 +35,6 @@ _KEEPALIVE = b"\x00"
 """Rank 0 sends this to idle ranks, so that they time out only if rank 0 is dead."""
 _CHECKPOINT = b"\x02"
 """Rank 0 sends this to sharded ranks, each of which writes its part of the checkpoint."""
-CREDIT = 2**20
-"""Requests that the learner takes at once: all groups of all trees in flight, whose number the scheduler's admission bounds. With fewer, the groups
-of trees that still grow could fill it, and the words that would close those trees would wait for ever."""
 REMEMBERED = 64
 """The answers of so many updates are kept for groups that come again, and the metrics of so many are in a checkpoint besides those since the
 one before. The scheduler has heard of all but the last few: it admits at most max_staleness + 1 updates' trees beyond those that it knows."""
@@ -191,7 +188,7 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
     leader = Leader(trainer, run, Inbox(process.questions_per_update, state.groups()), published, giver)
     leader.records, leader.warnings = dict(state.records), warnings
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
-    service = Service(process.name, handlers, CREDIT, leader.stats, give_up_s=120.0)
+    service = Service(process.name, handlers, UNBOUNDED, leader.stats, give_up_s=120.0)
     keys = PeerKeys.load(run / "keys", "learner")
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))

@@ -36,6 +36,10 @@ CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 """
 
 
+LOG_PAGES = 16_384
+"""A commit moves the log into the file only when the log has so many pages (64 MiB); ``sync`` does it long before, beside the event loop."""
+
+
 class JournalError(OSError):
     """The journal could not be written, for example because the disk is full. Earlier transactions are safe."""
 
@@ -68,6 +72,7 @@ class Journal:
             self._db = sqlite3.connect(path)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
             self._db.executescript(_SCHEMA)
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
@@ -168,9 +173,12 @@ class Journal:
         self.flush()
 
     def sync(self) -> None:
-        """Wait until everything that is committed is on the disk. Any thread may call this."""
+        """Wait until everything that is committed is on the disk, and move it from the log to the file, so that no commit has to. Any thread
+        may call this."""
         with contextlib.suppress(FileNotFoundError):  # SQLite has moved the log into the file, and synced that
             atomic.sync(self.path.with_name(self.path.name + "-wal"))
+        with contextlib.suppress(sqlite3.OperationalError), contextlib.closing(sqlite3.connect(self.path)) as other:
+            other.execute("PRAGMA wal_checkpoint(PASSIVE)")  # a full disk is told by the next commit
 
     def forget_training_after(self, version: int) -> None:
         """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained. The later versions' evaluations are lost

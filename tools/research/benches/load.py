@@ -22,6 +22,7 @@ import msgspec
 
 from scheduler import main as scheduling
 from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from scheduler.dispatch import DispatchConfig
 from scheduler.tree import Tree
 from tools.bootstrap import ROOT
 from tools.inspecting.audit import audit
@@ -163,7 +164,15 @@ def scheduler(every_s: float) -> None:
     scheduling.main()
 
 
-def prepare(run: Path, trees: int, steps: int, questions: int, updates: int, plan: Plan) -> None:
+def prepare(
+    run: Path,
+    trees: int,
+    steps: int,
+    questions: int,
+    updates: int,
+    plan: Plan,
+    timing: DispatchConfig = DispatchConfig(),
+) -> None:
     """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's process file."""
     from tools.defaults.tiny_board import tokenizer
 
@@ -180,7 +189,7 @@ def prepare(run: Path, trees: int, steps: int, questions: int, updates: int, pla
     (run / "load.json").write_bytes(msgspec.json.encode(plan))
     settings = SchedulerConfig(
         budget=steps, judge=FAST, updates=updates, questions_per_update=questions, max_staleness=trees // questions - 1,
-        evaluation=EvaluationConfig(questions=0),
+        evaluation=EvaluationConfig(questions=0), dispatch=timing,
     )  # fmt: skip
     tasks, options = str(run / "train.jsonl"), {"prompt": str(run / "prompt.txt")}
     process = SchedulerProcess(

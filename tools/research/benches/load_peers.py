@@ -33,7 +33,7 @@ from wire.messages import (
     TrainGroup,
     TreeClosed,
 )
-from wire.service import Call, Handler, Service
+from wire.service import UNBOUNDED, Call, Handler, Service
 
 FAST, SLOW = "fast", "exact_match"
 """The judge of every turn, and the judge of every tree's outcome."""
@@ -43,8 +43,6 @@ AT_ONCE = 16
 """The number of requests that a judge answers at once."""
 VANISHES = 0.1
 """The share of judges that die without a word; the others drain."""
-MANY = 2**20
-"""The learner's credit: admission alone bounds what it holds."""
 CACHE = 2**18
 """Tokens that an actor's cache holds, as a GPU's might."""
 ROLES = ("actor", "judge", "learner")
@@ -181,7 +179,7 @@ async def serve(run: Path, role: str) -> None:
         learner = Learner(run, plan)
         working = asyncio.create_task(learner.work())
         handlers: dict[str, Handler] = {"train": learner.train, "close": learner.close}
-        await Service("learner", handlers, MANY, give_up_s=600.0).run(endpoint, keys)
+        await Service("learner", handlers, UNBOUNDED, give_up_s=600.0).run(endpoint, keys)
         working.cancel()
     else:
         stats: Callable[[], dict[str, float]] = lambda: {CAPACITY: float(CACHE)}  # noqa: E731
