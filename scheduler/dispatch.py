@@ -260,18 +260,20 @@ class Dispatcher:
         queue = self._waiting.get(service)
         if not queue:
             return
-        usable, refused, passed = self._usable(service), set[Any](), 0
-        while passed < min(len(queue), _LOOK_AHEAD) and any(w.has_room for w in usable):
-            place = queue[passed].place
-            kind = place.waits_with() if place is not None else None
-            if queue[passed].done.done():
+        usable, refused, passed = self._usable(service), set(), 0
+        while passed < min(len(queue), _LOOK_AHEAD) and any(len(w.in_flight) < w.hello.capacity for w in usable):
+            pending = queue[passed]
+            kind = pending.place.waits_with() if pending.place is not None else None
+            if pending.done.done():
                 del queue[passed]  # its caller was cancelled and has not run since
-            elif kind in refused or (worker := self._place(queue[passed], usable)) is None:
+            elif kind in refused or (worker := self._place(pending, usable)) is None:
                 refused |= {kind} - {None}
                 passed += 1
             else:
-                self._start(queue.pop(passed), worker)
-                self._reorder(queue, passed)
+                del queue[passed]
+                self._start(pending, worker)
+                if pending.place is not None:
+                    self._reorder(queue, passed)
         if any(pending.place is not None for pending in queue[:passed]) and any(w.has_room for w in usable):
             self._pump_later(service)
 

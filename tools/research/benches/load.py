@@ -76,9 +76,9 @@ class Probed(scheduling.Run):
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            self._collects = time.perf_counter()
+            self._collects = time.process_time()
         else:
-            self.pauses.append(1e3 * (time.perf_counter() - self._collects))
+            self.pauses.append(1e3 * (time.process_time() - self._collects))
 
     def _spawn(self, tree: Tree, context: Any) -> None:
         self.trees.add(tree)
