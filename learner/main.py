@@ -26,7 +26,7 @@ from wire import arrays, loop
 from wire.keys import PeerKeys
 from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
 from wire.process import begin
-from wire.service import Call, Service
+from wire.service import UNBOUNDED, Call, Handler, Service
 
 log = logging.getLogger("learner.main")
 
@@ -187,7 +187,8 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
     announce(run, published)
     leader = Leader(trainer, run, Inbox(process.questions_per_update, state.groups()), published, giver)
     leader.records, leader.warnings = dict(state.records), warnings
-    service = Service(process.name, {"train": leader.train, "close": leader.close}, 4096, leader.stats, give_up_s=120.0)
+    handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
+    service = Service(process.name, handlers, UNBOUNDED, leader.stats, give_up_s=120.0)
     keys = PeerKeys.load(run / "keys", "learner")
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))

@@ -63,6 +63,11 @@ class Worker:
         self.ready = False
         self.draining = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the worker has fewer calls than its capacity."""
+        return len(self.in_flight) < self.hello.capacity
+
     def answers(self, now: float) -> None:
         """The worker has answered a call."""
         self.answered, self.unanswered, self._answered_at = self.answered + 1, 0, now
@@ -83,10 +88,11 @@ class Worker:
 class Pending:
     """One call until its outcome. ``body`` is encoded once for all attempts; ``caller`` says in words who waits for the outcome.
 
-    attempt: the attempt that is running now, if there is one.
+    attempt: the attempt that is running now, if there is one. arrival, order: its place among the waiting calls.
     """
 
     __slots__ = (
+        "arrival",
         "attempt",
         "body",
         "caller",
@@ -95,6 +101,7 @@ class Pending:
         "done",
         "failed_on",
         "last_fault",
+        "order",
         "place",
         "result_type",
         "service",
@@ -121,6 +128,8 @@ class Pending:
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.failed_on: frozenset[str] = frozenset()
         self.attempt: Attempt | None = None
+        self.arrival = 0
+        self.order: tuple[Any, ...] = ()
         self.tries = 0
         self.last_fault: Fault | None = None
 

@@ -9,11 +9,13 @@ States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> dra
 """
 
 import asyncio
+import bisect
 import itertools
 import logging
+import operator
 import random
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -71,8 +73,11 @@ _LOOK_AGAIN_S = 0.05
 
 
 def _order(pending: Pending) -> tuple[Any, ...]:
-    """The sorting key of a waiting call: retried calls come first, then the ranks of their places decide."""
-    return (not pending.failed_on, *(pending.place.rank() if pending.place is not None else ()))
+    """The sorting key of a waiting call: retried calls come first, then the ranks of their places decide, then the order of arrival."""
+    return (not pending.failed_on, *(pending.place.rank() if pending.place is not None else ()), pending.arrival)
+
+
+_BY_ORDER = operator.attrgetter("order")
 
 
 class Dispatcher:
@@ -109,13 +114,14 @@ class Dispatcher:
         self._numbers = itertools.count(time.time_ns())
         self._workers: dict[bytes, Worker] = {}
         self._open: set[Pending] = set()
-        self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
+        self._waiting: defaultdict[str, list[Pending]] = defaultdict(list)  # ascending by ``order``
+        self._arrivals = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._joined = asyncio.Event()
         self._limits = Limits()
         self._failure: BaseException | None = None
-        self._closed = False
+        self._draining = self._closed = False
 
     # ------------------------------------------------------------------------------------------ callers
 
@@ -200,7 +206,8 @@ class Dispatcher:
         self._pump(service)
 
     async def drain(self) -> None:
-        """Ask every worker to finish its calls and leave."""
+        """Ask every worker to finish its calls and leave, also those that join from now on."""
+        self._draining = True
         for worker in self._workers.values():
             self._send(worker, Drain())
 
@@ -244,7 +251,12 @@ class Dispatcher:
             else:
                 self._start(pending, pinned)
             return
-        self._waiting[pending.service].append(pending)
+        self._queue(pending)
+
+    def _queue(self, pending: Pending) -> None:
+        pending.arrival = next(self._arrivals)
+        pending.order = _order(pending)
+        bisect.insort(self._waiting[pending.service], pending, key=_BY_ORDER)
         self._pump(pending.service)
 
     def _pump(self, service: str) -> None:
@@ -252,23 +264,29 @@ class Dispatcher:
         queue = self._waiting.get(service)
         if not queue:
             return
-        if any(pending.place is not None for pending in queue):
-            queue = self._waiting[service] = deque(sorted(queue, key=_order))
-        passed: list[Pending] = []
-        room = True
-        while queue and room and len(passed) < _LOOK_AHEAD:
-            pending = queue.popleft()
+        usable, refused, passed = self._usable(service), set(), 0
+        while passed < min(len(queue), _LOOK_AHEAD) and any(len(w.in_flight) < w.hello.capacity for w in usable):
+            pending = queue[passed]
+            kind = pending.place.waits_with() if pending.place is not None else None
             if pending.done.done():
-                continue
-            worker = self._place(pending)
-            if worker is not None:
+                del queue[passed]  # its caller was cancelled and has not run since
+            elif kind in refused or (worker := self._place(pending, usable)) is None:
+                refused |= {kind} - {None}
+                passed += 1
+            else:
+                del queue[passed]
                 self._start(pending, worker)
-                continue
-            passed.append(pending)
-            room = any(len(w.in_flight) < w.hello.capacity for w in self._usable(service))
-        queue.extendleft(reversed(passed))
-        if room and any(pending.place is not None for pending in passed):
+                if pending.place is not None:
+                    self._reorder(queue, passed)
+        if any(pending.place is not None for pending in queue[:passed]) and any(w.has_room for w in usable):
             self._pump_later(service)
+
+    def _reorder(self, queue: list[Pending], at: int) -> None:
+        """Move the calls from ``at`` on whose ranks have changed. They are calls of one tree, which has just begun, and stand side by side."""
+        while at < len(queue) and (order := _order(queue[at])) != queue[at].order:
+            moved = queue.pop(at)
+            moved.order = order
+            bisect.insort(queue, moved, key=_BY_ORDER)
 
     def _pump_later(self, service: str) -> None:
         def pump() -> None:
@@ -282,10 +300,9 @@ class Dispatcher:
         now = self.clock()
         return [w for w in self.workers(service) if not w.draining and w.breaker.closed(now)]
 
-    def _place(self, pending: Pending) -> Worker | None:
-        usable = self._usable(pending.service)
+    def _place(self, pending: Pending, usable: list[Worker]) -> Worker | None:
         if len(usable) == 1 and pending.place is None:
-            return usable[0] if len(usable[0].in_flight) < usable[0].hello.capacity else None
+            return usable[0] if usable[0].has_room else None
         loads = [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in usable]
         chosen = choose if pending.place is None else pending.place.choose
         name = chosen(loads, pending.failed_on)
@@ -335,8 +352,7 @@ class Dispatcher:
 
     def _again(self, pending: Pending) -> None:
         if not pending.done.done():
-            self._waiting[pending.service].appendleft(pending)
-            self._pump(pending.service)
+            self._queue(pending)
 
     def _expire(self, pending: Pending, deadline: float) -> None:
         if pending.done.done():
@@ -372,9 +388,10 @@ class Dispatcher:
             self._finish(attempt, outcome)
 
     def _forget_waiting(self, pending: Pending) -> None:
-        queue = self._waiting.get(pending.service)
-        if queue is not None and pending in queue:
-            queue.remove(pending)
+        queue = self._waiting[pending.service]
+        at = bisect.bisect_left(queue, pending.order, key=_BY_ORDER)
+        if at < len(queue) and queue[at] is pending:
+            del queue[at]
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -481,6 +498,8 @@ class Dispatcher:
         worker = Worker(identity, hello, self.clock(), f"{next(self._numbers):x}", self.router.sender)
         self._workers[identity] = worker
         self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
+        if self._draining:
+            self._send(worker, Drain())
         self._spawn(self._admit(worker))
 
     def _forbidden(self, hello: Register) -> str | None:

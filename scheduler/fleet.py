@@ -9,6 +9,8 @@ anyway. So no call waits forever, and no engine waits for a slow judge.
 This is pure but for the injected clock. The dispatcher asks for decisions (``scheduler.placement.Place``) and does the I/O.
 """
 
+import bisect
+import itertools
 import math
 import time
 from collections import Counter, deque
@@ -68,7 +70,9 @@ class Fleet:
         self._low_since: dict[str, float] = {}
         self._trees: dict[int, Growing] = {}
         self._seats: dict[str, dict[int, Seat]] = {}
+        self._sums: dict[str, tuple[list[int], list[float]]] = {}
         self._needs: deque[float] = deque(maxlen=KEPT)
+        self._mean: float | None = None
         self._sampled: float | None = None
 
     def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
@@ -80,12 +84,14 @@ class Fleet:
         seats = [seats.pop(tree) for seats in self._seats.values() if tree in seats]
         if seats:
             self._needs.append(max(seat.need for seat in seats))
+            self._mean = sum(self._needs) / len(self._needs)
         self._trees.pop(tree, None)
+        self._sums.clear()
 
     def left(self, worker: str) -> None:
         """Forget a worker that is gone, or whose name belongs to a new worker."""
         self.residency.forget(worker)
-        for by_worker in (self._seats, self._decoding, self._low_since):
+        for by_worker in (self._seats, self._sums, self._decoding, self._low_since):
             by_worker.pop(worker, None)
 
     # ------------------------------------------------------------------------------------------ decisions
@@ -120,13 +126,21 @@ class Fleet:
     def _fits(self, call: "Generation", load: Load) -> bool:
         """Whether older trees on the worker leave cache room for this call's tree. The oldest always fits, and any tree while ``_low``."""
         capacity = self.residency.capacity(load.worker)
-        seats = self._seats.get(load.worker, {})
-        older = [self._size(self._trees[tree], seat.need) for tree, seat in seats.items() if tree < call.tree]
+        trees, sums = self._expected(load.worker)
+        older = bisect.bisect_left(trees, call.tree)
         if math.isinf(capacity) or not older:
             return True
         tree = self._trees.get(call.tree) or self._begin(call)
         own = self._size(tree, call.length - tree.shared + self.sampling(call))
-        return tree.shared + sum(older) + own <= capacity or self._low(load.worker)
+        return tree.shared + sums[older] + own <= capacity or self._low(load.worker)
+
+    def _expected(self, worker: str) -> tuple[list[int], list[float]]:
+        """The trees on a worker, ascending, and the tokens that the first 0, 1, 2, ... of them are expected to need."""
+        if worker not in self._sums:
+            seats = sorted(self._seats.get(worker, {}).items())
+            sizes = (self._size(self._trees[tree], seat.need) for tree, seat in seats)
+            self._sums[worker] = [tree for tree, _ in seats], [0.0, *itertools.accumulate(sizes)]
+        return self._sums[worker]
 
     def _low(self, worker: str) -> bool:
         """Whether the worker has been decoding less than a batch for at least ``PATIENCE_S``."""
@@ -135,13 +149,12 @@ class Fleet:
 
     def _crowd(self, load: Load) -> tuple[float, int]:
         """How crowded a worker is for a new tree: its load plus the taken share of its cache, then its number of trees."""
-        seats = self._seats.get(load.worker, {})
-        taken = sum(self._size(self._trees[tree], seat.need) for tree, seat in seats.items())
-        return load.share + taken / self.residency.capacity(load.worker), len(seats)
+        trees, sums = self._expected(load.worker)
+        return load.share + sums[-1] / self.residency.capacity(load.worker), len(trees)
 
     def _size(self, tree: Growing, need: float) -> float:
         """Tokens that a tree is expected to need in all, from its own need so far and the needs of ended trees."""
-        return max(need, sum(self._needs) / len(self._needs) if self._needs else self.steps * tree.first)
+        return max(need, self.steps * tree.first if self._mean is None else self._mean)
 
     def _begin(self, call: "Generation") -> Growing:
         shared = max((self.residency.expect(worker, call.tokens) for worker in self._seats), default=0)
@@ -168,6 +181,7 @@ class Fleet:
         seat.path = max(seat.path, call.length - tree.shared)
         seat.sampling += sent.sampling
         seat.need = max(seat.need, seat.path + seat.sampling)
+        self._sums.clear()
         self._decode(worker, call.request.n)
         return sent
 
@@ -220,6 +234,10 @@ class Generation(Place):
     def rank(self) -> tuple[Any, ...]:
         """Trained trajectories first; then trees that have begun, older trees, deeper prompts; siblings side by side."""
         return self.beside, not self.fleet.begun(self.tree), self.tree, -self.length, self.tokens
+
+    def waits_with(self) -> Any:
+        """A tree that has not begun does not overtake an older one that has no cache room yet."""
+        return None if self.fleet.begun(self.tree) else "new"
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
         """See ``Fleet.choose``."""

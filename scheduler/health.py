@@ -6,6 +6,7 @@ processes of this machine compare are seconds of the monotonic clock, which no c
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -20,6 +21,10 @@ from scheduler.dispatch import Dispatcher
 from wire.atomic import write_whole
 
 NAME = "health.json"
+REMEMBERED = 64
+"""The number of workers that have left and are reported, those that left last: judges of ``tools/serve`` may come and go under ever new names."""
+TICK_S = 0.25
+"""The interval of the timer that measures the event loop's lag."""
 UNANSWERED = 3
 """A worker that let so many calls in a row pass their deadline, and answered none meanwhile, is stuck although its heartbeats come."""
 
@@ -62,7 +67,8 @@ class Queue(msgspec.Struct, frozen=True):
 class Health(msgspec.Struct, frozen=True):
     """One report. pid: the scheduler's. at, progress_at: monotonic seconds of the report and of the last node, group or update. time:
     seconds of the epoch. began: whether a learner has joined. done: training trees that ended; evaluations: those in the journal. stuck: the
-    worker that everything waits for if nothing moves ("" for the scheduler itself). fault: the last fault of a service, with its time."""
+    worker that everything waits for if nothing moves ("" for the scheduler itself). fault: the last fault of a service, with its time. lag_s: the longest that
+    the scheduler's event loop kept a timer waiting since the report before, in seconds."""
 
     pid: int
     host: str
@@ -82,6 +88,7 @@ class Health(msgspec.Struct, frozen=True):
     replace_after_s: float
     stall_s: float
     fault: tuple[float, str] | None = None
+    lag_s: float = 0.0
 
     def progress(self) -> int:
         """What the journal keeps of the run's work, whatever dies."""
@@ -127,7 +134,7 @@ def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHeal
         f"{event.service}{f' for {caller}' if caller else ''}: {event.outcome} after {event.end - event.start:.1f} s"
         for event, caller in worker.recent
     ]
-    oldest = sorted(worker.in_flight.values(), key=lambda attempt: attempt.start)[:2]
+    oldest = itertools.islice(worker.in_flight.values(), 2)
     calls += [f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s" for a in oldest]
     hello = worker.hello
     return WorkerHealth(
@@ -158,6 +165,7 @@ class Reporter:
         self.watchdog_s, self.stall_s = watchdog_s, stall_s
         self.began = False
         self.fault: tuple[float, str] | None = None
+        self._lag_s = 0.0
         self._gone: dict[str, WorkerHealth] = {}
         self._marks: tuple[object, ...] = ()
         self._progress_at = self._said_at = self.dispatcher.clock()
@@ -170,6 +178,8 @@ class Reporter:
     def left(self, worker: Worker, reason: str) -> None:
         """A worker is gone. It is remembered until one of its name joins, since a process that left without an end is stuck."""
         self._gone[worker.name] = worker_health(worker, self.dispatcher.clock(), reason)
+        if len(self._gone) > REMEMBERED:
+            del self._gone[next(iter(self._gone))]
 
     def failed(self, service: str, fault: Exception) -> None:
         """A call of ``service`` failed."""
@@ -182,7 +192,7 @@ class Reporter:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
             self._remind(report)
-            await asyncio.sleep(self.dispatcher.config.heartbeat_s)
+            self._lag_s = await _rest(self.dispatcher.config.heartbeat_s)
 
     def report(self, now: float) -> Health:
         """The report of this moment. now: monotonic seconds."""
@@ -195,7 +205,7 @@ class Reporter:
             self.began, standing.growing, standing.done, standing.evaluations, self._progress_at, stuck(calls),
             queues(calls, lambda service: len(self.dispatcher.workers(service))),
             [worker_health(worker, now) for worker in workers] + list(self._gone.values()),
-            self.dispatcher.config.replace_after_s, self.stall_s, self.fault,
+            self.dispatcher.config.replace_after_s, self.stall_s, self.fault, self._lag_s,
         )  # fmt: skip
 
     def _remind(self, report: Health) -> None:
@@ -204,6 +214,17 @@ class Reporter:
             self._said_at = report.at
             waits = "; ".join(report.waits()) or "no call is open"
             terminal.say(f"  no progress for {report.at - report.progress_at:.0f} s ({report.phase}): {waits}")
+
+
+async def _rest(seconds: float) -> float:
+    """Sleep, and return the longest delay of a timer meanwhile, in seconds."""
+    loop, longest = asyncio.get_running_loop(), 0.0
+    end = loop.time() + seconds
+    while (start := loop.time()) < end:
+        pause = min(TICK_S, end - start)
+        await asyncio.sleep(pause)
+        longest = max(longest, loop.time() - start - pause)
+    return longest
 
 
 def _learnt(stats: Mapping[str, float]) -> tuple[float, float]:

@@ -3,8 +3,11 @@
 Invariant: a group is journaled before it is sent, and is marked with the version that trained it. After any crash every drawn task
 is found again, every emitted group is either marked or sent again, and no group enters two updates (the learner's frontier decides).
 A commit survives the death of the process; ``sync`` makes all commits survive a power cut as well.
+
+What is written within one turn of the event loop is one transaction at its end; ``written`` waits for it. Reading sees all that was written.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -33,6 +36,10 @@ CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 """
 
 
+LOG_PAGES = 16_384
+"""A commit moves the log into the file only when the log has so many pages (64 MiB); ``sync`` does it long before, beside the event loop."""
+
+
 class JournalError(OSError):
     """The journal could not be written, for example because the disk is full, and earlier transactions are safe; or the file is damaged."""
 
@@ -54,6 +61,9 @@ class Journal:
 
     def __init__(self, path: Path, readonly: bool = False):
         self.path = path
+        self.failure: JournalError | None = None
+        self._due: list[tuple[str, list[Sequence[object]]]] = []
+        self._turn: asyncio.Future[None] | None = None
         if readonly:
             if not path.is_file():
                 raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
@@ -63,6 +73,7 @@ class Journal:
             try:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
+                self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
                 self._db.executescript(_SCHEMA)
                 self._check_whole()
             except sqlite3.DatabaseError as error:
@@ -79,15 +90,54 @@ class Journal:
             raise sqlite3.DatabaseError(" ".join(found.split()))
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
-        """Execute all statements in one transaction."""
+        """Execute all statements in the transaction of this turn of the event loop; at once where no loop runs. Raises an earlier failure."""
+        if self.failure is not None:
+            raise self.failure
+        self._due += [(statement, list(rows)) for statement, rows in statements]
         try:
-            with self._db:
-                for statement, rows in statements:
-                    self._db.executemany(statement, rows)
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.flush()
+            return
+        if self._turn is None:
+            self._turn = loop.create_future()
+            loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        with contextlib.suppress(JournalError):  # whoever waits or writes next gets it
+            self.flush()
+
+    def flush(self) -> None:
+        """Commit what is not committed yet. Raises JournalError."""
+        due, turn, self._due, self._turn = self._due, self._turn, [], None
+        try:
+            if due:
+                self._commit(due)
         except sqlite3.OperationalError as error:
-            raise JournalError(
+            self.failure = JournalError(
                 f"journal {self.path} could not be written ({error}): free some space, then resume the run"
-            ) from error
+            )
+            self.failure.__cause__ = error
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+        if self.failure is not None:
+            raise self.failure
+
+    def _commit(self, statements: list[tuple[str, list[Sequence[object]]]]) -> None:
+        with self._db:
+            for statement, rows in statements:
+                self._db.executemany(statement, rows)
+
+    async def written(self) -> None:
+        """Wait until everything written so far is committed. Raises JournalError if it could not be."""
+        if self._turn is not None:
+            await asyncio.shield(self._turn)
+        if self.failure is not None:
+            raise self.failure
+
+    def _rows(self, query: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        self.flush()
+        return self._db.execute(query, values)
 
     def _write_changed(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Write the tree's changed nodes and execute ``statements``, in one transaction."""
@@ -108,7 +158,7 @@ class Journal:
         self._write_changed(tree)
 
     def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
-        """Write a finished group and its tree's changed nodes in one transaction. Must be called before the group is sent."""
+        """Write a finished group and its tree's changed nodes in one transaction. The group may be sent after ``written``."""
         row = (group, tree.id, msgspec.msgpack.encode(turns))
         self._write_changed(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
 
@@ -123,7 +173,7 @@ class Journal:
     def picture(self, png: bytes) -> int:
         """Return the number of a picture (``wire.vision``), which its first use writes. Equal bytes have one number in a run."""
         digest = hashlib.sha256(png).hexdigest()
-        while (row := self._db.execute("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()) is None:
+        while (row := self._rows("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()) is None:
             self._write(("INSERT INTO pictures (digest, png) VALUES (?,?)", [(digest, png)]))
         return row[0]
 
@@ -132,13 +182,17 @@ class Journal:
         self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", [(r.where, r.reason) for r in rejected]))
 
     def save_evaluation(self, version: int, name: str, result: dict[str, object]) -> None:
-        """Write the result of an evaluation."""
+        """Write the result of an evaluation, which is committed at once."""
         self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", [(version, name, json.dumps(result))]))
+        self.flush()
 
     def sync(self) -> None:
-        """Wait until everything that was written is on the disk. Any thread may call this."""
+        """Wait until everything that is committed is on the disk, and move it from the log to the file, so that no commit has to. Any thread
+        may call this."""
         with contextlib.suppress(FileNotFoundError):  # SQLite has moved the log into the file, and synced that
             atomic.sync(self.path.with_name(self.path.name + "-wal"))
+        with contextlib.suppress(sqlite3.OperationalError), contextlib.closing(sqlite3.connect(self.path)) as other:
+            other.execute("PRAGMA wal_checkpoint(PASSIVE)")  # a full disk is told by the next commit
 
     def forget_training_after(self, version: int) -> None:
         """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained. The later versions' evaluations are lost
@@ -167,28 +221,28 @@ class Journal:
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
         """The rows of trees that meet an SQL condition on id, position, task, split, status and version."""
         query = f"SELECT id, position, task, split, status, version, reason FROM trees WHERE {where} ORDER BY id"
-        return [TreeRow(*row) for row in self._db.execute(query, values)]
+        return [TreeRow(*row) for row in self._rows(query, values)]
 
     def tree(self, row: TreeRow) -> Tree:
         """The tree of a row, with its nodes and group ids."""
-        blobs = self._db.execute("SELECT body FROM nodes WHERE tree=? ORDER BY id", (row.id,))
+        blobs = self._rows("SELECT body FROM nodes WHERE tree=? ORDER BY id", (row.id,))
         tree = Tree(row.id, row.task, row.split, [decode_node(body) for (body,) in blobs])
         tree.groups = [group for group, _ in self.groups(row.id)]
         return tree
 
     def groups(self, tree: int) -> list[tuple[int, int | None]]:
         """The groups of a tree, as pairs of the group id and the version that trained it (None if none has)."""
-        return list(self._db.execute("SELECT id, trained FROM groups WHERE tree=? ORDER BY id", (tree,)))
+        return list(self._rows("SELECT id, trained FROM groups WHERE tree=? ORDER BY id", (tree,)))
 
     def turns(self, group: int) -> list[Turn]:
         """The turns of a group."""
-        ((body,),) = self._db.execute("SELECT turns FROM groups WHERE id=?", (group,))
+        ((body,),) = self._rows("SELECT turns FROM groups WHERE id=?", (group,))
         return msgspec.msgpack.decode(body, type=list[Turn])
 
     def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
         """The PNG bytes of the pictures among ``tokens``, by number."""
         query = "SELECT png FROM pictures WHERE number=?"
-        return {number: self._db.execute(query, (number,)).fetchone()[0] for number in vision.numbers(tokens)}
+        return {number: self._rows(query, (number,)).fetchone()[0] for number in vision.numbers(tokens)}
 
     def untrained_trees(self) -> list[TreeRow]:
         """Training trees that still grow, or that ended (even quarantined) and have a group on which no version was trained."""
@@ -199,36 +253,38 @@ class Journal:
 
     def lacks(self, trained: Iterable[int]) -> list[int]:
         """Those of the groups ``trained`` that are not here, or whose tree still grows. A learner trains no tree before it is closed here."""
-        ended = self._db.execute("SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'")
+        ended = self._rows("SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'")
         return sorted(set(trained) - {group for (group,) in ended})
 
     def tally(self) -> dict[str, int]:
         """The number of training trees by status."""
-        return dict(self._db.execute("SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status"))
+        return dict(self._rows("SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status"))
 
     def next_tree(self) -> int:
         """An unused tree id."""
-        return self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM trees").fetchone()[0]
+        return self._rows("SELECT COALESCE(MAX(id), -1) + 1 FROM trees").fetchone()[0]
 
     def next_group(self) -> int:
         """An unused group id."""
-        return self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM groups").fetchone()[0]
+        return self._rows("SELECT COALESCE(MAX(id), -1) + 1 FROM groups").fetchone()[0]
 
     def next_position(self) -> int:
         """The first draw that was never made."""
         query = "SELECT COALESCE(MAX(position), -1) + 1 FROM trees WHERE split='train'"
-        return self._db.execute(query).fetchone()[0]
+        return self._rows(query).fetchone()[0]
 
     def quarantined(self) -> list[tuple[str, str]]:
         """The rows and trees that could not work, as pairs of place and reason."""
-        rows = list(self._db.execute("SELECT place, reason FROM rejected"))
+        rows = list(self._rows("SELECT place, reason FROM rejected"))
         return rows + [(f"task {t.task}", t.reason or "") for t in self.trees("status='quarantined'")]
 
     def evaluations(self) -> list[tuple[int, str, dict[str, float]]]:
         """The evaluations as (version, name, result), oldest first."""
-        rows = self._db.execute("SELECT version, name, result FROM evaluations ORDER BY version")
+        rows = self._rows("SELECT version, name, result FROM evaluations ORDER BY version")
         return [(version, name, json.loads(result)) for version, name, result in rows]
 
     def close(self) -> None:
-        """Close the file."""
+        """Commit what is left, and close the file."""
+        with contextlib.suppress(JournalError):  # the run ends with it
+            self.flush()
         self._db.close()

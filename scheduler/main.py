@@ -53,6 +53,8 @@ REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
+ADMITTED_AT_ONCE = 32
+"""The number of trees that are started before messages and other trees get their turn."""
 LEAVE_S = 30.0
 """The longest that the end of a run waits for the learner's last answers, and then for the workers to leave, in seconds."""
 
@@ -128,7 +130,7 @@ class Run:
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.totals: Counter[str] = Counter()
         self.outcomes: list[float] = []
-        self.next_tree = self.journal.next_tree()
+        self.next_tree, self.next_position = self.journal.next_tree(), self.journal.next_position()
         self.resumed = self.next_tree > 0
         self.shop = Shop(
             self.dispatcher,
@@ -277,9 +279,9 @@ class Run:
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         while not self.pacing.finished:
+            self.moved.clear()
             self._admit()
             self._check()
-            self.moved.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
                     await self.moved.wait()
@@ -295,7 +297,7 @@ class Run:
 
     def _check(self) -> None:
         """Raise the error of a background task that died; the error ends the run."""
-        for failure in (self.dispatcher.failure(), self.stream.failure(), self._failure):
+        for failure in (self.dispatcher.failure(), self.stream.failure(), self.journal.failure, self._failure):
             if failure is not None:
                 raise failure
 
@@ -325,16 +327,19 @@ class Run:
         After a crash an update therefore takes the trees that it would have taken, although later ones may be finished already.
         """
         first = self.settings.questions_per_update
-        while self.pacing.may_start() and (self.begun.is_set() or self.pacing.admitted < first):
+        for _ in range(ADMITTED_AT_ONCE):
+            if not self.pacing.may_start() or not (self.begun.is_set() or self.pacing.admitted < first):
+                return
             if self.unfinished:
                 self.pacing.start()
                 self._take_up(self.unfinished.popleft())
             else:
                 self._plant()
+        self.moved.set()
 
     def _plant(self) -> None:
         """Draw the next task and start to grow its tree."""
-        position = self.journal.next_position()
+        position, self.next_position = self.next_position, self.next_position + 1
         task = self.tasks.at(position)
         tree = Tree(self._number(), task.id)
         context = self._context(task, tree, self.settings, position)

@@ -50,6 +50,10 @@ class Place:
         """The sorting key among the waiting calls of one service; equal ranks keep the order of arrival. The rank may change."""
         return ()
 
+    def waits_with(self) -> Any:
+        """What it shares with calls behind it that need not be asked if this one must wait; None if they may start nevertheless."""
+        return None
+
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
         """The worker to run on now, or None to wait. loads: the usable workers; avoid: see ``roomy``.
 

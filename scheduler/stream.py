@@ -39,6 +39,7 @@ class Stream:
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order, self._syncing = asyncio.Lock(), asyncio.Lock()
+        self._closings = self._synced = 0
 
     def learner_joined(self, worker: Worker) -> None:
         """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none."""
@@ -92,6 +93,7 @@ class Stream:
 
     async def _send(self, tree: Tree, group: int, turns: list[Turn]) -> None:
         whole = False
+        await self.journal.written()
         while True:
             body = TrainGroup(group, tree.id, self._fresh(tree, turns, whole), turns)
             try:
@@ -122,8 +124,13 @@ class Stream:
         return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 
     async def _close(self, closed: TreeClosed) -> None:
+        number = self._closings = self._closings + 1
         async with self._syncing:  # in order: a replaced tree reaches the learner before the tree that takes its place
-            await asyncio.to_thread(self.journal.sync)
+            if self._synced < number:  # one sync serves all trees that have closed before it begins
+                number = self._closings
+                await self.journal.written()
+                await asyncio.to_thread(self.journal.sync)
+                self._synced = number
         while True:
             try:
                 await self.dispatcher.call("close", closed, deadline=FOREVER_S)

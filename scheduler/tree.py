@@ -14,7 +14,7 @@ from wire.messages import TreeNode
 Kind = Literal["prompt", "action", "observation"]
 
 
-class Node(msgspec.Struct):
+class Node(msgspec.Struct, gc=False):
     """One node. logprobs, versions and sampled are [tokens], on actions only, as in ``wire.messages.TreeNode``.
 
     scores: named columns; invalid: columns that a judge could not give; notes: explanations, by judge. state: the environment

@@ -1,7 +1,7 @@
-"""Turn messages into ZeroMQ frames and back. Numpy arrays travel as raw frames and are never copied.
+"""Turn messages into ZeroMQ frames and back. Numpy arrays travel as raw frames, and only those below ``SMALL`` bytes are copied.
 
 Layout: ``[header, body, array 0, array 1, ...]``. Inside the body, an array is represented by ``[dtype, shape, frame]``. Received arrays
-are read-only views of the received frames. Everything is checked before it is decoded, and a violation raises ``WireError``.
+are read-only. Everything is checked before it is decoded, and a violation raises ``WireError``.
 """
 
 import functools
@@ -20,6 +20,10 @@ Body = TypeVar("Body")
 
 DTYPES = frozenset({"bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"})
 """Only plain buffers are allowed, because object arrays and structured arrays could smuggle code or pointers."""
+
+
+SMALL = 4096
+"""Arrays of fewer bytes are copied: a view is an object more for the garbage collector, and keeps a larger buffer alive than the copy is."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -59,7 +63,8 @@ def encode_body(body: msgspec.Struct) -> list[Frame]:
             raise WireError(
                 f"cannot send an array of dtype {value.dtype!r}: expected one of {sorted(DTYPES)} in native byte order"
             )
-        arrays.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        small = value.nbytes < SMALL
+        arrays.append(value.tobytes() if small else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         return [value.dtype.name, list(value.shape), len(arrays) - 1]
 
     return [msgspec.msgpack.encode(body, enc_hook=place), *arrays]
@@ -124,6 +129,6 @@ def _array(value: Any, frames: Sequence[Frame]) -> np.ndarray:
     buffer = frames[index + 2]
     if math.prod(shape) * np.dtype(dtype).itemsize != len(buffer):
         raise WireError(f"array {dtype}{shape}: its frame has {len(buffer)} bytes, which is not the size of that array")
-    array = np.frombuffer(buffer, dtype=dtype).reshape(shape)
+    array = np.frombuffer(bytes(buffer) if len(buffer) < SMALL else buffer, dtype=dtype).reshape(shape)
     array.flags.writeable = False
     return array

@@ -142,7 +142,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     images: dict[int, bytes] = {}
 
 
-class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One continuation.
 
     tokens: int32 [new], the sampled ids only. logprobs: float32 [new], under the distribution that was really sampled
@@ -300,7 +300,7 @@ class SpeakResult(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------- training
 
 
-class TreeNode(msgspec.Struct, frozen=True):
+class TreeNode(msgspec.Struct, frozen=True, gc=False):
     """A node of the prefix tree as it is sent. It holds only the tokens that it adds.
 
     tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled bool [new]
@@ -319,7 +319,7 @@ class TreeNode(msgspec.Struct, frozen=True):
     support: bytes = b""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """One trained turn: the action node, its place, and its scores (a missing score is left out; NaN is never sent).
 
     anchor: a number that is equal for turns taken in the same situation of their tree, None where the tokens of the observation decide it.

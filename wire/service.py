@@ -40,6 +40,9 @@ REGISTER_AGAIN = "register"
 """A scheduler's Goodbye with this reason tells a peer that it does not know (any more) to register again. Any other reason is final."""
 PINNED_ROOM = 8
 """Requests for one certain worker (new weights) do not wait until it is free, so a worker accepts this many above its capacity."""
+UNBOUNDED = 2**20
+"""The learner's capacity. The scheduler's admission bounds the groups in flight. If a capacity did too, the groups of trees that still grow could
+fill it, and the words that would close those trees would wait for ever."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 
 

@@ -13,7 +13,8 @@ from scheduler.dispatch import DispatchConfig
 from scheduler.placement import Load, Place
 from tests.services import EchoRequest, EchoResult, Prefer, bench
 from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.service import Call
+from wire.messages import Closed, Trained, TrainGroup, TreeClosed
+from wire.service import UNBOUNDED, Call, Service
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
 
@@ -230,6 +231,82 @@ async def test_a_held_call_still_ends_at_its_deadline_and_leaves_nothing_behind(
         with pytest.raises(InfrastructureFault, match="took over"):
             await b.dispatcher.call("echo", ask(), deadline=0.2, place=Ranked(0, [], asyncio.Event()))
         assert b.dispatcher.waiting() == {}
+
+
+class Kin(Ranked):
+    """One of many calls that wait together. asked: how often any of them was asked; begun: the families of which one has started."""
+
+    def __init__(self, number: int, family: int, asked: list[int], begun: set[int], *ranked: Any):
+        super().__init__(number, *ranked)
+        self.family, self.asked, self.begun = family, asked, begun
+
+    def rank(self) -> tuple[int, ...]:
+        return self.family not in self.begun, self.family
+
+    def waits_with(self) -> str:
+        return "kin"
+
+    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+        self.asked.append(self.number)
+        return super().choose(loads, avoid)
+
+    def started(self, worker: str) -> None:
+        super().started(worker)
+        self.begun.add(self.family)
+
+
+async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(tmp_path: Path) -> None:
+    asked, begun, started, free = list[int](), set[int](), list[int](), asyncio.Event()
+    async with bench(tmp_path) as b:
+        await b.work("w", {"echo": echo}, capacity=1)
+        places = [Kin(number, number % 20, asked, begun, started, free) for number in range(60)]
+        calls = [asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30, place=place)) for place in places]
+        await asyncio.sleep(0)
+        assert set(asked) == {0} and len(asked) <= 60
+        free.set()
+        b.dispatcher.look_again("echo")
+        await asyncio.gather(*calls)
+        assert len(asked) <= 60 + 60 + 5, (
+            "each call is asked once when it starts (and the timer may ask the first again)"
+        )
+    assert started == [number + 20 * sibling for number in range(20) for sibling in range(3)]
+
+
+async def test_calls_that_wait_and_are_cancelled_leave_the_queue_in_any_order(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        calls = [asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30)) for _ in range(100)]
+        await asyncio.sleep(0)
+        for call in calls[1::2] + calls[98::-2]:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert not b.dispatcher._waiting["echo"] and not b.dispatcher.open_calls()
+
+
+async def test_a_worker_that_joins_a_run_at_its_end_is_asked_to_leave(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.dispatcher.drain()
+        service = Service("late", {"echo": echo}, 1)
+        await asyncio.wait_for(service.run(b.dispatcher.endpoint, b.keys, signals=False), 30)
+
+
+@pytest.mark.slow
+async def test_a_learner_that_holds_thousands_of_groups_still_hears_that_a_tree_has_closed(tmp_path: Path) -> None:
+    async def train(group: TrainGroup, call: Call) -> Trained:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(closed: TreeClosed, call: Call) -> Closed:
+        return Closed()
+
+    async with bench(tmp_path) as b:
+        await b.work("learner", {"train": train, "close": close}, UNBOUNDED)
+        groups = [TrainGroup(number, 0, [], []) for number in range(4200)]  # the capacity was 4096
+        open_calls = [asyncio.create_task(b.dispatcher.call("train", group, deadline=600)) for group in groups]
+        await asyncio.sleep(0)
+        await b.dispatcher.call("close", TreeClosed(0, []), deadline=60)
+        for call in open_calls:
+            call.cancel()
+        await asyncio.gather(*open_calls, return_exceptions=True)
 
 
 async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: Path) -> None:

@@ -220,3 +220,14 @@ def test_every_call_is_served_in_the_end_whatever_the_caches_hold(
                 world.fleet.ended(tree)
     assert not waiting and not running
     assert not any(world.running.values())
+
+
+def test_a_thousand_waiting_trees_cost_one_look_at_the_caches_and_a_begun_tree_passes_them() -> None:
+    world = World(capacity=100.0, workers="a")
+    first = world.call(0, own(0, 60))
+    assert world.start(first) == "a"
+    waiting = [world.call(tree, own(tree, 60)) for tree in range(1, 1000)]
+    assert waiting[0].choose(world.loads(), frozenset()) is None
+    assert {place.waits_with() for place in waiting} == {"new"}  # so the dispatcher asks for the first of them alone
+    world.end(first, [own(0, 5)])
+    assert world.call(0, own(0, 70)).waits_with() is None

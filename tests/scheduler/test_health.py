@@ -1,15 +1,17 @@
 """scheduler/health.py: what the scheduler reports of workers, queues and progress, from a real dispatcher and real workers."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scheduler.dispatch import DispatchConfig
-from scheduler.health import UNANSWERED, Health, Reporter, Standing, read
+from scheduler.dispatch import DispatchConfig, Worker
+from scheduler.health import REMEMBERED, UNANSWERED, Health, Reporter, Standing, read
 from tests.services import EchoRequest, EchoResult, bench
 from wire.faults import InfrastructureFault
+from wire.messages import Register
 from wire.service import Call
 
 REQUEST = EchoRequest(np.zeros(1, np.float32))
@@ -78,6 +80,27 @@ async def test_an_answer_starts_the_count_of_unanswered_calls_anew_and_a_worker_
         assert [w.state for w in writer.report(0.0).workers] == ["silent for 20 s"]
         writer.joined(worker)
         assert not writer.report(0.0).workers
+
+
+async def test_of_judges_that_come_and_go_under_new_names_only_the_last_are_remembered(tmp_path: Path) -> None:
+    async with bench(tmp_path, CONFIG) as b:
+        writer = reporter(tmp_path, b.dispatcher, standing())
+        for number in range(REMEMBERED + 10):
+            hello = Register(f"judge-{number}", ["echo"], 1, number, "host")
+            writer.left(Worker(b"", hello, 0.0, ""), "drained")
+        names = [worker.name for worker in writer.report(0.0).workers]
+        assert names == [f"judge-{number}" for number in range(10, REMEMBERED + 10)]
+
+
+async def test_a_report_tells_how_long_the_event_loop_was_held_up(tmp_path: Path) -> None:
+    async with bench(tmp_path, CONFIG) as b:
+        writer = reporter(tmp_path, b.dispatcher, standing())
+        working = asyncio.create_task(writer.work())
+        async with asyncio.timeout(30):
+            while writer.report(0.0).lag_s < 0.2:
+                time.sleep(0.4)  # noqa: ASYNC251 holding up the loop is the point
+                await asyncio.sleep(0.01)
+        working.cancel()
 
 
 async def test_a_slow_worker_that_answers_something_while_other_calls_pass_their_deadline_is_not_counted(

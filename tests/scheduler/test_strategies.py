@@ -262,6 +262,7 @@ async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(tmp_
     await stage.grow(slate)
     assert len(stage.groups) == len(commits) == 4
     stage.journal.close_tree(stage.tree)  # with the outcome, which is judged after the last group
+    await stage.journal.written()
     assert len(commits) == 5
     tip = stage.tree.tip().id
     assert nodes == {node: 1 + (node == tip) for node in stage.tree.nodes}

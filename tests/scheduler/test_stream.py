@@ -1,12 +1,14 @@
 """The versions of which the stream tells, whatever the order in which the learner's answers arrive."""
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
-from scheduler.journal import Journal
+from scheduler.journal import Journal, JournalError
 from scheduler.stream import Stream
 from scheduler.tree import Tree
 from wire.messages import Closed, Trained, TrainGroup, TreeClosed, Turn
@@ -47,3 +49,75 @@ async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one
     assert told == [(3, 3), (2, 3)]  # version 1 was trained before this start
     assert dict(journal.groups(0)) == {0: 2, 1: 2, 2: 1, 3: 3, 4: 3}
     await stream.stop()
+
+
+async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(tmp_path: Path) -> None:
+    journal, learner = Journal(tmp_path / "j"), LateLearner()
+    stream = Stream(cast(Any, learner), journal, cast(Any, None))
+    order: list[str] = []
+    sync, call = journal.sync, learner.call
+
+    def counted() -> None:
+        assert not journal._due, "a tree that is not committed would not survive a power cut"
+        order.append("sync")
+        sync()
+
+    async def told(service: str, request: Any, deadline: float) -> Any:
+        order.append(f"{service} {request.tree}")
+        return await call(service, request, deadline)
+
+    journal.sync, learner.call = counted, told
+    for number in range(20):
+        tree = Tree(number, "task")
+        tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+        journal.start_tree(tree, number, 0)
+        journal.close_tree(tree)
+        stream.close(tree)
+    await stream.settle(30.0)
+    assert [event for event in order if event != "sync"] == [f"close {number}" for number in range(20)]
+    assert order[0] == "sync" and order.count("sync") <= 2
+
+
+async def test_a_group_is_committed_before_it_is_sent_and_a_turn_of_the_loop_is_one_transaction(tmp_path: Path) -> None:
+    journal, learner = Journal(tmp_path / "j"), LateLearner()
+    stream = Stream(cast(Any, learner), journal, cast(Any, None))
+    commit, call, commits, sent = journal._commit, learner.call, list[int](), list[list[int]]()
+
+    def counted(statements: Any) -> None:
+        commits.append(len(statements))
+        commit(statements)
+
+    async def told(service: str, request: Any, deadline: float) -> Any:
+        sent.append([group for group, _ in Journal(tmp_path / "j", readonly=True).groups(request.tree)])
+        return await call(service, request, deadline)
+
+    journal._commit, learner.call = counted, told
+    for number in range(50):
+        tree = Tree(number, "task")
+        tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+        journal.start_tree(tree, number, 0)
+        stream.emit(tree, [Turn(0, 0, 1, {})])
+    assert not commits
+    while len(sent) < 50:
+        await asyncio.sleep(0)
+    assert sent == [[number] for number in range(50)]
+    assert len(commits) == 1
+    await stream.stop()
+
+
+async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -> None:
+    journal, learner = Journal(tmp_path / "j"), LateLearner()
+    stream = Stream(cast(Any, learner), journal, cast(Any, None))
+
+    def full(statements: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    journal._commit = full
+    tree = Tree(0, "task")
+    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+    stream.emit(tree, [Turn(0, 0, 1, {})])
+    await stream.settle(30.0)
+    assert not learner.answers
+    assert isinstance(stream.failure(), JournalError) and isinstance(journal.failure, JournalError)
+    with pytest.raises(JournalError, match="free some space"):
+        journal.close_tree(tree)

@@ -132,6 +132,7 @@ def _quarantine_uncounted(self: Run, tree: Any, reason: str) -> None:
 
 async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
     ctx.emit([await chain.episode(tree, ctx, bonus)])
+    await asyncio.sleep(0)  # in the same turn of the loop, the group and the end of the tree would be one transaction
 
 
 def _count_without_groups(self: Run, tree: Any, reason: str) -> None:
@@ -169,7 +170,9 @@ def _nothing(*arguments: Any) -> None:
 THIS = "this simulation"
 FAULTS = [
     Planted("lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)),
-    Planted("a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again)),
+    Planted(
+        "a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again), hint=80
+    ),
     Planted(
         "the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls), hint=50
     ),

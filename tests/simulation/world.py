@@ -303,7 +303,7 @@ class World:
 
         def kill() -> None:
             socket.close()
-            run.journal._write = dead
+            run.journal._write = run.journal._commit = dead
             raise Killed(f"{crash.place} {crash.count:.1f}")
 
         def dead(*statements: Any) -> None:
@@ -324,7 +324,7 @@ class World:
         elif crash.place == "send":
             socket.on_send = due
         else:
-            write: Callable[..., None] = run.journal._write
+            write: Callable[..., None] = run.journal._commit
 
             def written(*statements: Any) -> None:
                 if crash.place == "before commit":
@@ -333,7 +333,7 @@ class World:
                 if crash.place == "after commit":
                     due()
 
-            run.journal._write = written
+            run.journal._commit = written
 
     def _bury(self, loop: VirtualLoop, run: scheduling.Run | None) -> None:
         """End a dead scheduler: nothing that it still does reaches the network or the journal."""

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.services import EchoRequest, EchoResult, bench
 from wire import digest
-from wire.arrays import DTYPES, Limits, decode_body, decode_header, encode
+from wire.arrays import DTYPES, SMALL, Limits, decode_body, decode_header, encode
 from wire.faults import WireError
 from wire.keys import ROLES, RunKeys
 from wire.messages import JudgeRequest, Register, Request, Result
@@ -37,13 +37,15 @@ def test_arrays_survive_the_wire_with_dtype_and_shape(array: np.ndarray) -> None
     assert back.tobytes() == array.tobytes()
 
 
-def test_neither_way_copies_an_array() -> None:
-    array = np.arange(10, dtype=np.int32)
+@pytest.mark.parametrize("length", [10, SMALL // 4])
+def test_neither_way_copies_a_large_array_and_a_small_one_keeps_no_message_alive(length: int) -> None:
+    array = np.arange(length, dtype=np.int32)
     frames = encode(Result(1), EchoRequest(array))
-    assert np.shares_memory(np.frombuffer(frames[2], np.int32), array)
-    back = decode_body(frames, EchoRequest).tokens
-    assert np.shares_memory(back, array)
+    assert np.shares_memory(np.frombuffer(frames[2], np.int32), array) == (array.nbytes >= SMALL)
+    back = decode_body([memoryview(frame) for frame in frames], EchoRequest).tokens
+    assert np.shares_memory(back, np.frombuffer(frames[2], np.int32)) == (array.nbytes >= SMALL)
     assert not back.flags.writeable
+    np.testing.assert_array_equal(back, array)
 
 
 @pytest.mark.parametrize(

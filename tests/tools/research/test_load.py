@@ -1,0 +1,59 @@
+"""A small load: what holds for 10,000 trees is counted here with 200. The scheduler is a process of its own, with real sockets and journal."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scheduler.dispatch import DispatchConfig
+from scheduler.journal import Journal
+from tools.inspecting.audit import audit
+from tools.research.benches import load
+from tools.research.benches.load_peers import FAST, SLOW, Plan
+from wire import frontier
+
+pytestmark = pytest.mark.slow
+
+TREES, QUESTIONS, UPDATES = 200, 50, 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run: eight judges that stay three seconds, and a learner that takes its time."""
+    folder = tmp_path_factory.mktemp("load")
+    timing = DispatchConfig(heartbeat_s=0.2, dead_after_s=3.0)
+    load.prepare(folder, TREES, 3, QUESTIONS, UPDATES, Plan(QUESTIONS, 0.5, 8, 3.0, [], []), timing)
+    load.measure(folder, 0.2)
+    return folder
+
+
+def test_every_tree_is_trained_once_though_judges_come_and_go(run: Path) -> None:
+    journal = Journal(run / "journal.sqlite", readonly=True)
+    trees = journal.trees()
+    assert [tree.status for tree in trees] == ["closed"] * (UPDATES * QUESTIONS)
+    groups = {group: version for tree in trees for group, version in journal.groups(tree.id)}
+    assert groups == frontier.read(run, UPDATES).groups()  # the learner's own record
+    assert not audit(run)
+    joined = (run / "scheduler.log").read_text().count("judge.fast'], capacity")
+    assert joined > 8, "the judges were to come and go"
+
+
+def test_a_slow_learner_holds_up_admission_and_nothing_is_left_open(run: Path) -> None:
+    admitted_at = Counter(tree.version for tree in Journal(run / "journal.sqlite", readonly=True).trees())
+    assert admitted_at[0] == TREES
+    for version in range(UPDATES):
+        assert sum(admitted_at[v] for v in range(version + 1)) <= TREES + version * QUESTIONS
+    lines = [msgspec.json.decode(line) for line in (run / "load.jsonl").read_bytes().splitlines()]
+    assert max(line["trees"] for line in lines) == TREES
+    assert (lines[-1]["open"], lines[-1]["nodes"], lines[-1]["workers"]) == ({}, 0, 0)
+
+
+def test_calls_of_the_fast_judge_do_not_queue_behind_those_of_the_slow_one(run: Path) -> None:
+    calls = [msgspec.json.decode(line.rstrip(b",\n")) for line in (run / "trace.jsonl").read_bytes().splitlines()]
+    fast, slow = (
+        [(c["ts"], c["ts"] + c["dur"]) for c in calls if c["name"] == f"judge.{kind}"] for kind in (FAST, SLOW)
+    )
+    beside = [call for call in fast if any(began < call[0] < ended for began, ended in slow)]
+    overtook = [call for call in beside if any(began < call[0] and call[1] < ended for began, ended in slow)]
+    assert len(overtook) > len(beside) / 2 > 0

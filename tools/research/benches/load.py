@@ -1,0 +1,277 @@
+"""The scheduler under load: its own process with sockets, keys and journal, thousands of trees in flight, judges that join and leave, a slow learner.
+
+``tools/bench load --set keep=RUN`` keeps the run folder, and ``tools/bench load --set read=RUN`` prints the figures of a run, also of a live one.
+"""
+
+import asyncio
+import bisect
+import gc
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from scheduler import main as scheduling
+from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from scheduler.dispatch import DispatchConfig
+from scheduler.tree import Tree
+from tools.bootstrap import ROOT
+from tools.inspecting.audit import audit
+from tools.research.benches.load_peers import FAST, ROLES, SLOW, Plan
+from wire.numbers import Count, NotNegative, Positive
+
+TICK_S = 0.01
+"""The interval of the timer whose delay is the event loop's lag."""
+ACTION = "<think> The question asks for a city, so I search. </think><search> capital of Peru </search>"
+COLUMNS = ("t", "trees", "growing", "nodes", "rss_mib", "fds", "threads", "journal_mib", "lag_p50", "lag_p99", "lag_max", "gc_max", "write_ms", "fast_p99", "slow_p99", "load")  # fmt: skip
+
+
+def _share(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+class Probed(scheduling.Run):
+    """The scheduler's run, which writes a line of RUN/load.jsonl every ``EVERY_S`` seconds. Times of calls and lags are in milliseconds."""
+
+    EVERY_S = 60.0
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.trees: weakref.WeakSet[Tree] = weakref.WeakSet()
+        self.closed: list[int] = []
+        self.overtaken = 0
+        self.rates: list[float] = []
+        self.began: dict[str, tuple[float, int]] = {}
+        self._anew()
+        gc.callbacks.append(self._collecting)
+        self._call, self._write = self.dispatcher.call, self.journal._commit
+        self.dispatcher.call, self.journal._commit = self._timed_call, self._timed_write  # pyright: ignore
+
+    def _anew(self) -> None:
+        self.lags: list[float] = []
+        self.pauses: list[float] = [0.0]
+        self.writes: list[float] = []
+        self.calls: defaultdict[str, list[float]] = defaultdict(list)
+
+    async def _timed_call(self, service: str, request: msgspec.Struct, **settings: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return await self._call(service, request, **settings)
+        finally:
+            self.calls[service].append(1e3 * (time.perf_counter() - start))
+
+    def _timed_write(self, *statements: Any) -> None:
+        start = time.perf_counter()
+        self._write(*statements)
+        self.writes.append(1e3 * (time.perf_counter() - start))
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collects = time.process_time()
+        else:
+            self.pauses.append(1e3 * (time.process_time() - self._collects))
+
+    def _spawn(self, tree: Tree, context: Any) -> None:
+        self.trees.add(tree)
+        super()._spawn(tree, context)
+
+    async def _grow(self, tree: Tree, context: Any) -> None:
+        await super()._grow(tree, context)
+        self.overtaken = max(self.overtaken, len(self.closed) - bisect.bisect(self.closed, tree.id))
+        bisect.insort(self.closed, tree.id)
+
+    async def _joined(self, worker: Any) -> None:
+        self.began[worker.name] = time.monotonic(), worker.answered
+        await super()._joined(worker)
+
+    def _left(self, worker: Any, reason: str) -> None:
+        since, _ = self.began.pop(worker.name, (time.monotonic(), 0))
+        if worker.name.startswith(FAST) and (stayed := time.monotonic() - since) > 5 and worker.answered:
+            self.rates.append(worker.answered / stayed)
+        super()._left(worker, reason)
+
+    async def main(self) -> None:
+        """Do the run, with the two timers beside it."""
+        timers = [asyncio.create_task(self._watch_lag()), asyncio.create_task(self._watch())]
+        try:
+            await super().main()
+        finally:
+            for timer in timers:
+                timer.cancel()
+            self._sample()
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.perf_counter() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.lags.append(1e3 * (time.perf_counter() - due))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.EVERY_S)
+            self._sample()
+
+    def _sample(self) -> None:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        p, trees = getattr(self, "pacing", None), list(self.trees)
+        files = [self.folder / f"journal.sqlite{end}" for end in ("", "-wal")]
+        values = {
+            "t": time.monotonic() - scheduling.scheduler.STARTED,
+            "cpu": time.process_time(),
+            "load": os.getloadavg()[0],
+            "version": p.version if p else 0,
+            "trees": p.admitted - p.version * p.questions if p else 0,
+            "growing": len(self.growing),
+            "nodes": sum(len(tree.nodes) for tree in trees),
+            "rss_mib": int(status["VmRSS"].split()[0]) / 1024,
+            "fds": len(os.listdir("/proc/self/fd")),
+            "threads": int(status["Threads"]),
+            "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
+            "health_kib": size.stat().st_size / 1024 if (size := self.folder / "health.json").exists() else 0.0,
+            "lag_p50": _share(self.lags, 0.5),
+            "lag_p99": _share(self.lags, 0.99),
+            "lag_max": max(self.lags, default=0.0),
+            "gc_max": max(self.pauses),
+            "writes": len(self.writes),
+            "write_ms": sum(self.writes),
+            "write_max": max(self.writes, default=0.0),
+            "overtaken": self.overtaken,
+            "workers": len(self.dispatcher.workers()),
+            "open": self.dispatcher.waiting(),
+            "calls": {service: len(times) for service, times in self.calls.items()},
+            "rates": [_share(self.rates, 0.1), _share(self.rates, 0.5), _share(self.rates, 0.9)],
+        }
+        for name, judge in (("fast", FAST), ("slow", SLOW)):
+            times = self.calls[f"judge.{judge}"]
+            values |= {f"{name}_p50": _share(times, 0.5), f"{name}_p99": _share(times, 0.99)}
+        with (self.folder / "load.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(values) + b"\n")
+        self._anew()
+
+
+def scheduler(every_s: float) -> None:
+    """Run the scheduler's process, whose process file is the last argument, with the probe."""
+    Probed.EVERY_S, scheduling.Run = every_s, Probed  # pyright: ignore
+    scheduling.main()
+
+
+def prepare(
+    run: Path,
+    trees: int,
+    steps: int,
+    questions: int,
+    updates: int,
+    plan: Plan,
+    timing: DispatchConfig = DispatchConfig(),
+) -> None:
+    """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's process file."""
+    from tools.defaults.tiny_board import tokenizer
+
+    run.mkdir(parents=True, exist_ok=True)
+    words = tokenizer().backend_tokenizer
+    words.save(str(run / "tokenizer.json"))
+    (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
+    rows = [
+        {"id": str(i), "question": f"What is the capital of country {i}?", "golden_answers": ["Lima"]}
+        for i in range(trees)
+    ]
+    (run / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    plan = msgspec.structs.replace(plan, act=words.encode(ACTION).ids, forced=words.encode("Lima</answer>").ids)
+    (run / "load.json").write_bytes(msgspec.json.encode(plan))
+    settings = SchedulerConfig(
+        budget=steps, judge=FAST, updates=updates, questions_per_update=questions, max_staleness=trees // questions - 1,
+        evaluation=EvaluationConfig(questions=0), dispatch=timing,
+    )  # fmt: skip
+    tasks, options = str(run / "train.jsonl"), {"prompt": str(run / "prompt.txt")}
+    process = SchedulerProcess(
+        "scheduler", str(run), 0, str(run), "search_qa", options, tasks, tasks, 2, ["retrieve"], 64, settings
+    )
+    (run / "scheduler.json").write_bytes(msgspec.json.encode(process))
+    (run / "config.json").write_bytes(msgspec.json.encode({"scheduler": settings}))
+
+
+def measure(run: Path, every_s: float) -> None:
+    """Run the scheduler and its peers to the end. Raises RuntimeError, with the end of its log, if the scheduler fails."""
+    module, environment = "tools.research.benches", os.environ | {"PYTHONPATH": str(ROOT)}
+    code = [f"from {module} import load; load.scheduler({every_s})"]
+    code += [f"from {module} import load_peers; load_peers.main({str(run)!r}, {role!r})" for role in ROLES]
+    logs = [(run / f"{name}.log").open("wb") for name in ("scheduler", *ROLES)]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", text, str(run / "scheduler.json")], env=environment, stdout=log, stderr=log
+        )
+        for text, log in zip(code, logs, strict=True)
+    ]
+    try:
+        status = children[0].wait()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    if status:
+        raise RuntimeError(f"the scheduler ended with status {status}: {(run / 'scheduler.log').read_text()[-3000:]}")
+
+
+def figures(run: Path) -> dict[str, Any]:
+    """Print the curve of a run and return its figures. Memory of a node is what the process grew by, over the nodes that are in memory."""
+    lines = [msgspec.json.decode(line) for line in (run / "load.jsonl").read_bytes().splitlines()]
+    print("  ".join(f"{name:>9}" for name in COLUMNS))
+    for line in lines[:: max(1, len(lines) // 40)]:
+        print(
+            "  ".join(
+                f"{line[name]:>9.1f}" if isinstance(line[name], float) else f"{line[name]:>9}" for name in COLUMNS
+            )
+        )
+    fullest = max(lines, key=lambda line: line["nodes"])
+    return {name: max(line[name] for line in lines) for name in ("trees", "nodes", "rss_mib", "fds", "threads", "lag_max", "write_max", "overtaken")} | {
+        "journal_mib": lines[-1]["journal_mib"],
+        "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
+        **{name: statistics.median(line[name] for line in lines) for name in ("lag_p50", "lag_p99", "fast_p50", "fast_p99", "slow_p50", "slow_p99")},
+        "violations": [str(violation) for violation in audit(run)[:5]],
+        "last": lines[-1],
+    }  # fmt: skip
+
+
+def run(
+    trees: Count = 10_000,
+    nodes: Count = 200_000,
+    judges: Count = 64,
+    questions: Count = 1000,
+    updates: Count = 20,
+    minutes: NotNegative = 5.0,
+    stay_s: Positive = 20.0,
+    every_s: Positive = 10.0,
+    keep: str = "",
+    read: str = "",
+) -> dict[str, Any]:
+    """Return the largest number of trees in flight over the bound of admission, whose goal is at most 1, with all figures.
+
+    trees: in flight, ``questions`` to an update. minutes: the time that the learner takes for all updates together. stay_s: how long a judge
+    stays. every_s: seconds between samples. keep: the run folder, a new one. read: a run folder whose figures are shown again.
+    """
+    folder = Path(read or keep or tempfile.mkdtemp())
+    try:
+        if not read:
+            plan = Plan(questions, 60 * minutes / updates, judges, stay_s, [], [])
+            prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
+            measure(folder, every_s)
+        row = figures(folder)
+    finally:
+        if not (read or keep):
+            shutil.rmtree(folder, ignore_errors=True)
+    bound = trees // questions * questions
+    return {
+        "name": "load: trees in flight over the bound of admission",
+        "ratio": row["trees"] / bound,
+        "goal": 1.0,
+        "better": "lower",
+    } | row
