@@ -145,11 +145,13 @@ class Run:
         )
         self._orders.settimeout(LOOK_S)
         while time.monotonic() < end:
-            with contextlib.suppress(TimeoutError, OSError):
+            try:
                 if (pid := self.pids()[place]) != ordered:
                     self._orders.sendto(message, inside.address(pid))
                     ordered = pid
                 return self._orders.recv(4096).decode()
+            except OSError:  # no answer yet, or a process that does not listen yet
+                time.sleep(LOOK_S)
         raise Lost(f"{kind} did not strike {place} within {patience_s:.0f} s")
 
     def signal(self, place: str, number: signal.Signals) -> None:
