@@ -331,9 +331,11 @@ class Dispatcher:
             self.on_event(event)
         self._pump_all(worker)
 
-    def _fail(self, attempt: Attempt, fault: Fault) -> None:
+    def _fail(self, attempt: Attempt, fault: Fault, blamed: bool = True) -> None:
+        """An attempt has failed. blamed: whether that counts against its worker, which rests after several failures in a row."""
         pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
-        attempt.worker.breaker.record(not infrastructure, self.clock())
+        if blamed:
+            attempt.worker.breaker.record(not infrastructure, self.clock())
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
@@ -440,9 +442,8 @@ class Dispatcher:
         answers, and nothing else would tell."""
         for attempt in [a for a in worker.in_flight.values() if a.number < echo and a.number not in listed]:
             self.counters["lost_calls"] += 1
-            self._fail(
-                attempt, InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost")
-            )
+            lost = InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost")
+            self._fail(attempt, lost, blamed=False)  # a connection loses all open calls at once, and the worker is well
 
     def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
         attempt = worker.in_flight.get(number)

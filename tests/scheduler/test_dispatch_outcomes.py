@@ -15,6 +15,7 @@ from scheduler.dispatch import DispatchConfig, Dispatcher, Event
 from tests.services import EchoRequest, EchoResult, Prefer, bench
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault, WireError
+from wire.messages import Message, Result
 from wire.service import Call, Service
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
@@ -187,6 +188,25 @@ async def test_a_call_whose_answer_cannot_be_right_moves_to_another_worker_and_s
         await b.work("honest", {"echo": echo})
         answers = [await b.dispatcher.call("echo", ask(), deadline=10, check=check) for _ in range(4)]
         assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 4
+
+
+async def test_a_connection_that_loses_all_open_calls_at_once_gives_the_worker_no_rest(tmp_path: Path) -> None:
+    async with bench(tmp_path, QUICK) as b:
+        service = await b.work("w", {"echo": echo}, capacity=16)
+        send, lost = service.send, []
+
+        def loses(header: Message, body: Any = None) -> None:
+            if isinstance(header, Result) and len(lost) < 8:
+                lost.append(header.id)
+            else:
+                send(header, body)
+
+        service.send = loses
+        answers = await asyncio.gather(*(b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8)))
+        assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 8
+        assert b.dispatcher.counters["lost_calls"] == len(lost) == 8
+        (worker,) = b.dispatcher.workers()
+        assert worker.breaker.open_until == float("-inf")
 
 
 async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: Path) -> None:

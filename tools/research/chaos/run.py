@@ -135,15 +135,24 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ what is done
 
-    def order(self, place: str, kind: str, variant: int, patience_s: float = 60.0) -> str:
-        """Have a process strike itself, and return what it says about it. Raises Lost if the moment for it did not come."""
-        message = json.dumps({"kind": kind, "variant": variant}).encode()
-        self._orders.sendto(message, inside.address(self.pids()[place]))
-        self._orders.settimeout(patience_s)
-        try:
-            return self._orders.recv(4096).decode()
-        except TimeoutError:
-            raise Lost(f"{kind} did not strike {place} within {patience_s:.0f} s") from None
+    def order(self, place: str, kind: str, variant: int, patience_s: float = 120.0) -> str:
+        """Have a process strike itself, and return what it says about it. A process that was replaced before its moment came hands the order on.
+        Raises Lost if no moment came."""
+        message, ordered, end = (
+            json.dumps({"kind": kind, "variant": variant}).encode(),
+            0,
+            time.monotonic() + patience_s,
+        )
+        self._orders.settimeout(LOOK_S)
+        while time.monotonic() < end:
+            try:
+                if (pid := self.pids()[place]) != ordered:
+                    self._orders.sendto(message, inside.address(pid))
+                    ordered = pid
+                return self._orders.recv(4096).decode()
+            except OSError:  # no answer yet, or a process that does not listen yet
+                time.sleep(LOOK_S)
+        raise Lost(f"{kind} did not strike {place} within {patience_s:.0f} s")
 
     def signal(self, place: str, number: signal.Signals) -> None:
         """Send a process a signal."""
