@@ -6,6 +6,7 @@ error that says what failed, or by a signal; ``tools/launch --resume`` continues
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -53,6 +54,7 @@ REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
+THAW_S = 3600.0
 ADMITTED_AT_ONCE = 32
 """The number of trees that are started before messages and other trees get their turn."""
 LEAVE_S = 30.0
@@ -530,9 +532,29 @@ async def run(process: SchedulerProcess) -> int:
         await scheduling.close()
 
 
+class Survivors:
+    """A callback of the garbage collector: what has survived a full collection is not looked at again for ``THAW_S`` seconds.
+
+    A full collection holds up the event loop for as long as it takes to look at every object, and thousands of trees have a million. Objects are
+    freed by their reference counts all the same; only cycles among them wait until then.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._thawed = clock, clock()
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            if self._clock() - self._thawed > THAW_S:
+                self._thawed = self._clock()
+                gc.unfreeze()
+            else:
+                gc.freeze()
+
+
 def main() -> None:
     """Run the scheduler process, as the launcher starts it."""
     begin()
+    gc.callbacks.append(Survivors())
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
     try:
         sys.exit(loop.run(run(process)))

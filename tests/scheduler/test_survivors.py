@@ -1,0 +1,36 @@
+"""What survives a full collection is spared the next ones, and cycles among it are freed in the end."""
+
+import gc
+import weakref
+
+from scheduler.main import THAW_S, Survivors
+
+
+class Cycle:
+    """An object that only the garbage collector can free."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
+    now, before = 0.0, gc.get_freeze_count()
+    survivors = Survivors(lambda: now)
+    cycle = Cycle()
+    gone = weakref.ref(cycle)
+    gc.callbacks.append(survivors)
+    try:
+        gc.collect(1)
+        assert gc.get_freeze_count() == before
+        gc.collect()
+        assert gc.get_freeze_count() > before
+        del cycle
+        gc.collect()
+        assert gone() is not None
+        now = THAW_S + 1
+        gc.collect()  # thaws
+        gc.collect()  # looks at everything
+        assert gone() is None
+    finally:
+        gc.callbacks.remove(survivors)
+        gc.unfreeze()
