@@ -303,7 +303,7 @@ class World:
 
         def kill() -> None:
             socket.close()
-            run.journal._write = run.journal._commit = dead
+            run.journal._write = run.journal._commit = dead  # pyright: ignore
             raise Killed(f"{crash.place} {crash.count:.1f}")
 
         def dead(*statements: Any) -> None:
@@ -333,7 +333,7 @@ class World:
                 if crash.place == "after commit":
                     due()
 
-            run.journal._commit = written
+            run.journal._commit = written  # pyright: ignore
 
     def _bury(self, loop: VirtualLoop, run: scheduling.Run | None) -> None:
         """End a dead scheduler: nothing that it still does reaches the network or the journal."""
