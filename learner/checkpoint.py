@@ -185,6 +185,9 @@ def restore_together(trainer: Trainer, folder: Path) -> State:
     for step in (lambda: states.append(_proven(trainer, folder)), lambda: _load(trainer, folder, states[0])):
         error = _attempt(step, trainer.ranks, trainer.ranks.count > 1)
         if error is not None:
+            if isinstance(error, DamagedError):
+                here = str(folder) in str(error)
+                raise error if here else DamagedError(f"checkpoint {folder} is damaged: {error}")
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
     return states[0]
 

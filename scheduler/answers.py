@@ -34,10 +34,11 @@ def judged(turns: int, answer: JudgeResult) -> None:
 def sampled(
     request: GenerateRequest, vocabulary: int, oldest: int, newest: Callable[[], int], answer: GenerateResult
 ) -> None:
-    """Raise InfrastructureFault unless samples are what ``request`` asked for. vocabulary: the rows of the model's embedding, 0 if unknown.
+    """Raise InfrastructureFault unless samples are what ``request`` asked for. vocabulary: the rows of the model's embedding; 0 if the tokens are
+    an endpoint's bytes, or of an unknown model: then the number of samples alone is checked.
     oldest: the version that every actor had proven when the call began. newest: returns the newest version that an actor may have now."""
     complete("samples", request.n, answer)
-    for sample in answer.samples:
+    for sample in answer.samples if vocabulary else ():
         for fault in _faults(sample, request.sampling.max_tokens, vocabulary, oldest, newest()):
             raise InfrastructureFault(f"{fault}: mend the engine")
 
@@ -48,7 +49,7 @@ def _faults(sample: Sample, most: int, vocabulary: int, oldest: int, newest: int
         yield f"a sample of {len(tokens)} tokens, expected 1 to {most}"
     elif not tokens.shape == logprobs.shape == versions.shape == (len(tokens),):
         yield f"arrays of {tokens.shape} tokens, {logprobs.shape} log-probabilities and {versions.shape} versions, expected as many of each"
-    elif tokens.min() < 0 or (vocabulary and tokens.max() >= vocabulary):
+    elif tokens.min() < 0 or tokens.max() >= vocabulary:
         yield f"the tokens {tokens.min()} to {tokens.max()}, expected 0 to {vocabulary - 1}"
     elif not (np.isfinite(logprobs).all() and logprobs.max() <= ABOVE_ZERO):
         yield f"the log-probabilities {logprobs.min()} to {logprobs.max()}, expected finite ones of at most 0"

@@ -30,6 +30,9 @@ _ESCAPED_SPLIT = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(SPLIT):04x}")
 class EndpointText:
     """Encodes text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` is not escaped and pictures are data URLs."""
 
+    vocabulary = 0
+    """No model's: see ``scheduler.answers.sampled``."""
+
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
         """Return the text's bytes as int32 [bytes]. pictures: have no effect, because the JSON holds them."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)

@@ -10,9 +10,9 @@ from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeResul
 TOKENS, LOGPROBS, VERSIONS = np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32), np.array([3, 4], np.int32)
 
 
-def check(*samples: Sample, n: int = 1) -> None:
+def check(*samples: Sample, n: int = 1, vocabulary: int = 7) -> None:
     request = GenerateRequest(np.zeros(1, np.int32), n, Sampling(2))
-    answers.sampled(request, 7, 3, lambda: 4, GenerateResult(list(samples), 1, 0))
+    answers.sampled(request, vocabulary, 3, lambda: 4, GenerateResult(list(samples), 1, 0))
 
 
 def test_what_was_asked_for_is_accepted() -> None:
@@ -38,6 +38,12 @@ def test_what_was_asked_for_is_accepted() -> None:
 def test_a_sample_that_cannot_be_right_is_refused_and_named(sample: Sample, message: str) -> None:
     with pytest.raises(InfrastructureFault, match=message):
         check(sample)
+
+
+def test_the_bytes_of_an_endpoints_reply_are_no_tokens_and_may_be_none_or_many() -> None:
+    for count in (0, 400):
+        none = np.zeros(count, np.int32)
+        check(Sample(none, none.astype(np.float32), none, "stop"), vocabulary=0)
 
 
 def test_too_few_samples_are_refused() -> None:
