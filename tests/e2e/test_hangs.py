@@ -86,5 +86,8 @@ def test_a_stopped_judge_is_replaced_and_a_killed_launcher_leaves_no_process_por
     for port in ports:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
-    assert not [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]
+    end = time.monotonic() + 60  # torch's own manager unlinks its segments some seconds after their owner was killed
+    while left := [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
     assert (status().state, status().do) == ("killed", f"tools/launch --resume {run}")
