@@ -1,26 +1,25 @@
-"""Players that need no model, on the held-out tasks of a game. Any policy must beat them."""
+"""Players that need no model and choose among the replies that an environment lists. Any policy must beat them."""
 
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.environments.base import Action, Environment, Task
-from actors.environments.game import Game
+from actors.environments.base import Environment, Task
 from scheduler.context import Context
 from scheduler.evaluation import estimate
 from scheduler.together import together
 
-PLAYERS: dict[str, Callable[[list[tuple[int, ...]], random.Random], tuple[int, ...]]] = {
-    "random_legal_move": lambda moves, rng: rng.choice(moves),
-    "first_legal_move": lambda moves, rng: moves[0],
+PLAYERS: dict[str, Callable[[list[str], random.Random], str]] = {
+    "random_legal_move": lambda replies, rng: rng.choice(replies),
+    "first_legal_move": lambda replies, rng: replies[0],
 }
 
 
 async def play(
     environment: Environment, tasks: Sequence[Task], context: Callable[[Task, int], Context]
 ) -> dict[str, float]:
-    """The mean headline measure of each player; empty for an environment that is not a game."""
-    if not isinstance(environment, Game):
+    """The mean headline measure of each player; empty for an environment that lists no replies, or whose outcomes need a judge."""
+    if environment.outcome_judge or type(environment).replies is Environment.replies:
         return {}
     means = {}
     for name in PLAYERS:
@@ -31,14 +30,15 @@ async def play(
     return means
 
 
-async def _episode(game: Game, player: str, task: Task, tools: Context) -> float:
+async def _episode(environment: Environment, player: str, task: Task, tools: Context) -> float:
     rng = random.Random(f"{player}/{task.id}")
-    state: Any = await game.open(game.initial(task), tools)
+    state: Any = await environment.open(environment.initial(task), tools)
     while True:
-        move = PLAYERS[player](game.moves(state), rng)
-        transition = await game.step(state, Action("move", "", move=move), tools)
+        reply = PLAYERS[player](environment.replies(state), rng)
+        transition = await environment.step(state, environment.read(state, reply), tools)
         if transition.done:
             outcome = transition.outcome if transition.outcome is not None else 0.0
-            (value,) = game.measures(task, [{"outcome": outcome, **transition.measures}])[game.headline]
+            turns = [{"outcome": outcome, **transition.measures}]
+            (value,) = environment.measures(task, turns)[environment.headline]
             return value
         state = transition.state

@@ -167,6 +167,10 @@ class Environment(Protocol):
         """Return the action that generated text means in ``state``."""
         ...
 
+    def replies(self, state: Any) -> list[str]:
+        """Return the replies among which a player without a model chooses, in a fixed order: none where replies need words of their own."""
+        return []
+
     def parse_forced(self, text: str) -> Action:
         """Return the action generated after ``forced_prefix``."""
         return Action("invalid", text)

@@ -107,6 +107,10 @@ class Game(Environment):
         before, after = ({"type": "text", "text": part} for part in text.split(PICTURE, 1))
         return [{"role": "user", "content": [before, {"type": "image", "image": self.picture(state)}, after]}]
 
+    def replies(self, state: Any) -> list[str]:
+        """Return a reply for every legal move."""
+        return [f"<action>{self.notation(move)}</action>" for move in self.moves(state)]
+
     def read(self, state: Any, text: str) -> Action:
         """Return the action of the last action block, checked against the rules."""
         blocks = [next((g for g in match.groups() if g is not None), "") for match in self._pattern.finditer(text)]

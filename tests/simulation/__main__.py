@@ -3,8 +3,10 @@ faults."""
 
 import argparse
 import gc
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation import planted
 from tests.simulation.world import simulate
@@ -22,12 +24,42 @@ def table(most: int) -> int:
     return bool(missed)
 
 
+def ready() -> None:
+    """Import everything by playing a seed, and spare what is imported the collections of the seeds to come."""
+    simulate(0)
+    gc.freeze()
+
+
+def failures(seed: int) -> list[str]:
+    """The violated invariants of a seed."""
+    return simulate(seed).failures
+
+
+def many(seeds: range, processes: int) -> int:
+    """Play ``seeds`` in several processes and tell each violation. Returns how many seeds had one."""
+    start, failed = time.perf_counter(), 0
+    with ProcessPoolExecutor(processes, initializer=ready) as pool:
+        for seed, found in zip(seeds, pool.map(failures, seeds, chunksize=20), strict=True):
+            if found:
+                failed += 1
+                print(f"seed {seed}: {found[0][:300]}", flush=True)
+    seconds = time.perf_counter() - start
+    used = os.times()
+    processor = used.children_user + used.children_system
+    print(
+        f"{len(seeds)} seeds in {seconds:.1f} s with {processes} processes, {processor:.1f} s of processor time"
+        f" ({len(seeds) / max(processor, 1e-9):.0f} seeds per second of it), {failed} with a violated invariant"
+    )
+    return failed
+
+
 def main() -> int:
     """Returns 1 if an invariant was violated."""
     parser = argparse.ArgumentParser(description="Deterministic simulation of the scheduler.")
     parser.add_argument("seed", type=int, nargs="?", help="the seed to replay; its history is printed")
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds to play")
     parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many play them at once")
     parser.add_argument("--planted", type=int, default=0, help="find every planted fault within so many seeds")
     arguments = parser.parse_args()
     if arguments.seed is not None:
@@ -37,20 +69,8 @@ def main() -> int:
         return bool(history.failures)
     if arguments.planted:
         return table(arguments.planted)
-    simulate(0)  # everything is imported
-    gc.freeze()
-    start, used, failed = time.perf_counter(), time.process_time(), 0
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        history = simulate(seed)
-        if history.failures:
-            failed += 1
-            print(f"seed {seed}: {history.failures[0][:300]}", flush=True)
-    seconds, processor = time.perf_counter() - start, time.process_time() - used
-    print(
-        f"{arguments.seeds} seeds in {seconds:.1f} s, of which {processor:.1f} s on the processor"
-        f" ({arguments.seeds / max(processor, 1e-9):.0f} seeds per second of it), {failed} with a violated invariant"
-    )
-    return bool(failed)
+    first = arguments.first
+    return bool(many(range(first, first + arguments.seeds), arguments.processes))
 
 
 if __name__ == "__main__":

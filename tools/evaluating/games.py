@@ -77,7 +77,9 @@ def _add_players(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--model", help="a model folder, a built-in name or a hub id")
     one.add_argument("--run", type=Path, help="a run folder: its newest weights, and its settings of ENV")
     one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
-    one.add_argument("--baseline", choices=sorted(NO_MODEL), help="no model: a random or the first legal move")
+    one.add_argument(
+        "--baseline", choices=sorted(NO_MODEL), help="no model: a random or the first reply of those listed"
+    )
     players.add_endpoint(parser)
     players.add_local(parser)
     players.add_actions(parser)
@@ -161,10 +163,8 @@ class Evaluation:
         # The partner's replies would not be the same again, so an interrupted conversation begins anew.
         seat = Seat(self.services, [] if self.match.environment.speakers else said)
         if self.settings.player == "baseline":  # a baseline makes the same moves again by itself
-            game: Any = self.match.environment
-            seat = Seat(
-                self.services, [], without_model(NO_MODEL[self.settings.source], game, self.match.text, context)
-            )
+            name, rules = NO_MODEL[self.settings.source], self.match.environment
+            seat = Seat(self.services, [], without_model(name, rules, self.match.text, context))
         context.shop = msgspec.structs.replace(self.shop, dispatcher=seat)
         await context.plant()
         await strategies.load("chain")(tree, context)

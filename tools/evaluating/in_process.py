@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from actors.engines.base import Engine
-from actors.environments.game import Game
+from actors.environments.base import Environment
 from judges.base import Judge
 from judges.serve import Batcher, Worker, answering, service_of
 from scheduler.baselines import PLAYERS
@@ -110,14 +110,15 @@ class Seat:
         return await self.services.call(service, request, **settings)
 
 
-def without_model(name: str, game: Game, text: Text, context: Context) -> Handler:
-    """The ``generate`` of player ``name`` in scheduler/baselines.py, who moves in the state at the tip of the tree."""
+def without_model(name: str, environment: Environment, text: Text, context: Context) -> Handler:
+    """The ``generate`` of player ``name`` in scheduler/baselines.py, who replies in the state at the tip of the tree."""
     rng = random.Random(f"{name}/{context.task.id}")
 
     async def generate(request: GenerateRequest) -> GenerateResult:
-        state = msgspec.convert(context.tree.tip().state, context.state_type)
-        move = PLAYERS[name](game.moves(state), rng)
-        tokens = text.encode(f"<action>{game.notation(move)}</action>")
+        state = environment.initial(context.task)  # a partner may speak before the tree has a state
+        if context.tree.nodes and (kept := context.tree.tip().state):
+            state = msgspec.convert(kept, context.state_type)
+        tokens = text.encode(PLAYERS[name](environment.replies(state), rng))
         sample = Sample(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
         return GenerateResult([sample], len(request.tokens), 0)
 

@@ -193,8 +193,8 @@ def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
 def _player(flags: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
     """The player's part of the settings. Raises ValueError."""
     if flags.baseline:
-        if not isinstance(environment, (Game, HalfEach)):
-            raise ValueError(f"--baseline: {flags.environment} lists no legal moves, as a subclass of Game does")
+        if getattr(type(environment), "replies", None) is Environment.replies:
+            raise ValueError(f"--baseline: {flags.environment} lists no replies to choose from (Environment.replies)")
         return {"player": "baseline", "source": flags.baseline}
     if run is not None:
         source = str(flags.run.resolve())

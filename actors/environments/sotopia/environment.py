@@ -4,6 +4,7 @@ Each turn of the trained side is a fresh prompt. The partner replies while the e
 stand in the tree and in the next prompt, and no loss is taken on their tokens. A judge gives the outcome of the whole conversation.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -103,6 +104,10 @@ class Sotopia(Environment):
         """Return the action of the last JSON object in ``text``; its kind is one of the five, or "invalid"."""
         turn = conversation.read(text, 0)
         return Action("invalid", text) if turn is None else Action(turn.kind, text, answer=turn.argument)
+
+    def replies(self, state: State) -> list[str]:
+        """Return the replies without words: to do nothing and to leave."""
+        return [json.dumps({"action_type": kind, "argument": ""}) for kind in ("none", "leave")]
 
     async def open(self, state: State, tools: Tools) -> State:
         """Let the partner begin if the trained side is the second. A partner that leaves at once has done nothing instead."""

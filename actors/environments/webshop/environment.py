@@ -14,7 +14,7 @@ from actors.environments.webshop.pages import observation, pieces
 from actors.environments.webshop.products import read_products
 from actors.environments.webshop.replies import Think
 from actors.environments.webshop.reward import reward
-from actors.environments.webshop.shop import BUY, Place, Shop
+from actors.environments.webshop.shop import BUY, SEARCH, Place, Shop
 from wire.faults import DataFault
 from wire.numbers import Count, Natural
 
@@ -90,6 +90,12 @@ class WebShop(Shopping):
     def clickables(self, state: State) -> list[str]:
         """Return the names that can be clicked (``Shop.clickables``)."""
         return list(self.shop.clickables(state.place))
+
+    def replies(self, state: State) -> list[str]:
+        """Return a search for the whole instruction, where the page offers a search, and a click on every other name."""
+        names = [f"click[{name}]" for name in self.clickables(state) if name != SEARCH]
+        searches = [f"search[{self.instruction(state)}]"] if SEARCH in self.clickables(state) else []
+        return [f"<think>any</think><action>{one}</action>" for one in [*searches, *names]]
 
     def anchor(self, state: State) -> str:
         """Return the page with the chosen options, which the rendering "text" does not show."""

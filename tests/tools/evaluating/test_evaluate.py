@@ -182,6 +182,33 @@ def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> No
         assert measures["return_first"]["n"] == measures["return_second"]["n"] == 30
 
 
+@pytest.mark.parametrize(
+    ("environment", "name", "turns", "headline"),
+    [
+        ("webshop", "first", 10.0, "success"),
+        ("sotopia", "random", None, "goal"),
+        ("sokoban", "random", None, "success"),
+    ],
+)
+def test_a_player_without_a_model_chooses_among_the_replies_that_an_environment_lists(
+    tmp_path: Path, environment: str, name: str, turns: float | None, headline: str
+) -> None:
+    assert main([environment, "--baseline", name, "--games", "6", "--out", str(tmp_path)]) == 0
+    measures = result(tmp_path)["overall"]["measures"]
+    assert measures["valid"]["mean"] == 1.0
+    assert measures[headline]["n"] == 6
+    assert (
+        turns is None or measures["turns"]["mean"] == turns
+    )  # it searches for the same words until the actions are used up
+
+
+def test_an_environment_that_lists_no_replies_has_no_player_without_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["webshop_server", "--baseline", "first", "--out", str(tmp_path)]) == 2
+    assert "lists no replies to choose from" in capsys.readouterr().err
+
+
 def test_the_default_opponent_is_a_search_of_the_simulations_asked_for(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["tictactoe", "--baseline", "random", "--games", "6", "--simulations", "50", "--no-oracle",
