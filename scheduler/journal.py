@@ -45,7 +45,8 @@ class JournalError(OSError):
 
 
 class TreeRow(msgspec.Struct, frozen=True):
-    """A row of the table of trees. status: growing, closed, replaced or quarantined. position: the draw that gave the task."""
+    """A row of the table of trees. status: growing, closed, replaced or quarantined. position: the draw that gave the task. time: of the draw,
+    in seconds since 1970."""
 
     id: int
     position: int
@@ -54,6 +55,7 @@ class TreeRow(msgspec.Struct, frozen=True):
     status: str
     version: int
     reason: str | None
+    time: float
 
 
 class Journal:
@@ -220,7 +222,7 @@ class Journal:
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
         """The rows of trees that meet an SQL condition on id, position, task, split, status and version."""
-        query = f"SELECT id, position, task, split, status, version, reason FROM trees WHERE {where} ORDER BY id"
+        query = f"SELECT id, position, task, split, status, version, reason, time FROM trees WHERE {where} ORDER BY id"
         return [TreeRow(*row) for row in self._rows(query, values)]
 
     def tree(self, row: TreeRow) -> Tree:

@@ -172,7 +172,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "admitted at version" in shown
     assert "reward" in shown
-    as_json = subprocess.run([*dump, "--json", "--all"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    as_json = subprocess.run([*dump, "--jsonl", "--all"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     trees = [json.loads(line) for line in as_json.splitlines()]
     assert len(trees) == UPDATES * QUESTIONS
     assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)

@@ -75,7 +75,13 @@ def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(tmp_path: P
     assert summary["heldout"]["end"]["questions"] == 4
     assert {"success", "score", "oracle", "valid"} <= set(summary["heldout"]["end"]["measures"])
     assert not left_over(run)
-    dump = [sys.executable, "-c", "import sys; from tools.inspecting.dump import main; sys.exit(main())", str(run)]
+    dump = [
+        sys.executable,
+        "-c",
+        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        str(run),
+        "--full",
+    ]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "Back to Search" in shown
     assert "Find me" in shown

@@ -1,153 +1,222 @@
-"""The command tools/dump: prefix trees of a run, from its journal (a live run may be read too)."""
+"""The command tools/dump: find prefix trees of a run in its journal, which may be that of a live run, and show them."""
 
 import argparse
 import json
 import os
 import shutil
 import sys
-import textwrap
 from pathlib import Path
-from typing import Any
+
+import polars as pl
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
-from wire.support import decode
+from tools.inspecting import drawing, frames
 
-_FIRST = (
-    "reward", "advantage", "think", "query", "answer", "optimal", "graded", "risk", "mc_value", "mc_error", "outcome", "f1",
-    "success", "completion",
-)  # fmt: skip
-"""Scores that are shown first, in this order. The other scores follow by name."""
-_IN_WORDS = ("valid", "judge_valid")
-"""Scores that a node's title says in words."""
-
-
-def chosen_rows(journal: Journal, options: argparse.Namespace) -> list[TreeRow]:
-    """Return the trees that the command line asks for. Raises ValueError if there are none."""
-    split = "heldout" if options.heldout else "train"
-    if options.tree is not None:
-        rows = journal.trees("id=?", options.tree)
-    else:
-        rows = journal.trees("split=? AND status != 'growing'", split) or journal.trees("split=?", split)
-        if not options.all:
-            rows = rows[-1:]
-    if not rows:
-        last = journal.next_tree() - 1
-        raise ValueError(
-            f"no such tree: the journal holds trees 0 to {last}" if last >= 0 else "the journal holds no tree yet"
-        )
-    return rows
-
-
-def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
-    """Return a tree as plain values that can be written as JSON."""
-    tree = journal.tree(row)
-    return {
-        "tree": row.id,
-        "task": row.task,
-        "split": row.split,
-        "status": row.status,
-        "reason": row.reason,
-        "admitted_at_version": row.version,
-        "groups": [{"id": group, "trained_by_version": trained} for group, trained in journal.groups(row.id)],
-        "nodes": [_plain(node) for node in tree.nodes.values()],
-    }
-
-
-_AS_IT_IS = ("kind", "step", "trajectory", "text", "scores", "invalid", "notes", "chosen", "forced", "finish")
-"""Fields of a node that are plain values."""
-
-
-def _plain(node: Node) -> dict[str, Any]:
-    support = decode(node.support, len(node.tokens))
-    return {
-        "id": node.id,
-        "parent": node.parent,
-        **{name: getattr(node, name) for name in _AS_IT_IS},
-        "tokens": node.tokens.tolist(),
-        "logprobs": None if node.logprobs is None else [round(float(x), 6) for x in node.logprobs],
-        "versions": None if node.versions is None else node.versions.tolist(),
-        "left_to_sample": None if support is None else support.counts.tolist(),
-        "cached_tokens": node.cached,
-    }
-
-
-def as_text(journal: Journal, row: TreeRow, width: int) -> str:
-    """Return a tree as text for a terminal of ``width`` columns."""
-    tree = journal.tree(row)
-    trained = ", ".join(f"{g} (version {v})" if v is not None else f"{g} (not yet)" for g, v in journal.groups(row.id))
-    head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
-    lines = [head + (f"  reason: {row.reason}" if row.reason else ""), f"groups trained: {trained or 'none'}"]
-    root = tree.nodes.get(0)
-    if root is not None:
-        lines += _wrapped(f"prompt, {len(root.tokens)} tokens: {root.text}", "", width)
-        lines += _below(tree, root, "", width)
-    return "\n".join(lines)
-
-
-def _below(tree: Tree, node: Node, indent: str, width: int) -> list[str]:
-    lines: list[str] = []
-    children = tree.children(node)
-    for place, child in enumerate(children):
-        last = place == len(children) - 1
-        branch, rest = ("└─ ", "   ") if last else ("├─ ", "│  ")
-        text = _wrapped(_title(child), indent + rest, width)
-        text[0] = indent + branch + text[0].removeprefix(indent + rest)
-        text += _wrapped(child.text.strip(), indent + rest + "  ", width)
-        lines += text + _below(tree, child, indent + rest, width)
-    return lines
-
-
-def _title(node: Node) -> str:
-    parts = [
-        f"{'*' if node.chosen and node.kind == 'action' else ' '} {node.kind} {node.id}, {len(node.tokens)} tokens"
-    ]
-    if node.forced:
-        parts.append("forced, not trained")
-    if node.versions is not None and len(node.versions):
-        low, high = int(node.versions.min()), int(node.versions.max())
-        parts.append(f"version {low}" if low == high else f"versions {low}-{high}")
-    if node.kind == "action" and not node.scores.get("valid", 1.0):
-        parts.append("INVALID")
-    others = sorted(set(node.scores).difference(_FIRST, _IN_WORDS))
-    parts += [f"{name} {node.scores[name]:+.3f}" for name in (*_FIRST, *others) if name in node.scores]
-    if node.invalid:
-        parts.append(f"judge invalid: {', '.join(node.invalid)}")
-    return "  ".join(parts)
-
-
-def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    lines = [
-        line for part in text.splitlines() or [""] for line in textwrap.wrap(part, max(20, width - len(indent))) or [""]
-    ]
-    return [indent + line for line in lines]
+EXAMPLES = """examples:
+  tools/dump RUN                                         the last finished tree
+  tools/dump RUN --list                                  one line per tree, the newest first
+  tools/dump RUN --where "reward > 0.5 AND version > 3"  trees by their columns, in SQL
+  tools/dump RUN --text "capital of (Peru|Chile)"        trees with such a text
+  tools/dump RUN --surprising 3 --full                   largest advantages, with the judges' explanations
+  tools/dump RUN --diff 12:4 12:9                        two candidates of tree 12
+  tools/dump RUN --parquet FOLDER                        trees.parquet and nodes.parquet"""
+LISTED = ("tree", "task", "status", "version", "actions", "reward", "spread", "outcome", "invalid", "age_s")
+RANKS = {
+    "best": ("outcome", "reward", "step_reward"),
+    "worst": ("outcome", "reward", "step_reward"),
+    "surprising": ("advantage", "reward", "outcome"),
+}
+"""The columns by which trees are ranked, the first that the run has."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="tools/dump", description="Print prefix trees; * marks the candidate that was continued."
-    )
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--tree", type=int, help="this tree (default: the last finished one)")
-    parser.add_argument("--all", action="store_true", help="every tree")
-    parser.add_argument("--heldout", action="store_true", help="trees of held-out evaluations")
-    parser.add_argument("--json", action="store_true", help="JSON, one tree per line")
-    options = parser.parse_args(arguments)
+    options = _parse(arguments)
     try:
-        journal = Journal(options.run / "journal.sqlite", readonly=True)
-        rows = chosen_rows(journal, options)
+        path = options.run / "journal.sqlite" if options.run.is_dir() else options.run
+        journal = Journal(path, readonly=True)
+        show(journal, options)
     except (FileNotFoundError, ValueError) as error:
         print(f"tools/dump: {error}", file=sys.stderr)
         return 2
-    width = shutil.get_terminal_size((120, 40)).columns
-    try:
-        for row in rows:
-            print(
-                json.dumps(as_json(journal, row), ensure_ascii=False)
-                if options.json
-                else as_text(journal, row, width) + "\n"
-            )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
     return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools/dump",
+        description="Find prefix trees and print them; * marks the candidate that was continued.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="run folder, or a journal file")
+    which = parser.add_argument_group("which trees (default: the last finished one)")
+    which.add_argument("--tree", type=int, metavar="N", help="this tree")
+    which.add_argument("--heldout", action="store_true", help="trees of held-out evaluations")
+    which.add_argument("--where", metavar="SQL", help="a condition on the columns of --columns")
+    which.add_argument("--text", metavar="REGEX", help="trees in which the text of a node matches")
+    which.add_argument("--sort", metavar="COLUMN", help="by this column, the largest first")
+    which.add_argument("--reverse", action="store_true", help="with --sort: the smallest first")
+    for name, words in (("best", "highest outcome"), ("worst", "lowest outcome"), ("surprising", "largest advantage")):
+        which.add_argument(f"--{name}", type=int, metavar="N", help=f"the N trees with the {words}")
+    which.add_argument("--sample", type=int, metavar="N", help="N trees at random, the same ones each time")
+    which.add_argument("--limit", type=int, metavar="N", help="at most N trees")
+    which.add_argument("--all", action="store_true", help="print every tree found, not a list of them")
+    how = parser.add_argument_group("how").add_mutually_exclusive_group()
+    how.add_argument("--list", action="store_true", help="one line per tree (default when several are found)")
+    how.add_argument("--columns", action="store_true", help="the columns that --where and --sort take")
+    how.add_argument("--json", action="store_true", help="one JSON document: a tree, or a list of several")
+    how.add_argument("--jsonl", action="store_true", help="JSON, one tree per line")
+    how.add_argument("--dot", action="store_true", help="graphs for Graphviz")
+    how.add_argument("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
+    how.add_argument("--diff", nargs=2, metavar="TREE[:NODE]", help="two trees, or two nodes, against each other")
+    parser.add_argument("--full", action="store_true", help="whole texts, with the judges' explanations")
+    options = parser.parse_args(arguments)
+    if len(asked := [name for name in (*RANKS, "sort", "sample") if getattr(options, name) is not None]) > 1:
+        parser.error(f"--{' and --'.join(asked)} put the trees in different orders: give one of them")
+    if options.reverse and not options.sort:
+        parser.error("--reverse has no effect without --sort")
+    return options
+
+
+def show(journal: Journal, options: argparse.Namespace) -> None:
+    """Print what the command line asks for. Raises ValueError for what is not there."""
+    width = shutil.get_terminal_size((120, 40)).columns
+    if options.diff:
+        print(drawing.difference(*(_path(journal, place) for place in options.diff), width))
+        return
+    rows, table, below = find(journal, options)
+    if options.columns:
+        print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
+    elif options.parquet:
+        options.parquet.mkdir(parents=True, exist_ok=True)
+        for name, frame in (("trees", table), ("nodes", below)):
+            frame.write_parquet(options.parquet / f"{name}.parquet")
+            print(f"{options.parquet / name}.parquet: {len(frame)} rows")
+    elif options.json:
+        values = [drawing.as_json(journal, row) for row in rows]
+        print(json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False))
+    elif options.jsonl:
+        for row in rows:
+            print(json.dumps(drawing.as_json(journal, row), ensure_ascii=False))
+    elif options.dot:
+        print("\n".join(drawing.as_dot(journal, row) for row in rows))
+    elif options.list or (len(rows) > 1 and not (options.all or options.full)):
+        print(listed(table, width))
+    else:
+        for row in rows:
+            print(drawing.as_text(journal, row, width, options.full) + "\n")
+
+
+def _path(journal: Journal, place: str) -> list[Node]:
+    """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE."""
+    name, _, number = place.partition(":")
+    rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
+    if not rows or not (not number or number.isdecimal()):
+        raise ValueError(f"--diff {place}: expected TREE or TREE:NODE, {_held(journal)}")
+    tree: Tree = journal.tree(rows[0])
+    if number and int(number) not in tree.nodes:
+        raise ValueError(f"--diff {place}: tree {name} has the nodes {', '.join(map(str, tree.nodes))}")
+    return tree.path(tree.nodes[int(number)] if number else tree.tip())
+
+
+def _held(journal: Journal) -> str:
+    last = journal.next_tree() - 1
+    return f"the journal holds trees 0 to {last}" if last >= 0 else "the journal holds no tree yet"
+
+
+# ---------------------------------------------------------------------------------------------- finding
+
+
+def find(journal: Journal, options: argparse.Namespace) -> tuple[list[TreeRow], pl.DataFrame, pl.DataFrame]:
+    """Return the trees that the command line asks for, with their rows of ``frames.trees`` and ``frames.nodes``. Raises ValueError if none."""
+    if options.tree is not None:
+        rows = journal.trees("id=?", options.tree)
+    else:
+        split = "heldout" if options.heldout else "train"
+        rows = journal.trees("split=? AND status != 'growing'", split) or journal.trees("split=?", split)
+        if not _several(options):
+            rows = rows[-1:]
+    if not rows:
+        raise ValueError(f"no such tree: {_held(journal)}")
+    below = frames.nodes(journal, rows)
+    table = ordered(filtered(frames.trees(journal, rows, below), below, options), options)
+    if table.is_empty():
+        raise ValueError(f"none of {len(rows)} trees matches")
+    chosen = table["tree"].to_list()
+    by_id = {row.id: row for row in rows}
+    return [by_id[one] for one in chosen], table, below.filter(pl.col("tree").is_in(chosen))
+
+
+def _several(options: argparse.Namespace) -> bool:
+    """Whether the command line asks for more than the last tree."""
+    ways = ("all", "list", "columns", "parquet", "where", "text", "sort", "sample", "limit", *RANKS)
+    return any(getattr(options, way) not in (None, False) for way in ways)
+
+
+def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
+    """Return the trees that meet --where and --text. Raises ValueError for a condition that cannot be read."""
+    try:
+        if options.where:
+            table = table.sql(f"SELECT * FROM self WHERE {options.where}")
+        if options.text:
+            places = below.filter(pl.col("text").str.contains(options.text))["tree"].unique()
+            table = table.filter(pl.col("tree").is_in(places.to_list()))
+    except pl.exceptions.PolarsError as error:
+        said = str(error).splitlines()[0]
+        raise ValueError(
+            f"{said}; --columns lists the columns of --where, and --text takes a regular expression"
+        ) from None
+    return table
+
+
+def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
+    """Return the trees in the order that is asked for, the newest first by default, and no more than asked for. Raises ValueError."""
+    for rank, columns in RANKS.items():
+        if (count := getattr(options, rank)) is not None:
+            column = next((name for name in columns if name in table.columns), None)
+            if column is None:
+                raise ValueError(f"--{rank}: the run has none of the columns {', '.join(columns)}; use --sort COLUMN")
+            value = pl.col(column)
+            if rank == "surprising":
+                value = pl.max_horizontal(pl.col(f"{column}_max").abs(), pl.col(f"{column}_min").abs())
+            return table.sort(value, descending=rank != "worst", nulls_last=True).head(count)
+    if options.sample is not None:
+        table = table.sample(min(options.sample, len(table)), seed=0)
+    elif options.sort:
+        if options.sort not in table.columns:
+            raise ValueError(f"--sort {options.sort}: no such column; expected one of {', '.join(table.columns)}")
+        table = table.sort(options.sort, descending=not options.reverse, nulls_last=True)
+    elif options.tree is None and not options.all:
+        table = table.reverse()
+    return table if options.limit is None else table.head(options.limit)
+
+
+def listed(table: pl.DataFrame, width: int) -> str:
+    """Return one line per tree: what it is, the mean reward of its actions, its spread, and the outcome."""
+    names = [name for name in LISTED if name in table.columns]
+    rows = [[_cell(value, name) for name, value in zip(names, row, strict=True)] for row in table.select(names).rows()]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    place = names.index("task")
+    others = sum(widths) - widths[place]
+    gap = "  " if others + 8 + 2 * (len(widths) - 1) <= width else " "
+    widths[place] = max(8, min(widths[place], width - others - len(gap) * (len(widths) - 1)))
+    lines = [
+        gap.join(
+            cell[:size].ljust(size) if name in ("task", "status") else cell.rjust(size)
+            for name, cell, size in zip(names, row, widths, strict=True)
+        ).rstrip()
+        for row in (names, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def _cell(value: object, name: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if name == "age_s" else f"{value:.2f}"
+    return str(value)

@@ -1,27 +1,212 @@
-"""tools/dump: what it shows of a tree."""
+"""tools/dump: which trees it finds, and what it shows of them."""
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from scheduler.journal import Journal
 from scheduler.tree import Tree
+from tools.inspecting import frames
 from tools.inspecting.dump import main
+from wire.messages import Turn
+
+TREES = 6
 
 
-def test_every_score_of_a_turn_is_shown_known_ones_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    tokens = np.arange(3, dtype=np.int32)
-    tree = Tree(0, "task")
-    root = tree.add(None, "prompt", tokens, "question")
-    scores = {"process": 0.5, "a_plug_ins": -0.25, "outcome": 1.0, "reward": 0.75, "valid": 1.0, "judge_valid": 1.0}
-    tree.add(root, "action", tokens, "answer", scores=scores, chosen=True)
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of six trees of two candidates. Tree i has the rewards i / 10 and -i / 10, trees 3 to 5 were admitted at version 1, the last one grows,
+    and a judge could not grade tree 2."""
+    monkeypatch.setenv("COLUMNS", "80")
     journal = Journal(tmp_path / "journal.sqlite")
-    journal.start_tree(tree, 0, 0)
+    for i in range(TREES):
+        tree = Tree(i, f"task{i % 3}")
+        root = tree.add(None, "prompt", ids(1, 2), f"What is the capital of country {i}?")
+        for sign in (1, -1):
+            scores = {"reward": sign * i / 10, "think": 1.0, "valid": float(i != 4), "step": 7.0}
+            node = tree.add(
+                root, "action", ids(3, 4, 5 + sign), f"answer {i} {'plus' if sign > 0 else 'minus'}", scores=scores,
+                logprobs=np.full(3, -0.5, np.float32), versions=ids(i // 3, i // 3, i // 3 + 1), chosen=sign > 0,
+                invalid=["query"] if i == 2 else [], notes={"slate_rules": f"because {i}"}, cached=2, finish="length",
+            )  # fmt: skip
+        journal.start_tree(tree, i, i // 3)
+        if i < TREES - 1:
+            journal.save_group(tree, i, [Turn(node.id, 0, 0, {"reward": 1.0})])
+            journal.mark_trained(i, i // 3 + 1)
+            journal.close_tree(tree, "quarantined" if i == 0 else "closed", "a judge failed" if i == 0 else None)
     journal.close()
-    assert main([str(tmp_path)]) == 0
-    (title,) = (line for line in capsys.readouterr().out.splitlines() if "action 1" in line)
-    assert title.endswith("  reward +0.750  outcome +1.000  a_plug_ins -0.250  process +0.500")
+    return tmp_path
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """The trees of the printed list, in order."""
+    return [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--list"], [4, 3, 2, 1, 0]),
+        (["--where", "reward_max >= 0.2 AND version = 0", "--list"], [2]),
+        (["--where", "task = 'task1'"], [4, 1]),
+        (["--where", "status = 'quarantined' OR judge_invalid > 0"], [2, 0]),
+        (["--where", "reason LIKE '%judge%'", "--list"], [0]),
+        (["--where", "invalid = 2", "--list"], [4]),
+        (["--where", "age_s < 3600 AND trained_by = 2"], [4, 3]),
+        (["--text", "country [13]"], [3, 1]),
+        (["--text", "country [13]", "--where", "version = 1", "--list"], [3]),
+        (["--sort", "spread", "--limit", "2"], [4, 3]),
+        (["--sort", "spread", "--reverse", "--limit", "2"], [0, 1]),
+        (["--worst", "1", "--list"], [0]),
+        (["--surprising", "2"], [4, 3]),
+        (["--tree", "5", "--list"], [5]),
+    ],
+)
+def test_trees_are_found_by_their_columns_and_texts(
+    run: Path, options: list[str], found: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--worst" in options:  # all means are 0: the smallest outcome decides where there is one
+        with_outcome(run)
+    assert main([str(run), *options]) == 0
+    assert listed(capsys) == found
+
+
+def with_outcome(run: Path) -> None:
+    journal = Journal(run / "journal.sqlite")
+    for row in journal.trees():
+        tree = journal.tree(row)
+        tree.nodes[1].scores["outcome"] = float(row.id)
+        tree.changed = {1: tree.nodes[1]}
+        journal.save_nodes(tree)
+    journal.close()
+
+
+def test_a_sample_is_the_same_each_time_and_no_larger_than_asked_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [listed(capsys) for _ in range(2) if main([str(run), "--sample", "3"]) == 0]
+    assert samples[0] == samples[1]
+    assert len({*samples[0]}) == 3
+
+
+def test_a_list_fits_on_80_columns_and_shows_the_spread(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run / "journal.sqlite"), "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["tree", "task", "status", "version", "actions", "reward", "spread", "invalid", "age_s"]
+    assert lines[1].split()[:-1] == ["4", "task1", "closed", "1", "2", "0.00", "0.80", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--where", "reword > 1"], "reword"),
+        (["--where", "reward >"], "--columns lists the columns"),
+        (["--text", "(("], "regular expression"),
+        (["--where", "reward > 9"], "none of 5 trees matches"),
+        (["--sort", "reword"], "expected one of tree, task"),
+        (["--tree", "17"], "the journal holds trees 0 to 5"),
+        (["--diff", "1:9", "1"], "tree 1 has the nodes 0, 1, 2"),
+        (["--diff", "x", "1"], "expected TREE or TREE:NODE, the journal holds trees 0 to 5"),
+    ],
+)
+def test_what_is_not_there_is_told_with_what_is(
+    run: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("tools/dump: ")
+    assert words in printed.err
+
+
+def test_two_orders_at_once_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(run), "--best", "1", "--sort", "spread"])
+    assert "--best and --sort put the trees in different orders" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(run), "--reverse"])
+    assert "no effect without --sort" in capsys.readouterr().err
+
+
+def test_the_frames_hold_every_score_and_survive_parquet(run: Path, tmp_path: Path) -> None:
+    assert main([str(run), "--parquet", str(tmp_path / "out")]) == 0
+    trees, nodes = (pl.read_parquet(tmp_path / "out" / f"{name}.parquet") for name in ("trees", "nodes"))
+    assert len(trees) == 5 and len(nodes) == 15
+    scores = {"reward", "think", "valid", "score_step"}  # nodes have a column "step" of their own
+    assert set(nodes.columns) == {*frames.NODE, *scores}
+    extremes = {f"{name}_{end}" for name in scores for end in ("min", "max")}
+    assert set(trees.columns) == {*frames.TREE, *frames.SUMS, *scores, *extremes}
+    last = trees.row(by_predicate=pl.col("tree") == 4, named=True)
+    assert (last["actions"], last["turns"], last["sampled"], last["invalid"], last["trained_by"]) == (2, 1, 6, 2, 2)
+    assert (last["reward"], last["reward_min"], last["reward_max"], last["spread"]) == (0.0, -0.4, 0.4, 0.8)
+    node = nodes.row(by_predicate=(pl.col("tree") == 4) & (pl.col("node") == 2), named=True)
+    assert (node["first_version"], node["last_version"], node["logprob"], node["reward"]) == (1, 2, -1.5, -0.4)
+    assert node["score_step"] == 7.0 and node["step"] == 1
+    assert nodes.filter(pl.col("kind") == "prompt")["reward"].null_count() == 5
+    both = frames.read(run)
+    assert both[1].filter(pl.col("tree") < 5).equals(nodes.sort("tree", "node"))
+
+
+def test_one_document_or_one_line_per_tree(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tree"] == 4
+    assert main([str(run), "--json", "--limit", "2"]) == 0
+    assert [tree["tree"] for tree in json.loads(capsys.readouterr().out)] == [4, 3]
+    assert main([str(run), "--jsonl", "--all"]) == 0
+    assert [json.loads(line)["tree"] for line in capsys.readouterr().out.splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_two_candidates_differ_from_their_first_unequal_node_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--diff", "3:1", "3:2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the first 1 nodes are equal (2 tokens)"
+    assert "-   answer 3 plus" in lines and "+   answer 3 minus" in lines
+    assert "reward                   +0.300     -0.300" in lines
+
+
+def test_a_graph_has_a_box_for_each_node_and_an_arrow_to_each_child(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--dot", "--limit", "2"]) == 0
+    graph = capsys.readouterr().out
+    assert graph.count("digraph tree_") == 2
+    assert len(re.findall(r"^  n\d+ \[label=", graph, re.MULTILINE)) == 6
+    assert re.findall(r"n0 -> n(\d);", graph) == ["1", "2", "1", "2"]
+
+
+def test_long_texts_are_folded_and_full_shows_them_with_the_judges_words(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(run / "journal.sqlite")
+    tree = journal.tree(*journal.trees("id=4"))
+    tree.nodes[1].text = "\n".join(f"line {i}" for i in range(30))
+    tree.changed = {1: tree.nodes[1]}
+    journal.save_nodes(tree)
+    journal.close()
+    assert main([str(run)]) == 0
+    short = capsys.readouterr().out
+    assert "line 3\n" in short and "line 4\n" not in short and "line 26\n" in short
+    assert "... 22 lines (--full) ..." in short
+    assert "because 4" not in short
+    assert main([str(run), "--full"]) == 0
+    whole = capsys.readouterr().out
+    assert all(f"line {i}\n" in whole for i in range(30))
+    assert "slate_rules: because 4" in whole
+
+
+def test_a_title_has_every_score_and_what_is_unusual(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--tree", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "* action 1, 3 tokens 2 cached ended by length versions 0-1 reward +0.200 think +1.000 step +7.000" in shown
+    assert "judge invalid: query" in shown
+    assert main([str(run), "--tree", "4"]) == 0
+    assert "INVALID" in capsys.readouterr().out

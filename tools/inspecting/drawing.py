@@ -1,0 +1,145 @@
+"""Trees as text for a terminal, as plain values for JSON, and as a graph for Graphviz."""
+
+import difflib
+import json
+import textwrap
+from typing import Any
+
+from scheduler.journal import Journal, TreeRow
+from scheduler.tree import Node, Tree
+from wire.support import decode
+
+SHOWN = 4
+"""The first and the last lines of a node's text that are shown; those between are folded."""
+_IN_WORDS = ("valid", "judge_valid")
+"""Scores that a node's title says in words."""
+_AS_IT_IS = ("kind", "step", "trajectory", "text", "scores", "invalid", "notes", "chosen", "forced", "finish")
+"""Fields of a node that are plain values."""
+
+
+def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
+    """Return a tree as plain values that can be written as JSON."""
+    tree = journal.tree(row)
+    return {
+        "tree": row.id,
+        "task": row.task,
+        "split": row.split,
+        "status": row.status,
+        "reason": row.reason,
+        "admitted_at_version": row.version,
+        "groups": [{"id": group, "trained_by_version": trained} for group, trained in journal.groups(row.id)],
+        "nodes": [_plain(node) for node in tree.nodes.values()],
+    }
+
+
+def _plain(node: Node) -> dict[str, Any]:
+    support = decode(node.support, len(node.tokens))
+    return {
+        "id": node.id,
+        "parent": node.parent,
+        **{name: getattr(node, name) for name in _AS_IT_IS},
+        "tokens": node.tokens.tolist(),
+        "logprobs": None if node.logprobs is None else [round(float(x), 6) for x in node.logprobs],
+        "versions": None if node.versions is None else node.versions.tolist(),
+        "left_to_sample": None if support is None else support.counts.tolist(),
+        "cached_tokens": node.cached,
+    }
+
+
+def as_dot(journal: Journal, row: TreeRow) -> str:
+    """Return a tree as a graph in the language of Graphviz; continued candidates are bold."""
+    lines = [f"digraph tree_{row.id} {{", '  node [shape=box, fontname="monospace"];']
+    for node in journal.tree(row).nodes.values():
+        text = textwrap.shorten(node.text, 60, placeholder="...")
+        label = json.dumps("\n".join([title(node), *([text] if text else [])]), ensure_ascii=False)
+        lines.append(f"  n{node.id} [label={label}{', style=bold' if node.chosen else ''}];")
+        if node.parent >= 0:
+            lines.append(f"  n{node.parent} -> n{node.id};")
+    return "\n".join([*lines, "}"])
+
+
+def as_text(journal: Journal, row: TreeRow, width: int, full: bool = False) -> str:
+    """Return a tree as text for a terminal of ``width`` columns. full: with whole texts and the judges' explanations."""
+    tree = journal.tree(row)
+    trained = ", ".join(f"{g} (version {v})" if v is not None else f"{g} (not yet)" for g, v in journal.groups(row.id))
+    head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
+    lines = [head + (f"  reason: {row.reason}" if row.reason else ""), f"groups trained: {trained or 'none'}"]
+    root = tree.nodes.get(0)
+    if root is not None:
+        lines += _folded(f"prompt, {len(root.tokens)} tokens: {root.text}", "", width, full)
+        lines += _below(tree, root, "", width, full)
+    return "\n".join(lines)
+
+
+def _below(tree: Tree, node: Node, indent: str, width: int, full: bool) -> list[str]:
+    lines: list[str] = []
+    children = tree.children(node)
+    for place, child in enumerate(children):
+        last = place == len(children) - 1
+        branch, rest = ("└─ ", "   ") if last else ("├─ ", "│  ")
+        text = _wrapped(title(child), indent + rest, width)
+        text[0] = indent + branch + text[0].removeprefix(indent + rest)
+        text += _folded(child.text.strip(), indent + rest + "  ", width, full)
+        for judge, note in child.notes.items() if full else ():
+            text += _wrapped(f"{judge}: {note}", indent + rest + "  # ", width)
+        lines += text + _below(tree, child, indent + rest, width, full)
+    return lines
+
+
+def title(node: Node) -> str:
+    """Return what a node is, and all its scores, in one line. * marks an action that was continued."""
+    parts = [
+        f"{'*' if node.chosen and node.kind == 'action' else ' '} {node.kind} {node.id}, {len(node.tokens)} tokens"
+    ]
+    if node.cached:
+        parts.append(f"{node.cached} cached")
+    if node.forced:
+        parts.append("forced, not trained")
+    if node.finish not in ("", "stop"):
+        parts.append(f"ended by {node.finish}")
+    if node.versions is not None and len(node.versions):
+        low, high = int(node.versions.min()), int(node.versions.max())
+        parts.append(f"version {low}" if low == high else f"versions {low}-{high}")
+    if node.kind == "action" and not node.scores.get("valid", 1.0):
+        parts.append("INVALID")
+    parts += [f"{name} {value:+.3f}" for name, value in node.scores.items() if name not in _IN_WORDS]
+    if node.invalid:
+        parts.append(f"judge invalid: {', '.join(node.invalid)}")
+    return "  ".join(parts)
+
+
+def _folded(text: str, indent: str, width: int, full: bool) -> list[str]:
+    lines = _wrapped(text, indent, width)
+    if full or len(lines) <= 2 * SHOWN + 1:
+        return lines
+    return [*lines[:SHOWN], f"{indent}... {len(lines) - 2 * SHOWN} lines (--full) ...", *lines[-SHOWN:]]
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    lines = [
+        line for part in text.splitlines() or [""] for line in textwrap.wrap(part, max(20, width - len(indent))) or [""]
+    ]
+    return [indent + line for line in lines]
+
+
+def difference(first: list[Node], second: list[Node], width: int) -> str:
+    """Return how two paths from the root differ: the nodes that they share, then the texts line by line, then every score of the last nodes."""
+    shared = 0
+    for one, other in zip(first, second, strict=False):
+        if one.kind != other.kind or one.tokens.tolist() != other.tokens.tolist():
+            break
+        shared += 1
+    tokens = sum(len(node.tokens) for node in first[:shared])
+    lines = [f"the first {shared} nodes are equal ({tokens} tokens)"]
+    texts = [
+        [line for node in path[shared:] for line in (title(node), *_wrapped(node.text.strip(), "  ", width))]
+        for path in (first, second)
+    ]
+    lines += [line for line in difflib.ndiff(*texts) if not line.startswith("?")]
+    a, b = first[-1].scores, second[-1].scores
+    lines += [f"{name:<20} {_number(a, name):>10} {_number(b, name):>10}" for name in {**a, **b}]
+    return "\n".join(lines)
+
+
+def _number(scores: dict[str, float], name: str) -> str:
+    return f"{scores[name]:+.3f}" if name in scores else "-"

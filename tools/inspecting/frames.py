@@ -1,0 +1,116 @@
+"""A journal's trees and nodes as data frames, for filters in SQL, for Parquet files and for notebooks.
+
+``nodes`` has one row per node and ``trees`` one row per tree. Every score column that the run has becomes a column of both. A score that has the
+name of another column is called ``score_NAME``.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+
+from scheduler.journal import Journal, TreeRow
+
+NODE: dict[str, pl.DataType | type[pl.DataType]] = {
+    "tree": pl.Int64,
+    "node": pl.Int64,
+    "parent": pl.Int64,
+    "kind": pl.String,
+    "step": pl.Int64,
+    "trajectory": pl.Int64,
+    "chosen": pl.Boolean,
+    "forced": pl.Boolean,
+    "finish": pl.String,
+    "tokens": pl.Int64,
+    "cached": pl.Int64,
+    "first_version": pl.Int64,
+    "last_version": pl.Int64,
+    "logprob": pl.Float64,
+    "judge_invalid": pl.Int64,
+    "text": pl.String,
+}
+"""The columns of ``nodes`` beside the scores. parent: -1 for the root. kind: prompt, action or observation. tokens: those that the node adds.
+cached: prompt tokens that the engine had in its cache. first_version, last_version: the weights that sampled an action. logprob: the sum over an
+action's tokens under the policy that sampled them. judge_invalid: how many score columns a judge could not give."""
+TREE: dict[str, pl.DataType | type[pl.DataType]] = {
+    "tree": pl.Int64,
+    "task": pl.String,
+    "split": pl.String,
+    "status": pl.String,
+    "reason": pl.String,
+    "version": pl.Int64,
+    "age_s": pl.Float64,
+    "groups": pl.Int64,
+    "trained": pl.Int64,
+    "trained_by": pl.Int64,
+}
+"""The first columns of ``trees``. version: the one at which the tree was admitted. age_s: seconds since then. groups: how many it emitted; trained:
+how many of them a version has trained, the newest of which is trained_by."""
+SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
+"""The columns of ``trees`` that sum up its actions. actions: all candidates; turns: those that were continued, forced ones included; sampled: their
+tokens; invalid: how many could not be read; judge_invalid: how many scores a judge could not give; spread: the largest reward less the smallest."""
+ACTION = pl.col("kind") == "action"
+
+
+def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
+    """Return one row per node of the trees ``rows``, with the columns of ``NODE`` and the scores, null where a node has none."""
+    plain, scores = [], []
+    for row in rows:
+        for node in journal.tree(row).nodes.values():
+            versions = node.versions if node.versions is not None and len(node.versions) else None
+            span = (None, None) if versions is None else (int(versions.min()), int(versions.max()))
+            logprob = None if node.logprobs is None else float(node.logprobs.sum())
+            place = row.id, node.id, node.parent, node.kind, node.step, node.trajectory, node.chosen, node.forced
+            plain.append(
+                (*place, node.finish, len(node.tokens), node.cached, *span, logprob, len(node.invalid), node.text)
+            )
+            scores.append(node.scores)
+    names = sorted({name for one in scores for name in one})
+    taken = {*NODE, *TREE, *SUMS}
+    columns = {
+        f"score_{name}" if name in taken else name: pl.Series([one.get(name) for one in scores], dtype=pl.Float64)
+        for name in names
+    }
+    return pl.DataFrame(plain, schema=NODE, orient="row").with_columns(**columns)
+
+
+def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, and each score's mean, NAME_min and NAME_max over its actions.
+
+    below: the trees' ``nodes``.
+    """
+    now = time.time()
+    plain = []
+    for row in rows:
+        versions = [version for _, version in journal.groups(row.id)]
+        known = [version for version in versions if version is not None]
+        what = row.id, row.task, row.split, row.status, row.reason or "", row.version, now - row.time
+        plain.append((*what, len(versions), len(known), max(known, default=None)))
+    names = [name for name in below.columns if name not in NODE]
+    unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)
+    sums = [
+        pl.len().cast(pl.Int64).alias("actions"),
+        pl.col("chosen").sum().cast(pl.Int64).alias("turns"),
+        pl.col("tokens").sum().alias("sampled"),
+        unread.cast(pl.Int64).alias("invalid"),
+        pl.col("judge_invalid").sum(),
+        (pl.col("reward").max() - pl.col("reward").min() if "reward" in names else pl.lit(None, pl.Float64)).alias(
+            "spread"
+        ),
+    ]
+    sums += [pl.col(name).mean() for name in names]
+    sums += [getattr(pl.col(name), end)().alias(f"{name}_{end}") for name in names for end in ("min", "max")]
+    frame = pl.DataFrame(plain, schema=TREE, orient="row")
+    return frame.join(below.filter(ACTION).group_by("tree").agg(sums), on="tree", how="left", maintain_order="left")
+
+
+def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return ``trees`` and ``nodes`` of a run folder, which may be live, or of a journal file. Raises FileNotFoundError."""
+    journal = Journal(run / "journal.sqlite" if run.is_dir() else run, readonly=True)
+    try:
+        rows = journal.trees("split=?", split)
+        below = nodes(journal, rows)
+        return trees(journal, rows, below), below
+    finally:
+        journal.close()
