@@ -21,6 +21,7 @@ from scheduler.dynamic_sampling import differs
 from scheduler.journal import Journal
 from scheduler.main import Run
 from tests.scheduler.test_begin import publish
+from wire import frontier
 from wire.keys import RunKeys
 from wire.messages import (
     Closed,
@@ -99,7 +100,7 @@ class House:
             reward="outcome",
         )
         self.folder, self.run, self.version, self.loaded = folder, Run(process), version, 0
-        self.inbox = Inbox(QUESTIONS, dict.fromkeys(trained or (), version))
+        self.inbox = Inbox(QUESTIONS, {**(trained or {})})
         self.waiting: dict[int, asyncio.Future[Trained]] = {}
         self.batches: list[Batch] = []
         self.most = UPDATES
@@ -144,8 +145,8 @@ class House:
             self.version += 1
             folder = self.folder / "checkpoints" / f"v{self.version:06d}"
             folder.mkdir(parents=True)
-            frontier = {"version": self.version, "trained": sorted(self.inbox.trained)}
-            (folder / "state.json").write_bytes(msgspec.json.encode(frontier))
+            state = {"version": self.version, "trained": frontier.runs(self.inbox.trained)}
+            (folder / "state.json").write_bytes(msgspec.json.encode(state))
             for group in [*(group.id for group in batch.groups), *batch.replaced]:
                 self.waiting.pop(group).set_result(self.answer())
 

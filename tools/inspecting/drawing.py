@@ -131,11 +131,11 @@ def difference(first: list[Node], second: list[Node], width: int) -> str:
         shared += 1
     tokens = sum(len(node.tokens) for node in first[:shared])
     lines = [f"the first {shared} nodes are equal ({tokens} tokens)"]
-    texts = [
+    one, other = (
         [line for node in path[shared:] for line in (title(node), *_wrapped(node.text.strip(), "  ", width))]
         for path in (first, second)
-    ]
-    lines += [line for line in difflib.ndiff(*texts) if not line.startswith("?")]
+    )
+    lines += [line for line in difflib.ndiff(one, other) if not line.startswith("?")]
     a, b = first[-1].scores, second[-1].scores
     lines += [f"{name:<20} {_number(a, name):>10} {_number(b, name):>10}" for name in {**a, **b}]
     return "\n".join(lines)

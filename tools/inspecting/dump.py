@@ -14,13 +14,14 @@ from scheduler.tree import Node, Tree
 from tools.inspecting import drawing, frames
 
 EXAMPLES = """examples:
-  tools/dump RUN                                         the last finished tree
-  tools/dump RUN --list                                  one line per tree, the newest first
-  tools/dump RUN --where "reward > 0.5 AND version > 3"  trees by their columns, in SQL
-  tools/dump RUN --text "capital of (Peru|Chile)"        trees with such a text
-  tools/dump RUN --surprising 3 --full                   largest advantages, with the judges' explanations
-  tools/dump RUN --diff 12:4 12:9                        two candidates of tree 12
-  tools/dump RUN --parquet FOLDER                        trees.parquet and nodes.parquet"""
+  tools/dump RUN                               the last finished tree
+  tools/dump RUN --list                        one line per tree, the newest first
+  tools/dump RUN --where "reward > 0.5 AND version > 3"
+                                               trees by their columns, in SQL
+  tools/dump RUN --text "capital of Peru"      trees with such a text
+  tools/dump RUN --surprising 3 --full         largest advantages, judges' words
+  tools/dump RUN --diff 12:4 12:9              two candidates of tree 12
+  tools/dump RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
 LISTED = ("tree", "task", "status", "version", "actions", "reward", "spread", "outcome", "invalid", "age_s")
 RANKS = {
     "best": ("outcome", "reward", "step_reward"),
@@ -86,7 +87,8 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     """Print what the command line asks for. Raises ValueError for what is not there."""
     width = shutil.get_terminal_size((120, 40)).columns
     if options.diff:
-        print(drawing.difference(*(_path(journal, place) for place in options.diff), width))
+        one, other = (_path(journal, place) for place in options.diff)
+        print(drawing.difference(one, other, width))
         return
     rows, table, below = find(journal, options)
     if options.columns:
