@@ -54,7 +54,8 @@ REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
-THAW_S = 3600.0
+THAW_S, ROOM = 3600.0, 100_000
+"""How long, and how many more objects than half of them, ``Survivors`` spares without a look at all."""
 ADMITTED_AT_ONCE = 32
 """The number of trees that are started before messages and other trees get their turn."""
 LEAVE_S = 30.0
@@ -533,22 +534,28 @@ async def run(process: SchedulerProcess) -> int:
 
 
 class Survivors:
-    """A callback of the garbage collector: what has survived a full collection is not looked at again for ``THAW_S`` seconds.
+    """A callback of the garbage collector: what has survived a full collection is not looked at again for ``THAW_S`` seconds, or until half as
+    many objects more, and ``ROOM``, are spared.
 
     A full collection holds up the event loop for as long as it takes to look at every object, and thousands of trees have a million. Objects are
-    freed by their reference counts all the same; only cycles among them wait until then.
+    freed by their reference counts all the same; only cycles among them wait until then. A failed call leaves such a cycle, its traceback, so
+    without the second condition a storm of failures would fill the memory.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._thawed = clock, clock()
+        self._most, self._all = 0, True
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "stop" and info["generation"] == 2:
-            if self._clock() - self._thawed > THAW_S:
-                self._thawed = self._clock()
-                gc.unfreeze()
-            else:
-                gc.freeze()
+        if phase != "stop" or info["generation"] != 2:
+            return
+        if not self._all and (self._clock() - self._thawed > THAW_S or gc.get_freeze_count() > self._most):
+            gc.unfreeze()
+            self._thawed, self._all = self._clock(), True  # the next collection looks at everything
+            return
+        gc.freeze()
+        if self._all:
+            self._most, self._all = gc.get_freeze_count() * 3 // 2 + ROOM, False
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from scheduler.main import THAW_S, Survivors
+from scheduler.main import ROOM, THAW_S, Survivors
 
 
 class Cycle:
@@ -28,9 +28,36 @@ def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
         gc.collect()
         assert gone() is not None
         now = THAW_S + 1
+        gc.collect()  # thaws, because it is late
+        gc.collect()  # looks at everything
+        assert gone() is None
+    finally:
+        gc.callbacks.remove(survivors)
+        gc.unfreeze()
+
+
+def test_many_more_survivors_than_before_are_all_looked_at_however_early_it_is() -> None:
+    survivors = Survivors(lambda: 0.0)
+    gc.collect()
+    gc.callbacks.append(survivors)
+    try:
+        gc.collect()  # the first look at everything
+        first = gc.get_freeze_count()
+        cycle = Cycle()
+        gone = weakref.ref(cycle)
+        crowd = [[] for _ in range(first // 2 + ROOM // 2)]
+        gc.collect()
+        del cycle
+        gc.collect()
+        assert gone() is not None  # few enough
+        crowd += [[] for _ in range(ROOM)]
+        gc.collect()
         gc.collect()  # thaws
         gc.collect()  # looks at everything
         assert gone() is None
+        assert len(crowd) > ROOM
+        gc.collect()
+        assert gc.get_freeze_count() > first + len(crowd)  # and they are spared again
     finally:
         gc.callbacks.remove(survivors)
         gc.unfreeze()

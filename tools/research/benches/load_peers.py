@@ -138,7 +138,8 @@ class Learner:
     async def train(self, group: TrainGroup, call: Call) -> Trained:
         self.here.add(group.id)
         self.news.set()
-        return await self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
+        answer = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
+        return await asyncio.shield(answer)  # a lost connection cancels this handler, and the group is sent again
 
     async def close(self, closed: TreeClosed, call: Call) -> Closed:
         self.closed.setdefault(closed.tree, closed.groups)
