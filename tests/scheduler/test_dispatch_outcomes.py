@@ -1,7 +1,9 @@
 """Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's cancellation."""
 
 import asyncio
+import gc
 import tempfile
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.dispatch import DispatchConfig, Dispatcher, Event
-from tests.services import EchoRequest, EchoResult, Prefer, bench
+from tests.services import Bench, EchoRequest, EchoResult, Prefer, bench
 from wire import loop
 from wire.faults import DataFault, Fault, InfrastructureFault, WireError
 from wire.messages import Message, Result
@@ -218,6 +220,33 @@ async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: 
         with pytest.raises(InfrastructureFault, match="w: never"):
             await b.dispatcher.call("echo", ask(), deadline=10)
         assert b.dispatcher.counters["retries"] == 1
+
+
+async def test_a_failed_call_leaves_nothing_that_waits_for_the_garbage_collector(tmp_path: Path) -> None:
+    """A storm of failed calls would fill the memory with their requests before the collector looks."""
+
+    async def never(request: EchoRequest, call: Call) -> EchoResult:
+        raise InfrastructureFault("never")
+
+    async def fail(b: Bench) -> weakref.ref[Any]:
+        def checked(answer: EchoResult) -> None:
+            """Stands for the request: a call holds both."""
+
+        try:
+            await b.dispatcher.call("echo", ask(), deadline=60, check=checked)
+        except InfrastructureFault:
+            return weakref.ref(checked)
+        raise AssertionError
+
+    async with bench(tmp_path, DispatchConfig(max_attempts=1)) as b:
+        await b.work("w", {"echo": never})
+        gc.disable()
+        try:
+            left = await fail(b)
+            await asyncio.sleep(0)  # the step of the event loop that raised the error holds it
+            assert left() is None
+        finally:
+            gc.enable()
 
 
 async def test_a_retried_call_that_waits_for_a_busy_worker_does_not_hold_up_the_others(tmp_path: Path) -> None:
