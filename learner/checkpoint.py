@@ -79,7 +79,7 @@ def save(
         _verify(folder, ranks if ranks.sharded else None)
 
     for step in (begin, write, finish, prove):
-        error = _attempt(step, ranks, ranks.sharded)
+        error = _attempt(step, folder, ranks, ranks.sharded)
         if error is not None:
             if ranks.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -94,7 +94,7 @@ def save(
     return folder
 
 
-def _attempt(step: Callable[[], object], ranks: Ranks, together: bool) -> Exception | None:
+def _attempt(step: Callable[[], object], folder: Path, ranks: Ranks, together: bool) -> Exception | None:
     """Run ``step`` and return the error, here or, if ``together``, on another rank. All ranks succeed or all fail, and none waits for ever."""
     error: Exception | None = None
     try:
@@ -105,7 +105,7 @@ def _attempt(step: Callable[[], object], ranks: Ranks, together: bool) -> Except
         damaged = isinstance(error, DamagedError)
         anywhere = ranks.add(torch.tensor([float(error is not None), float(damaged)])).tolist()
         if anywhere[1] and not damaged:
-            error = DamagedError("another rank could not read it; its log says why")
+            error = DamagedError(f"checkpoint {folder} is damaged: another rank could not read it; its log says why")
         elif anywhere[0] and error is None:
             error = OSError("another rank failed; its log says why")
     return error
@@ -183,11 +183,8 @@ def restore_together(trainer: Trainer, folder: Path) -> State:
     raise CheckpointError."""
     states: list[State] = []
     for step in (lambda: states.append(_proven(trainer, folder)), lambda: _load(trainer, folder, states[0])):
-        error = _attempt(step, trainer.ranks, trainer.ranks.count > 1)
+        error = _attempt(step, folder, trainer.ranks, trainer.ranks.count > 1)
         if error is not None:
-            if isinstance(error, DamagedError):
-                here = str(folder) in str(error)
-                raise error if here else DamagedError(f"checkpoint {folder} is damaged: {error}")
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
     return states[0]
 
