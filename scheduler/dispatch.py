@@ -170,9 +170,8 @@ class Dispatcher:
             self._abandon(pending, "cancelled")
             if pending.done.cancelled():
                 self._forget_waiting(pending)
-            del (
-                pending
-            )  # its future holds the error, whose traceback holds this frame: a cycle with the whole request in it
+            # The future holds the error, whose traceback holds this frame: without this, a cycle with the whole request in it.
+            del pending
 
     def workers(self, service: str | None = None) -> list[Worker]:
         """The ready workers that offer ``service``, or all ready workers."""

@@ -36,6 +36,7 @@ from scheduler.pacing import Pacing
 from scheduler.phases import SUMMED, Phases, Training
 from scheduler.spread import Spread, Weights
 from scheduler.stream import Stream
+from scheduler.survivors import Survivors
 from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
@@ -54,8 +55,6 @@ REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
-THAW_S, ROOM = 3600.0, 100_000
-"""How long, and how many more objects than half of them, ``Survivors`` spares without a look at all."""
 ADMITTED_AT_ONCE = 32
 """The number of trees that are started before messages and other trees get their turn."""
 LEAVE_S = 30.0
@@ -531,31 +530,6 @@ async def run(process: SchedulerProcess) -> int:
         return 0
     finally:
         await scheduling.close()
-
-
-class Survivors:
-    """A callback of the garbage collector: what has survived a full collection is not looked at again for ``THAW_S`` seconds, or until half as
-    many objects more, and ``ROOM``, are spared.
-
-    A full collection holds up the event loop for as long as it takes to look at every object, and thousands of trees have a million. Objects are
-    freed by their reference counts all the same; only cycles among them wait until then. A failed call leaves such a cycle, its traceback, so
-    without the second condition a storm of failures would fill the memory.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._thawed = clock, clock()
-        self._most, self._all = 0, True
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase != "stop" or info["generation"] != 2:
-            return
-        if not self._all and (self._clock() - self._thawed > THAW_S or gc.get_freeze_count() > self._most):
-            gc.unfreeze()
-            self._thawed, self._all = self._clock(), True  # the next collection looks at everything
-            return
-        gc.freeze()
-        if self._all:
-            self._most, self._all = gc.get_freeze_count() * 3 // 2 + ROOM, False
 
 
 def main() -> None:

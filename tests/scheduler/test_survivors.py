@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from scheduler.main import ROOM, THAW_S, Survivors
+from scheduler.survivors import ROOM, THAW_S, Survivors
 
 
 class Cycle:

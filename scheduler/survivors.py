@@ -1,0 +1,35 @@
+"""Keep the garbage collector from holding up the event loop: what has survived a full collection is spared the next ones."""
+
+import gc
+import time
+from collections.abc import Callable
+
+THAW_S = 3600.0
+"""The longest time, in seconds, between two collections that look at every object."""
+MORE, ROOM = 1.5, 100_000
+"""Every object is also looked at as soon as more than ``MORE`` times the objects of the last such collection, and ``ROOM``, are spared."""
+
+
+class Survivors:
+    """A callback for ``gc.callbacks``, which freezes what survives a full collection.
+
+    A full collection takes as long as it takes to look at every object, and thousands of trees have a million. Objects are freed by their reference
+    counts all the same; only cycles among the spared ones wait until all are looked at again. Therefore the number of spared objects is bounded too:
+    otherwise anything that leaves cycles quickly would fill the memory.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._thawed = clock, clock()
+        self._bound = 0.0
+        self._thawing = True  # this collection, the first one, looks at every object
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase != "stop" or info["generation"] != 2:
+            return
+        if not self._thawing and (self._clock() - self._thawed > THAW_S or gc.get_freeze_count() > self._bound):
+            gc.unfreeze()
+            self._thawed, self._thawing = self._clock(), True
+            return
+        gc.freeze()
+        if self._thawing:
+            self._bound, self._thawing = MORE * gc.get_freeze_count() + ROOM, False
