@@ -193,7 +193,7 @@ def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
 def _player(flags: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
     """The player's part of the settings. Raises ValueError."""
     if flags.baseline:
-        if getattr(type(environment), "replies", None) is Environment.replies:
+        if not baselines.offered(environment):
             raise ValueError(f"--baseline: {flags.environment} lists no replies to choose from (Environment.replies)")
         return {"player": "baseline", "source": flags.baseline}
     if run is not None:
