@@ -1,9 +1,11 @@
 """The command tools/dump: find prefix trees of a run in its journal, which may be that of a live run, and show them."""
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -35,15 +37,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = _parse(arguments)
     try:
-        path = options.run / "journal.sqlite" if options.run.is_dir() else options.run
-        journal = Journal(path, readonly=True)
-        show(journal, options)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"tools/dump: {error}", file=sys.stderr)
-        return 2
+        with contextlib.closing(frames.opened(options.run)) as journal:
+            show(journal, options)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
+    except (OSError, ValueError) as error:
+        print(f"tools/dump: {error}", file=sys.stderr)
+        return 2
+    except sqlite3.DatabaseError as error:
+        print(f"tools/dump: {options.run} is no journal of a run, or a damaged one ({error})", file=sys.stderr)
+        return 2
     return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -62,9 +72,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     which.add_argument("--sort", metavar="COLUMN", help="by this column, the largest first")
     which.add_argument("--reverse", action="store_true", help="with --sort: the smallest first")
     for name, words in (("best", "highest outcome"), ("worst", "lowest outcome"), ("surprising", "largest advantage")):
-        which.add_argument(f"--{name}", type=int, metavar="N", help=f"the N trees with the {words}")
-    which.add_argument("--sample", type=int, metavar="N", help="N trees at random, the same ones each time")
-    which.add_argument("--limit", type=int, metavar="N", help="at most N trees")
+        which.add_argument(f"--{name}", type=_count, metavar="N", help=f"the N trees with the {words}")
+    which.add_argument("--sample", type=_count, metavar="N", help="N trees at random, the same ones each time")
+    which.add_argument("--limit", type=_count, metavar="N", help="at most N trees")
     which.add_argument("--all", action="store_true", help="print every tree found, not a list of them")
     how = parser.add_argument_group("how").add_mutually_exclusive_group()
     how.add_argument("--list", action="store_true", help="one line per tree (default when several are found)")
@@ -80,6 +90,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--{' and --'.join(asked)} put the trees in different orders: give one of them")
     if options.reverse and not options.sort:
         parser.error("--reverse has no effect without --sort")
+    if options.diff and _several(options):
+        parser.error("--diff names its two trees: leave the options that look for others out")
     return options
 
 
@@ -122,6 +134,8 @@ def _path(journal: Journal, place: str) -> list[Node]:
     tree: Tree = journal.tree(rows[0])
     if number and int(number) not in tree.nodes:
         raise ValueError(f"--diff {place}: tree {name} has the nodes {', '.join(map(str, tree.nodes))}")
+    if not tree.nodes:
+        raise ValueError(f"--diff {place}: tree {name} has no node yet")
     return tree.path(tree.nodes[int(number)] if number else tree.tip())
 
 

@@ -4,6 +4,7 @@
 name of another column is called ``score_NAME``.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,28 +90,34 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
         plain.append((*what, len(versions), len(known), max(known, default=None)))
     names = [name for name in below.columns if name not in NODE]
     unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)
+    reward = pl.col("reward") if "reward" in names else pl.lit(None, pl.Float64)
     sums = [
         pl.len().cast(pl.Int64).alias("actions"),
         pl.col("chosen").sum().cast(pl.Int64).alias("turns"),
         pl.col("tokens").sum().alias("sampled"),
         unread.cast(pl.Int64).alias("invalid"),
         pl.col("judge_invalid").sum(),
-        (pl.col("reward").max() - pl.col("reward").min() if "reward" in names else pl.lit(None, pl.Float64)).alias(
-            "spread"
-        ),
+        (reward.max() - reward.min()).alias("spread"),
     ]
     sums += [pl.col(name).mean() for name in names]
-    sums += [getattr(pl.col(name), end)().alias(f"{name}_{end}") for name in names for end in ("min", "max")]
+    sums += [
+        getattr(pl.col(name), end)().alias(f"{name}_{end}")
+        for name in names
+        for end in ("min", "max")
+        if f"{name}_{end}" not in names
+    ]
     frame = pl.DataFrame(plain, schema=TREE, orient="row")
     return frame.join(below.filter(ACTION).group_by("tree").agg(sums), on="tree", how="left", maintain_order="left")
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return ``trees`` and ``nodes`` of a run folder, which may be live, or of a journal file. Raises FileNotFoundError."""
-    journal = Journal(run / "journal.sqlite" if run.is_dir() else run, readonly=True)
-    try:
+    with contextlib.closing(opened(run)) as journal:
         rows = journal.trees("split=?", split)
         below = nodes(journal, rows)
         return trees(journal, rows, below), below
-    finally:
-        journal.close()
+
+
+def opened(run: Path) -> Journal:
+    """Return the journal of a run folder, or the journal file itself, open for reading. Raises FileNotFoundError."""
+    return Journal(run / "journal.sqlite" if run.is_dir() else run, readonly=True)

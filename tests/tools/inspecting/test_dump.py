@@ -65,7 +65,6 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[int]:
         (["--text", "country [13]", "--where", "version = 1", "--list"], [3]),
         (["--sort", "spread", "--limit", "2"], [4, 3]),
         (["--sort", "spread", "--reverse", "--limit", "2"], [0, 1]),
-        (["--worst", "1", "--list"], [0]),
         (["--surprising", "2"], [4, 3]),
         (["--tree", "5", "--list"], [5]),
     ],
@@ -73,13 +72,13 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[int]:
 def test_trees_are_found_by_their_columns_and_texts(
     run: Path, options: list[str], found: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "--worst" in options:  # all means are 0: the smallest outcome decides where there is one
-        with_outcome(run)
     assert main([str(run), *options]) == 0
     assert listed(capsys) == found
 
 
-def with_outcome(run: Path) -> None:
+def test_the_best_and_the_worst_have_the_highest_and_the_lowest_outcome(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     journal = Journal(run / "journal.sqlite")
     for row in journal.trees():
         tree = journal.tree(row)
@@ -87,6 +86,9 @@ def with_outcome(run: Path) -> None:
         tree.changed = {1: tree.nodes[1]}
         journal.save_nodes(tree)
     journal.close()
+    for rank, order in (("--best", [4, 3]), ("--worst", [0, 1])):
+        assert main([str(run), rank, "2"]) == 0
+        assert listed(capsys) == order
 
 
 def test_a_sample_is_the_same_each_time_and_no_larger_than_asked_for(
@@ -135,6 +137,48 @@ def test_two_orders_at_once_are_refused(run: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main([str(run), "--reverse"])
     assert "no effect without --sort" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(run), "--diff", "1", "2", "--best", "3"])
+    assert "--diff names its two trees" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--limit", "--sample", "--best"])
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_a_number_of_trees_is_at_least_one(
+    run: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([str(run), f"{option}={value}"])
+    assert f"{value!r}: expected a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_what_is_no_journal_and_a_folder_that_cannot_be_written_are_told(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("no journal at all, but long enough to be taken for one\n" * 40)
+    assert main([str(other)]) == 2
+    assert "is no journal of a run, or a damaged one" in capsys.readouterr().err
+    assert main([str(run / "elsewhere")]) == 2
+    assert "is this a run folder?" in capsys.readouterr().err
+    assert main([str(run), "--parquet", str(other)]) == 2
+    assert "notes.txt" in capsys.readouterr().err
+
+
+def test_a_run_without_scores_or_rewards_is_listed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    for i in range(2):
+        tree = Tree(i, f"task{i}")
+        root = tree.add(None, "prompt", ids(1), "question")
+        tree.add(root, "action", ids(2), "answer", scores={"risk": 1.0, "risk_min": 0.5} if i else {})
+        journal.start_tree(tree, i, 0)
+    journal.close()
+    assert main([str(tmp_path), "--list"]) == 0
+    assert listed(capsys) == [1, 0]
+    assert main([str(tmp_path), "--where", "risk_min = 0.5", "--list"]) == 0
+    assert listed(capsys) == [1]
+    assert main([str(tmp_path), "--best", "1"]) == 2
+    assert "the run has none of the columns outcome, reward" in capsys.readouterr().err
 
 
 def test_the_frames_hold_every_score_and_survive_parquet(run: Path, tmp_path: Path) -> None:
