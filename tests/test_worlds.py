@@ -151,6 +151,7 @@ def trainable(turns: table.TurnTable) -> list[str]:
     return [name for name in schemes.names() if schemes.load(name, {}).needs.columns <= set(turns.scores)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", strategies.names())
 @pytest.mark.parametrize("name", WORLDS)
 async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(

@@ -213,9 +213,11 @@ def test_a_signal_stops_a_live_run(number: signal.Signals, tmp_path: Path, capsy
     crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS)
     before = signal.signal(number, signal.SIG_DFL)  # under nohup the tests themselves ignore SIGHUP
 
-    with once(lambda: crew.starts("learner-0") == 1, lambda: os.kill(os.getpid(), number)):
-        assert crew.launch() == 130
-    signal.signal(number, before)
+    try:
+        with once(lambda: crew.starts("learner-0") == 1, lambda: os.kill(os.getpid(), number)):
+            assert crew.launch() == 130
+    finally:
+        signal.signal(number, before)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "stopping (press Ctrl-C again to kill) ...",
         f"stopped; go on with: tools/launch --resume {tmp_path}",

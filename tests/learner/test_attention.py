@@ -195,6 +195,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FilePath]:
     return {kind: tiny.save(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "lora"])
 @pytest.mark.parametrize("backend", ["dense", "cascade"])
