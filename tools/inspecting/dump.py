@@ -13,7 +13,7 @@ import polars as pl
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
-from tools.inspecting import drawing, frames
+from tools.inspecting import drawing, frames, page, replay
 
 EXAMPLES = """examples:
   tools/dump RUN                               the last finished tree
@@ -23,6 +23,8 @@ EXAMPLES = """examples:
   tools/dump RUN --text "capital of Peru"      trees with such a text
   tools/dump RUN --surprising 3 --full         largest advantages, judges' words
   tools/dump RUN --diff 12:4 12:9              two candidates of tree 12
+  tools/dump RUN --surprising 20 --html trees.html
+                                               a page to click through
   tools/dump RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
 LISTED = ("tree", "task", "status", "version", "actions", "reward", "spread", "outcome", "invalid", "age_s")
 RANKS = {
@@ -83,7 +85,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     how.add_argument("--jsonl", action="store_true", help="JSON, one tree per line")
     how.add_argument("--dot", action="store_true", help="graphs for Graphviz")
     how.add_argument("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
+    how.add_argument("--html", type=Path, metavar="FILE", help="a page to click through, one file for all trees found")
     how.add_argument("--diff", nargs=2, metavar="TREE[:NODE]", help="two trees, or two nodes, against each other")
+    parser.add_argument(
+        "--newest", action="store_true", help="with --html or --tokens: log-probabilities under the newest policy, too"
+    )
+    parser.add_argument("--tokens", action="store_true", help="the log-probability of every sampled token")
     parser.add_argument("--full", action="store_true", help="whole texts, with the judges' explanations")
     options = parser.parse_args(arguments)
     if len(asked := [name for name in (*RANKS, "sort", "sample") if getattr(options, name) is not None]) > 1:
@@ -110,6 +117,10 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         for name, frame in (("trees", table), ("nodes", below)):
             frame.write_parquet(options.parquet / f"{name}.parquet")
             print(f"{options.parquet / name}.parquet: {len(frame)} rows")
+    elif options.html:
+        newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
+        options.html.write_text(page.html(journal, rows, table, options.run, newest), encoding="utf-8")
+        print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:
         values = [drawing.as_json(journal, row) for row in rows]
         print(json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False))

@@ -12,6 +12,7 @@ from pathlib import Path
 import polars as pl
 
 from scheduler.journal import Journal, TreeRow
+from tools.inspecting.replay import Replayed
 
 NODE: dict[str, pl.DataType | type[pl.DataType]] = {
     "tree": pl.Int64,
@@ -119,5 +120,5 @@ def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def opened(run: Path) -> Journal:
-    """Return the journal of a run folder, or the journal file itself, open for reading. Raises FileNotFoundError."""
-    return Journal(run / "journal.sqlite" if run.is_dir() else run, readonly=True)
+    """Return the journal of a run folder, or the journal file itself, open for reading, with advantages. Raises FileNotFoundError."""
+    return Replayed(run / "journal.sqlite" if run.is_dir() else run)

@@ -1,0 +1,82 @@
+"""Trees as one HTML file, which needs no network: ``page.html`` and ``page.js`` with the trees' data inside (docs/dump.md)."""
+
+import json
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from scheduler.journal import Journal, TreeRow
+from scheduler.tree import Node
+from tools.inspecting import replay
+from wire import vision
+
+_AS_IT_IS = ("id", "parent", "kind", "text", "invalid", "notes", "chosen", "forced", "finish", "cached")
+DIGITS = 4
+"""Digits after the point of what the page shows."""
+
+Newest = tuple[int | None, Mapping[tuple[int, int], np.ndarray]]
+
+
+def html(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, run: Path, newest: Newest = (None, {})) -> str:
+    """Return the page of the trees ``rows``. table: their ``frames.trees``. newest: what ``replay.newest`` returns."""
+    words = tokenizer(run)
+    trees = []
+    for row, values in zip(rows, table.iter_rows(named=True), strict=True):
+        of = newest[1]
+        nodes = [_node(node, words, of.get((row.id, node.id)), journal) for node in journal.tree(row).nodes.values()]
+        trees.append(
+            {"tree": row.id, "task": row.task, "version": row.version, "said": _said(row, values), "nodes": nodes}
+        )
+    name = (run if run.is_dir() else run.parent).resolve().name
+    data = {"title": f"{name}: {len(trees)} prefix trees", "newest": newest[0], "trees": trees}
+    here = Path(__file__).parent
+    # "<" cannot end the element that holds the data, whatever a policy wrote.
+    encoded = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    template = string.Template((here / "page.html").read_text())
+    return template.substitute(data=encoded, script=(here / "page.js").read_text())
+
+
+def tokenizer(run: Path) -> tokenizers.Tokenizer | None:
+    """Return the tokenizer of a run's policy, or None without its folder."""
+    process = replay.learner(run)
+    file = Path(process.model) / "tokenizer.json" if process is not None else None
+    return tokenizers.Tokenizer.from_file(str(file)) if file is not None and file.is_file() else None
+
+
+def pieces(words: tokenizers.Tokenizer, tokens: np.ndarray) -> list[str]:
+    """Return the text of each token. Of a character of several tokens, the last one has the text."""
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(words, int(token)) or "" for token in tokens]
+
+
+def _node(
+    node: Node, words: tokenizers.Tokenizer | None, newest: np.ndarray | None, journal: Journal
+) -> dict[str, Any]:
+    values: dict[str, Any] = {name: getattr(node, name) for name in _AS_IT_IS}
+    values |= {
+        "size": len(node.tokens),
+        "scores": {name: round(value, DIGITS) for name, value in node.scores.items() if np.isfinite(value)},
+    }
+    if pictures := [vision.url(png) for png in journal.pictures(node.tokens).values()]:
+        values["pictures"] = pictures
+    if node.versions is not None and len(node.versions):
+        values["versions"] = [int(node.versions.min()), int(node.versions.max())]
+    if node.logprobs is not None and len(node.logprobs):
+        values["logprobs"] = [round(float(value), DIGITS) for value in node.logprobs]
+        if words is not None:
+            values["pieces"] = pieces(words, node.tokens)
+        if newest is not None:
+            values["newest"] = [round(float(value), DIGITS) for value in newest]
+    return values
+
+
+def _said(row: TreeRow, values: Mapping[str, Any]) -> str:
+    """The tree's line in the list, after its number, task and version."""
+    shown = [f"{name} {values[name]:.2f}" for name in ("outcome", "reward") if values.get(name) is not None]
+    return ", ".join([row.status, *shown, f"{values['actions'] or 0} actions"])
