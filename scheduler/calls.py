@@ -32,7 +32,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Event(msgspec.Struct, frozen=True):
     """One attempt of one call, for traces. Times are in seconds of the monotonic clock.
 
-    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller).
+    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited for the call, in words.
     """
 
     service: str
@@ -40,13 +40,14 @@ class Event(msgspec.Struct, frozen=True):
     start: float
     end: float
     outcome: str
+    caller: str = ""
 
 
 class Worker:
     """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
 
     answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
-    attempts, with their callers. key: its public key.
+    attempts. key: its public key.
     """
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
@@ -59,7 +60,7 @@ class Worker:
         self.heard = now
         self.answered = self.unanswered = 0
         self._answered_at = now
-        self.recent: deque[tuple[Event, str]] = deque(maxlen=4)
+        self.recent: deque[Event] = deque(maxlen=4)
         self.ready = False
         self.draining = False
 

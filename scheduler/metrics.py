@@ -223,7 +223,7 @@ class Metrics:
             "tid": event.service,
             "ts": event.start * 1e6,
             "dur": (event.end - event.start) * 1e6,
-            "args": {"outcome": event.outcome},
+            "args": {"outcome": event.outcome, "caller": event.caller},
         }
         self._trace.write(msgspec.json.encode(row) + b",\n")
 

@@ -3,7 +3,10 @@
 import difflib
 import json
 import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
@@ -58,31 +61,42 @@ def as_dot(journal: Journal, row: TreeRow) -> str:
     return "\n".join([*lines, "}"])
 
 
-def as_text(journal: Journal, row: TreeRow, width: int, full: bool = False) -> str:
-    """Return a tree as text for a terminal of ``width`` columns. full: with whole texts and the judges' explanations."""
+class Detail(msgspec.Struct, frozen=True):
+    """How much of a tree is drawn. width: columns of the terminal. full: whole texts, with the judges' explanations. tokens: the lines that are
+    drawn below an action, given its tree's number."""
+
+    width: int
+    full: bool = False
+    tokens: Callable[[int, Node], list[str]] = lambda tree, node: []
+
+
+def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str] = ()) -> str:
+    """Return a tree as text for a terminal. calls: what is said of its calls."""
     tree = journal.tree(row)
     trained = ", ".join(f"{g} (version {v})" if v is not None else f"{g} (not yet)" for g, v in journal.groups(row.id))
     head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
     lines = [head + (f"  reason: {row.reason}" if row.reason else ""), f"groups trained: {trained or 'none'}"]
+    lines += [f"calls: {', '.join(calls)}"] if calls else []
     root = tree.nodes.get(0)
     if root is not None:
-        lines += _folded(f"prompt, {len(root.tokens)} tokens: {root.text}", "", width, full)
-        lines += _below(tree, root, "", width, full)
+        lines += _folded(f"prompt, {len(root.tokens)} tokens: {root.text}", "", detail)
+        lines += _below(tree, root, "", detail)
     return "\n".join(lines)
 
 
-def _below(tree: Tree, node: Node, indent: str, width: int, full: bool) -> list[str]:
+def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:
     lines: list[str] = []
     children = tree.children(node)
     for place, child in enumerate(children):
         last = place == len(children) - 1
         branch, rest = ("└─ ", "   ") if last else ("├─ ", "│  ")
-        text = _wrapped(title(child), indent + rest, width)
+        text = _wrapped(title(child), indent + rest, detail.width)
         text[0] = indent + branch + text[0].removeprefix(indent + rest)
-        text += _folded(child.text.strip(), indent + rest + "  ", width, full)
-        for judge, note in child.notes.items() if full else ():
-            text += _wrapped(f"{judge}: {note}", indent + rest + "  # ", width)
-        lines += text + _below(tree, child, indent + rest, width, full)
+        text += _folded(child.text.strip(), indent + rest + "  ", detail)
+        for judge, note in child.notes.items() if detail.full else ():
+            text += _wrapped(f"{judge}: {note}", indent + rest + "  # ", detail.width)
+        text += [indent + rest + "  " + line for line in detail.tokens(tree.id, child)]
+        lines += text + _below(tree, child, indent + rest, detail)
     return lines
 
 
@@ -108,9 +122,9 @@ def title(node: Node) -> str:
     return "  ".join(parts)
 
 
-def _folded(text: str, indent: str, width: int, full: bool) -> list[str]:
-    lines = _wrapped(text, indent, width)
-    if full or len(lines) <= 2 * SHOWN + 1:
+def _folded(text: str, indent: str, detail: Detail) -> list[str]:
+    lines = _wrapped(text, indent, detail.width)
+    if detail.full or len(lines) <= 2 * SHOWN + 1:
         return lines
     return [*lines[:SHOWN], f"{indent}... {len(lines) - 2 * SHOWN} lines (--full) ...", *lines[-SHOWN:]]
 

@@ -13,7 +13,7 @@ import polars as pl
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
-from tools.inspecting import drawing, frames, page, replay
+from tools.inspecting import drawing, frames, page, replay, tokens
 
 EXAMPLES = """examples:
   tools/dump RUN                               the last finished tree
@@ -86,7 +86,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     how.add_argument("--dot", action="store_true", help="graphs for Graphviz")
     how.add_argument("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
     how.add_argument("--html", type=Path, metavar="FILE", help="a page to click through, one file for all trees found")
-    how.add_argument("--diff", nargs=2, metavar="TREE[:NODE]", help="two trees, or two nodes, against each other")
+    how.add_argument(
+        "--diff",
+        nargs=2,
+        metavar="TREE[:NODE]",
+        help="two trees or nodes against each other; TASK@VERSION stands for a tree, too",
+    )
     parser.add_argument(
         "--newest", action="store_true", help="with --html or --tokens: log-probabilities under the newest policy, too"
     )
@@ -95,6 +100,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if len(asked := [name for name in (*RANKS, "sort", "sample") if getattr(options, name) is not None]) > 1:
         parser.error(f"--{' and --'.join(asked)} put the trees in different orders: give one of them")
+    if options.newest and not (options.html or options.tokens):
+        parser.error("--newest has an effect with --html or --tokens")
     if options.reverse and not options.sort:
         parser.error("--reverse has no effect without --sort")
     if options.diff and _several(options):
@@ -118,8 +125,8 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             frame.write_parquet(options.parquet / f"{name}.parquet")
             print(f"{options.parquet / name}.parquet: {len(frame)} rows")
     elif options.html:
-        newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
-        options.html.write_text(page.html(journal, rows, table, options.run, newest), encoding="utf-8")
+        text = page.html(journal, rows, table, options.run, _newest(journal, rows, options))
+        options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:
         values = [drawing.as_json(journal, row) for row in rows]
@@ -129,19 +136,41 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             print(json.dumps(drawing.as_json(journal, row), ensure_ascii=False))
     elif options.dot:
         print("\n".join(drawing.as_dot(journal, row) for row in rows))
-    elif options.list or (len(rows) > 1 and not (options.all or options.full)):
+    elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
         print(listed(table, width))
     else:
-        for row in rows:
-            print(drawing.as_text(journal, row, width, options.full) + "\n")
+        _draw(journal, rows, table, options, width)
+
+
+def _draw(journal: Journal, rows: list[TreeRow], table: pl.DataFrame, options: argparse.Namespace, width: int) -> None:
+    version, newest = _newest(journal, rows, options)
+    words = tokens.tokenizer(options.run) if options.tokens else None
+    of_token = lambda tree, node: tokens.lines(words, node, newest.get((tree, node.id)))  # noqa: E731
+    detail = drawing.Detail(width, options.full, *([of_token] if options.tokens else []))
+    if version is not None:
+        print(f"newest: version {version}")
+    for row, values in zip(rows, table.iter_rows(named=True), strict=True):
+        print(drawing.as_text(journal, row, detail, frames.calls(values)) + "\n")
+
+
+def _newest(journal: Journal, rows: list[TreeRow], options: argparse.Namespace) -> page.Newest:
+    return replay.newest(journal, rows, options.run) if options.newest else (None, {})
 
 
 def _path(journal: Journal, place: str) -> list[Node]:
-    """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE."""
-    name, _, number = place.partition(":")
-    rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
+    """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE. TASK@VERSION is the task's last tree that was
+    admitted at the version."""
+    task, at, _ = place.rpartition("@")
+    name, _, number = place[len(task) + len(at) :].partition(":")
+    if at:
+        versions = sorted({row.version for row in journal.trees("task=?", task)})
+        if not name.isdecimal() or int(name) not in versions:
+            raise ValueError(f"--diff {place}: task {task!r} has trees of the versions {versions or 'none'}")
+        rows = journal.trees("task=? AND version=?", task, int(name))[-1:]
+    else:
+        rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
     if not rows or not (not number or number.isdecimal()):
-        raise ValueError(f"--diff {place}: expected TREE or TREE:NODE, {_held(journal)}")
+        raise ValueError(f"--diff {place}: expected TREE, TASK@VERSION or TREE:NODE, {_held(journal)}")
     tree: Tree = journal.tree(rows[0])
     if number and int(number) not in tree.nodes:
         raise ValueError(f"--diff {place}: tree {name} has the nodes {', '.join(map(str, tree.nodes))}")

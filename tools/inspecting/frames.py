@@ -5,10 +5,14 @@ name of another column is called ``score_NAME``.
 """
 
 import contextlib
+import re
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import polars as pl
 
 from scheduler.journal import Journal, TreeRow
@@ -53,6 +57,9 @@ SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
 """The columns of ``trees`` that sum up its actions. actions: all candidates; turns: those that were continued, forced ones included; sampled: their
 tokens; invalid: how many could not be read; judge_invalid: how many scores a judge could not give; spread: the largest reward less the smallest."""
 ACTION = pl.col("kind") == "action"
+TRACE = "trace.jsonl"
+"""The calls of a run, beside its journal."""
+_OF_TREE = re.compile(r"tree (\d+)")
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
@@ -108,7 +115,39 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
         if f"{name}_{end}" not in names
     ]
     frame = pl.DataFrame(plain, schema=TREE, orient="row")
-    return frame.join(below.filter(ACTION).group_by("tree").agg(sums), on="tree", how="left", maintain_order="left")
+    of_actions = below.filter(ACTION).group_by("tree").agg(sums)
+    for more in (of_actions, seconds(journal.path.with_name(TRACE))):
+        frame = frame.join(more, on="tree", how="left", maintain_order="left")
+    return frame
+
+
+def calls(values: Mapping[str, Any]) -> list[str]:
+    """Return how long a tree's calls took, in words. values: its row of ``trees``."""
+    kinds = [name for name, value in values.items() if name.endswith("_s") and name not in TREE and value]
+    return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds]
+
+
+class _Call(msgspec.Struct):
+    name: str
+    dur: float
+    args: dict[str, str]
+
+
+def seconds(trace: Path) -> pl.DataFrame:
+    """Return, for each tree, the seconds that its calls of each kind took, their waiting for a worker not counted: generate_s, judge_s, ... A
+    run of an earlier release did not record for whom a call was."""
+    sums: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    decoder = msgspec.json.Decoder(_Call)
+    for line in trace.open("rb") if trace.is_file() else ():
+        try:
+            call = decoder.decode(line.rstrip(b",\n"))
+        except msgspec.DecodeError:
+            continue  # the run is writing it, or a crash has cut it off
+        if of := _OF_TREE.match(call.args.get("caller", "")):
+            sums[f"{call.name.partition('.')[0]}_s"][int(of[1])] += call.dur / 1e6
+    known = sorted({tree for kind in sums.values() for tree in kind})
+    columns = {kind: pl.Series([sums[kind].get(tree) for tree in known], dtype=pl.Float64) for kind in sorted(sums)}
+    return pl.DataFrame({"tree": pl.Series(known, dtype=pl.Int64), **columns})
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:

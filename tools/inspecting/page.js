@@ -90,22 +90,24 @@ function draw() {
 }
 
 function paint() { // only what is in view, and the selected node, has a box, so that a tree of thousands of nodes is as quick as a small one
-  const view = at("view"), page = document.createDocumentFragment(), margin = 300;
+  const view = at("view"), margin = 300;
   const [x0, y0] = [view.scrollLeft / zoom - WIDTH - margin, view.scrollTop / zoom - HEIGHT - margin];
   const [x1, y1] = [(view.scrollLeft + view.clientWidth) / zoom + margin, (view.scrollTop + view.clientHeight) / zoom + margin];
-  for (const [node, depth] of order) {
-    const x = left(node), y = rise(node), seen = node.id === selected || x > x0 && x < x1 && y > y0 && y < y1, box = boxes.get(node.id);
+  let next = null; // boxes stand in the document in the order of the tree, in which a screen reader reads them
+  for (const [node, depth] of order.slice().reverse()) {
+    const x = left(node), y = rise(node), seen = node.id === selected || x > x0 && x < x1 && y > y0 && y < y1;
+    let box = boxes.get(node.id);
     if (seen && !box) {
-      const fresh = card(node, depth);
-      Object.assign(fresh.style, { left: x + "px", top: y + "px" });
-      boxes.set(node.id, fresh);
-      page.append(fresh);
+      box = card(node, depth);
+      Object.assign(box.style, { left: x + "px", top: y + "px" });
+      boxes.set(node.id, box);
+      at("tree").insertBefore(box, next);
     } else if (!seen && box) {
       box.remove();
       boxes.delete(node.id);
     }
+    if (seen) next = box;
   }
-  at("tree").append(page);
 }
 
 function card(node, depth) {

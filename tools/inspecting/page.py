@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import tokenizers
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer
 
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node
-from tools.inspecting import replay
+from tools.inspecting import frames, tokens
 from wire import vision
 
 _AS_IT_IS = ("id", "parent", "kind", "text", "invalid", "notes", "chosen", "forced", "finish", "cached")
@@ -25,7 +24,7 @@ Newest = tuple[int | None, Mapping[tuple[int, int], np.ndarray]]
 
 def html(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, run: Path, newest: Newest = (None, {})) -> str:
     """Return the page of the trees ``rows``. table: their ``frames.trees``. newest: what ``replay.newest`` returns."""
-    words = tokenizer(run)
+    words = tokens.tokenizer(run)
     trees = []
     for row, values in zip(rows, table.iter_rows(named=True), strict=True):
         of = newest[1]
@@ -42,22 +41,7 @@ def html(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, run: Pa
     return template.substitute(data=encoded, script=(here / "page.js").read_text())
 
 
-def tokenizer(run: Path) -> tokenizers.Tokenizer | None:
-    """Return the tokenizer of a run's policy, or None without its folder."""
-    process = replay.learner(run)
-    file = Path(process.model) / "tokenizer.json" if process is not None else None
-    return tokenizers.Tokenizer.from_file(str(file)) if file is not None and file.is_file() else None
-
-
-def pieces(words: tokenizers.Tokenizer, tokens: np.ndarray) -> list[str]:
-    """Return the text of each token. Of a character of several tokens, the last one has the text."""
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(words, int(token)) or "" for token in tokens]
-
-
-def _node(
-    node: Node, words: tokenizers.Tokenizer | None, newest: np.ndarray | None, journal: Journal
-) -> dict[str, Any]:
+def _node(node: Node, words: Tokenizer | None, newest: np.ndarray | None, journal: Journal) -> dict[str, Any]:
     values: dict[str, Any] = {name: getattr(node, name) for name in _AS_IT_IS}
     values |= {
         "size": len(node.tokens),
@@ -69,8 +53,7 @@ def _node(
         values["versions"] = [int(node.versions.min()), int(node.versions.max())]
     if node.logprobs is not None and len(node.logprobs):
         values["logprobs"] = [round(float(value), DIGITS) for value in node.logprobs]
-        if words is not None:
-            values["pieces"] = pieces(words, node.tokens)
+        values["pieces"] = tokens.pieces(words, node.tokens)
         if newest is not None:
             values["newest"] = [round(float(value), DIGITS) for value in newest]
     return values
@@ -79,4 +62,4 @@ def _node(
 def _said(row: TreeRow, values: Mapping[str, Any]) -> str:
     """The tree's line in the list, after its number, task and version."""
     shown = [f"{name} {values[name]:.2f}" for name in ("outcome", "reward") if values.get(name) is not None]
-    return ", ".join([row.status, *shown, f"{values['actions'] or 0} actions"])
+    return ", ".join([row.status, *shown, f"{values['actions'] or 0} actions", *frames.calls(values)])

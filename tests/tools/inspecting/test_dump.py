@@ -117,7 +117,8 @@ def test_a_list_fits_on_80_columns_and_shows_the_spread(run: Path, capsys: pytes
         (["--sort", "reword"], "expected one of tree, task"),
         (["--tree", "17"], "the journal holds trees 0 to 5"),
         (["--diff", "1:9", "1"], "tree 1 has the nodes 0, 1, 2"),
-        (["--diff", "x", "1"], "expected TREE or TREE:NODE, the journal holds trees 0 to 5"),
+        (["--diff", "task0@7", "1"], "task 'task0' has trees of the versions [0, 1]"),
+        (["--diff", "x", "1"], "expected TREE, TASK@VERSION or TREE:NODE, the journal holds trees 0 to 5"),
     ],
 )
 def test_what_is_not_there_is_told_with_what_is(
@@ -215,6 +216,27 @@ def test_two_candidates_differ_from_their_first_unequal_node_on(run: Path, capsy
     assert lines[0] == "the first 1 nodes are equal (2 tokens)"
     assert "-   answer 3 plus" in lines and "+   answer 3 minus" in lines
     assert "reward                   +0.300     -0.300" in lines
+
+
+def test_one_task_is_compared_at_two_versions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--diff", "task1@0", "task1@1:2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "-   answer 1 plus" in lines and "+   answer 4 minus" in lines
+
+
+def test_the_seconds_of_a_trees_calls_are_columns_and_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [("generate", 1, 2.0), ("generate", 1, 0.5), ("judge.exact_match", 1, 0.25), ("generate", 3, 4.0), ("train", None, 9.0)]  # fmt: skip
+    lines = [
+        json.dumps({"name": name, "dur": 1e6 * s, "args": {"caller": f"tree {tree}, attempt 1 of 2" if tree else ""}})
+        for name, tree, s in calls
+    ]
+    (run / "trace.jsonl").write_text(",\n".join(lines) + ',\n{"name":"gener')  # a crash cut the last line off
+    trees, _ = frames.read(run)
+    rows = {row["tree"]: row for row in trees.iter_rows(named=True)}
+    assert (rows[1]["generate_s"], rows[1]["judge_s"], rows[3]["generate_s"]) == (2.5, 0.25, 4.0)
+    assert rows[3]["judge_s"] is None and "train_s" not in rows[3]
+    assert main([str(run), "--where", "generate_s > 3", "--all"]) == 0
+    assert "calls: generate 4.0 s\n" in capsys.readouterr().out
 
 
 def test_a_graph_has_a_box_for_each_node_and_an_arrow_to_each_child(

@@ -1,0 +1,188 @@
+"""The page of tools/dump --html: what it holds, and what a person can do with it in a real browser."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+from scheduler.journal import Journal
+from scheduler.tree import Tree
+from tools.inspecting.dump import main
+
+EVIL = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\"> Lima & more"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
+LARGE = 5000
+
+
+def journal(folder: Path, *trees: Tree) -> None:
+    log = Journal(folder / "journal.sqlite")
+    for place, tree in enumerate(trees):
+        log.start_tree(tree, place, 3)
+        log.close_tree(tree)
+    log.close()
+
+
+def tree(number: int, text: str, steps: int) -> Tree:
+    """A question of two candidates a step, the second of which is continued."""
+    grown = Tree(number, f"task{number}")
+    tip = grown.add(None, "prompt", np.arange(4, dtype=np.int32), f"Question {number}?")
+    for step in range(steps):
+        for k in range(2):
+            action = grown.add(
+                tip, "action", np.arange(3, dtype=np.int32), f"{text} {step}.{k}", chosen=bool(k), notes={"rules": "because"},
+                scores={"reward": k - 0.5, "advantage": 2.0 * k - 1}, logprobs=np.array([-0.1, -2.0, -0.3], np.float32),
+                versions=np.full(3, step, np.int32),
+            )  # fmt: skip
+        tip = grown.add(action, "observation", np.arange(2, dtype=np.int32), f"found {step}", chosen=True)
+    return grown
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """The page of three trees, one of which is hostile."""
+    journal(tmp_path, tree(1, "search", 2), tree(2, EVIL, 1), tree(3, "answer", 3))
+    assert main([str(tmp_path), "--all", "--html", str(tmp_path / "trees.html")]) == 0
+    return tmp_path / "trees.html"
+
+
+def held(page: Path) -> Any:
+    """The data of a page, read as a browser does: up to the first end of the element."""
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    return json.loads(data)
+
+
+def test_the_page_holds_every_node_and_no_markup_of_a_rollout(page: Path) -> None:
+    trees = held(page)["trees"]
+    assert [(one["tree"], len(one["nodes"])) for one in trees] == [(1, 7), (2, 4), (3, 10)]
+    action = trees[1]["nodes"][1]
+    assert action["text"] == f"{EVIL} 0.0"
+    assert action["scores"] == {"reward": -0.5, "advantage": -1.0}
+    assert (action["logprobs"], action["pieces"], action["versions"]) == ([-0.1, -2.0, -0.3], ["0", "1", "2"], [0, 0])
+    assert "<img" not in page.read_text() and page.read_text().count("<script") == 2
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.read_text())
+
+
+# ---------------------------------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on PATH (Debian: apt-get install chromium)")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def window(browser: Any) -> Iterator[Page]:
+    """A window that fails the test for any error of the page and any request beyond the file."""
+    window = browser.new_page(viewport={"width": 1900, "height": 900})
+    wrong: list[str] = []
+    window.on("pageerror", lambda error: wrong.append(str(error)))
+    window.on("console", lambda said: wrong.append(said.text))
+    window.on("request", lambda asked: wrong.append(asked.url) if not asked.url.endswith("/trees.html") else None)
+    yield window
+    window.close()
+    assert not wrong
+
+
+def shown(window: Page) -> list[str]:
+    return [box.split("\n")[0].split(" adv")[0] for box in window.locator("[role=treeitem] b").all_inner_texts()]
+
+
+def test_a_node_is_read_folded_and_found(page: Path, window: Page) -> None:
+    window.goto(page.as_uri())
+    assert window.title().endswith("3 prefix trees")
+    assert shown(window) == ["prompt 0", "action 2 continued", "observation 3", "action 5 continued", "observation 6", "action 4", "action 1"]  # fmt: skip
+    window.click("text=action 4")
+    said = window.inner_text("#details")
+    assert "search 1.0" in said and "reward\t-0.5" in said and "Said by rules" in said and "lowest -2 at “1”" in said
+    window.keyboard.press("ArrowLeft")  # to the parent, observation 3
+    assert "observation 3" in window.inner_text("#details h2")
+    window.keyboard.press("ArrowLeft")  # fold it
+    assert len(shown(window)) == 4
+    assert window.get_attribute("[aria-selected=true]", "aria-expanded") == "false"
+    window.keyboard.press("/")
+    window.keyboard.type("SEARCH 1.1")
+    assert window.inner_text("#found") == "1 nodes here"
+    assert window.locator("nav small").all_inner_texts() == ["1 found", "0 found", "0 found"]
+    window.keyboard.press("Enter")  # opens the fold
+    assert "action 5" in window.inner_text("#details h2") and len(shown(window)) == 7
+    assert window.inner_text("#details mark") == "search 1.1"
+    assert window.locator(".node.hit").count() == 1
+
+
+def test_the_keyboard_alone_reaches_every_node_and_tree(page: Path, window: Page) -> None:
+    window.goto(page.as_uri())
+    window.focus("[role=treeitem][tabindex='0']")
+    seen = []
+    for _ in range(7):
+        seen.append(window.inner_text("#details h2"))
+        window.keyboard.press("ArrowDown")
+    assert len(set(seen)) == 7
+    window.keyboard.press("Home")
+    window.keyboard.press("ArrowRight")
+    assert window.inner_text("#details h2") == "action 2"
+    assert window.evaluate("document.activeElement.getAttribute('aria-level')") == "2"
+    window.keyboard.press("Enter")
+    assert window.evaluate("document.activeElement.id") == "details"
+    window.keyboard.press("Escape")
+    assert window.evaluate("document.activeElement.dataset.node") == "2"
+    for key, number in (("]", 2), ("]", 3), ("]", 3), ("[", 2)):
+        window.keyboard.press(key)
+        assert window.inner_text("nav [aria-current]").split()[0] == str(number)
+    assert window.title() != "taken" and EVIL[:20] in window.inner_text("[data-node='2']")
+    window.goto(page.as_uri() + "#3:4")
+    window.reload()
+    assert window.inner_text("#details h2") == "action 4"  # a link to a node
+
+
+def test_colours_follow_the_chosen_value_and_the_trunk_stands_alone(page: Path, window: Page) -> None:
+    window.goto(page.as_uri())
+    tint = "([value, box]) => { const c = document.getElementById('colour'); c.value = value; c.dispatchEvent(new Event('change')); return getComputedStyle(document.querySelector(box)).backgroundImage }"
+    low, high = (window.evaluate(tint, ["advantage", f"[data-node='{node}']"]) for node in (1, 2))
+    assert low != high and "217, 95, 2" in low and "31, 120, 180" in high
+    assert window.inner_text("#scale") == "from -1 to 1"
+    assert window.evaluate(tint, ["version", "[data-node='2']"]).endswith("0))")  # the lowest version
+    assert "rgba(31, 120, 180" in window.evaluate(tint, ["version", "[data-node='5']"])
+    assert window.locator("#colour option").all_inner_texts() == ["advantage", "reward", "log-probability", "version", "tokens"]  # fmt: skip
+    window.click("#trunk")
+    assert shown(window) == ["prompt 0", "action 2 continued", "observation 3", "action 5 continued", "observation 6"]
+    assert window.get_attribute("#trunk", "aria-pressed") == "true"
+    window.keyboard.press("/")
+    window.keyboard.type("search 0.0")
+    window.keyboard.press("Enter")  # a candidate that the trunk hides
+    assert "action 1" in window.inner_text("#details h2") and len(shown(window)) == 7
+
+
+def test_of_thousands_of_nodes_only_those_in_view_are_drawn(tmp_path: Path, window: Page) -> None:
+    large = Tree(0, "large")
+    tips = [large.add(None, "prompt", np.arange(2, dtype=np.int32), "q")]
+    while len(large.nodes) < LARGE:
+        tip = tips.pop(0)
+        for k in range(4):
+            action = large.add(tip, "action", np.arange(2, dtype=np.int32), f"node {len(large.nodes)}", chosen=not k)
+            tips += [large.add(action, "observation", np.arange(2, dtype=np.int32), "o", chosen=not k)] * (k < 2)
+    journal(tmp_path, large)
+    assert main([str(tmp_path), "--html", str(tmp_path / "trees.html")]) == 0
+    window.goto((tmp_path / "trees.html").as_uri())
+    assert 1 < window.locator("[role=treeitem]").count() < 100
+    last, drawn = (
+        max(large.nodes),
+        [int(x) for x in window.locator("[role=treeitem]").evaluate_all("all => all.map(box => box.dataset.node)")],
+    )
+    assert drawn == sorted(drawn, key=window.evaluate("order.map(([node]) => node.id)").index)
+    window.evaluate(f"reveal({last})")
+    assert window.evaluate("document.activeElement.dataset.node") == str(last)
+    box, view = window.locator(f"[data-node='{last}']").bounding_box(), window.locator("#view").bounding_box()
+    assert box is not None and view is not None
+    assert view["x"] <= box["x"] < view["x"] + view["width"] and view["y"] <= box["y"] < view["y"] + view["height"]

@@ -1,0 +1,137 @@
+"""What a run's scheme and its newest policy say of journaled turns."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.engines import weights
+from learner.publish import publish
+from scheduler.journal import Journal
+from scheduler.tree import Tree
+from tests.updates import batch, process, trainer
+from tools.inspecting import frames, replay
+from tools.inspecting.dump import main
+from wire.messages import Turn
+
+REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
+TEMPERATURE = 0.5
+LETTERS = "prune"
+
+
+def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
+    """Journal two trees of three candidates each, trained together into version 1, with the process file of their learner."""
+    (folder / "processes").mkdir()
+    of_run = msgspec.structs.replace(process(model, folder, **settings), temperature=TEMPERATURE)  # pyright: ignore
+    (folder / "processes" / "learner.json").write_bytes(msgspec.json.encode(of_run))
+    words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    journal, trees = Journal(folder / "journal.sqlite"), []
+    for i, rewards in enumerate(REWARDS):
+        tree = Tree(i, f"task{i}")
+        root = tree.add(None, "prompt", np.arange(60 + i, 65 + i, dtype=np.int32), "q")
+        turns = []
+        for k, reward in enumerate(rewards):
+            tokens = np.array(words.encode(LETTERS[: 3 + k]).ids, np.int32)
+            record = np.full(len(tokens), -1.5, np.float32), np.zeros(len(tokens), np.int32)
+            node = tree.add(
+                root, "action", tokens, "a", scores={"reward": reward}, logprobs=record[0], versions=record[1]
+            )
+            turns.append(Turn(node.id, k, 1, {"reward": reward}))
+        journal.start_tree(tree, i, 0)
+        journal.save_group(tree, i, turns)
+        journal.mark_trained(i, 1)
+        journal.close_tree(tree)
+        trees.append(tree)
+    journal.close()
+    return trees
+
+
+def column(folder: Path) -> list[float | None]:
+    """The advantages of the actions, tree by tree."""
+    _, nodes = frames.read(folder)
+    return nodes.filter(frames.ACTION)["advantage"].to_list() if "advantage" in nodes.columns else []
+
+
+def test_a_turn_has_the_advantage_that_the_runs_scheme_gives_it(tmp_path: Path, llama: Path) -> None:
+    grown(tmp_path, llama, scheme="rloo")
+    assert column(tmp_path) == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5, -1.5, -1.5, 3.0])
+
+
+def test_a_scheme_that_compares_over_the_batch_sees_all_trees_of_the_update(tmp_path: Path, llama: Path) -> None:
+    grown(tmp_path, llama, scheme="reinforce_pp", scheme_options={"baseline": "group"})
+    rewards = np.array(REWARDS)
+    centred = (rewards - rewards.mean(1, keepdims=True)).ravel()
+    tokens = np.repeat(centred, [3, 4, 5, 3, 4, 5])
+    given = np.array(column(tmp_path), float)
+    assert given == pytest.approx((centred - tokens.mean()) / tokens.std())  # whitened over all tokens of both trees
+    journal = frames.opened(tmp_path)
+    alone = journal.tree(*journal.trees("id=1"))
+    assert [alone.nodes[i].scores["advantage"] for i in (1, 2, 3)] == pytest.approx(given[3:])  # not a batch of its own
+
+
+def test_a_scheme_that_reads_a_model_gives_no_advantage(tmp_path: Path, llama: Path) -> None:
+    grown(tmp_path, llama, scheme="gae", critic={"lr": 1e-5})
+    assert column(tmp_path) == []
+
+
+def test_trees_can_be_seen_through_another_scheme(tmp_path: Path, llama: Path) -> None:
+    grown(tmp_path, llama, scheme="rloo")
+    journal = frames.opened(tmp_path)
+    own = replay.learner(tmp_path)
+    assert own is not None
+    given = replay.advantages(journal, journal.trees(), own.learner, "slate", ddof=0, eps=1e-9)
+    assert [given[0, node] for node in (1, 2, 3)] == pytest.approx((np.array(REWARDS[0]) - 3) / np.std(REWARDS[0]))
+    with pytest.raises(ValueError, match=r"'vineppo' reads .*'mc_value'"):
+        replay.advantages(journal, journal.trees(), own.learner, "vineppo")
+    with pytest.raises(ValueError, match="'gae' reads values of the learner's models"):
+        replay.advantages(journal, journal.trees(), own.learner, "gae")
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("trained", [False, True], ids=["start", "version 1"])
+def test_the_newest_policys_log_probabilities_are_those_of_its_model(
+    tmp_path: Path, llama: Path, rank: int, trained: bool
+) -> None:
+    trees = grown(tmp_path, llama)
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    if trained:
+        made = trainer(llama, tmp_path, rank)
+        made.update(batch(3, 0))
+        published = publish(made.policy, 1, tmp_path, 2)
+        weights.apply(model, llama, *weights.verified_file(Path(published.path), published.digest))
+    journal = frames.opened(tmp_path)
+    version, values = replay.newest(journal, journal.trees(), tmp_path)
+    assert version == trained and len(values) == 6
+    for tree in trees:
+        for node in (tree.nodes[i] for i in (1, 2, 3)):
+            ids = torch.as_tensor(tree.prefix(node).astype(np.int64))
+            with torch.no_grad():
+                scores = torch.log_softmax(model(ids[None]).logits[0] / TEMPERATURE, -1)
+            start = len(ids) - len(node.tokens)
+            expected = [scores[at - 1, ids[at]].item() for at in range(start, len(ids))]
+            assert values[tree.id, node.id].tolist() == pytest.approx(expected, abs=2e-4)
+
+
+def test_tokens_are_printed_with_their_log_probabilities(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trees = grown(tmp_path, llama)
+    assert main([str(tmp_path), "--tree", "1", "--tokens"]) == 0
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    place = lines.index("sampled  token")
+    assert lines[place + 1 : place + 4] == [f"-1.5000  {letter!r}" for letter in LETTERS[:3]]
+    assert main([str(tmp_path), "--tree", "1", "--tokens", "--newest"]) == 0
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "newest: version 0"
+    assert [line.split()[-1] for line in lines[lines.index("sampled   newest  token") + 1 :][:3]] == [
+        f"{x!r}" for x in LETTERS[:3]
+    ]
+    (tmp_path / "processes" / "learner.json").unlink()
+    assert main([str(tmp_path), "--tree", "1", "--tokens"]) == 0
+    assert f"-1.5000  '{trees[1].nodes[1].tokens[0]}'" in capsys.readouterr().out  # the number of the token
+    assert main([str(tmp_path), "--tokens", "--newest"]) == 2
+    assert f"no processes/learner.json is in {tmp_path}" in capsys.readouterr().err
