@@ -16,6 +16,8 @@ from wire.messages import TrainGroup, Turn
 
 Places = list[tuple[int, int]]
 """The tree and the node of each row of a table."""
+TOGETHER = 16
+"""Trees whose tokens are packed for one pass of the policy, as in an update."""
 
 
 def learner(run: Path) -> LearnerProcess | None:
@@ -124,16 +126,18 @@ def newest(journal: Journal, rows: Sequence[TreeRow], run: Path) -> tuple[int, d
         return [TrainGroup(tree.id, tree.id, [], [Turn(node.id, 0, node.step, {}) for node in actions])]
 
     version, folder = versions.chosen(run, None)
-    _, tokens, places = _built(journal, rows, sampled)
-    if not tokens:
-        return version, {}
     ranks = Ranks(timeout_s=60.0)
     policy = Policy(process.model, process.learner, process.temperature, ranks, lora=LoraConfig(rank=0))
     if folder is not None:
         digest = msgspec.json.decode((folder / published.NAME).read_bytes(), type=published.Manifest).digest
         weights.apply(policy.causal, Path(process.model), *weights.verified_file(folder, digest))
-    together = rows_of(tokens)
+    known: dict[tuple[int, int], np.ndarray] = {}
     with policy.inference():
-        steps = plan(together.trie, range(len(tokens)), process.learner.micro_tokens, ranks)
-        values = sweep(together, steps, ranks, lambda forest: policy.logprobs(forest)[0])
-    return version, {place: values[span] for place, span in zip(places, together.spans, strict=True)}
+        for start in range(0, len(rows), TOGETHER):
+            _, tokens, places = _built(journal, rows[start : start + TOGETHER], sampled)
+            if tokens:
+                together = rows_of(tokens)
+                steps = plan(together.trie, range(len(tokens)), process.learner.micro_tokens, ranks)
+                values = sweep(together, steps, ranks, lambda forest: policy.logprobs(forest)[0])
+                known |= {place: values[span] for place, span in zip(places, together.spans, strict=True)}
+    return version, known

@@ -7,7 +7,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,38 +15,14 @@ from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
 from actors.environments.task_files import listed, load_tasks
 from scheduler.journal import Journal
-from scheduler.tree import Node, Tree
+from scheduler.tree import Tree
 from tools.evaluating.judge_bench.record import Step, Trajectory, recorded
-from wire.messages import JudgedTurn
-
-
-class _Scheduler(msgspec.Struct, frozen=True):
-    budget: int = 3
-
-
-class _Process(msgspec.Struct, frozen=True):
-    """The fields of RUN/processes/scheduler.json that are needed here."""
-
-    environment: str
-    train: str | list[str]
-    heldout: str | list[str]
-    options: dict[str, Any] = {}
-    scheduler: _Scheduler = _Scheduler()
-
-
-def _process(folder: Path) -> _Process:
-    path = folder / "processes" / "scheduler.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no processes/scheduler.json: expected the folder of a run")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Process)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}; expected what tools/launch wrote") from None
+from tools.inspecting import judged
 
 
 def task_files(folder: Path) -> list[Path]:
     """Return those task sources of a run that are files. Raises FileNotFoundError or ValueError if ``folder`` is not a run."""
-    process = _process(folder)
+    process = judged.process(folder)
     sources = [Path(source) for source in (*listed(process.train), *listed(process.heldout))]
     return [path for path in sources if path.is_file()]
 
@@ -60,7 +35,7 @@ class Run:
 
     def __init__(self, folder: Path, split: str, prefix: str = ""):
         self.folder, self.split, self.name = folder, split, f"{prefix}{folder.name}"
-        process = _process(folder)
+        process = judged.process(folder)
         environment = registry.load(process.environment, process.options)
         if not isinstance(environment, SearchQA):
             raise ValueError(f"{folder} is a run of {process.environment!r}: expected one of search_qa")
@@ -96,7 +71,7 @@ class Run:
         outcome = actions[-1].scores.get("outcome")
         if outcome is None:
             return "its last turn has no outcome"
-        turns = [self._judged(tree, node, task) for node in actions[:-1]]
+        turns = [judged.turn(self.environment, tree, node, task, self.budget) for node in actions[:-1]]
         if any(turn.observation is None for turn in turns):
             return "a turn has no observation"
         return Trajectory(
@@ -108,15 +83,6 @@ class Run:
             steps=[recorded(turn) for turn in turns],
             evidence=task.evidence,
         )
-
-    def _judged(self, tree: Tree, node: Node, task: Task) -> JudgedTurn:
-        """Return the turn as the run's own judge receives it (``scheduler.context``)."""
-        state = msgspec.convert(tree.state_before(node), type(self.environment.initial(task)))
-        action = self.environment.read(state, node.text)
-        turn = self.environment.judged(task, state, action, node.step, self.budget)
-        answers = [child.text for child in tree.children(node) if child.kind == "observation"]
-        transcript = "".join(above.text for above in tree.path(node)[1:-1])
-        return msgspec.structs.replace(turn, transcript=transcript, observation=answers[0] if answers else None)
 
 
 def collect(folders: Sequence[Path], split: str, prefix: str = "") -> tuple[list[Trajectory[Step]], Counter[str]]:

@@ -1,0 +1,109 @@
+"""A run in a notebook: what each call returns, and the example of the documentation."""
+
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import polars as pl
+import pytest
+from matplotlib.figure import Figure
+
+from scheduler.journal import Journal
+from tests.tools.inspecting.test_replay import REWARDS, grown
+from tools.inspecting import notebook, replay
+from tools.inspecting.frames import ACTION
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "notebook.ipynb"
+
+
+@pytest.fixture
+def run(llama: Path, tmp_path: Path) -> Path:
+    """The run folder of ``grown`` with rloo, and with the files that a search run has besides."""
+    folder = tmp_path / "runs" / "small"
+    folder.mkdir(parents=True)
+    grown(folder, llama, scheme="rloo")
+    tasks = [{"id": f"task{i}", "question": "capital of Peru?", "golden_answers": ["Lima"]} for i in range(2)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    files = str(folder / "tasks.jsonl")
+    plays = {"environment": "search_qa", "train": files, "heldout": files, "options": {"prompt": "question"}}
+    (folder / "processes" / "scheduler.json").write_text(json.dumps(plays))
+    (folder / "config.json").write_text("{}")
+    records = [
+        {"version": v, "time/run": v, "learner/seconds": 1.0, "score/reward": v / 2, "learner/entropy": 1.0}
+        for v in (1, 2)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    journal = Journal(folder / "journal.sqlite")
+    tree = journal.tree(*journal.trees("id=1"))
+    tree.nodes[0].state = msgspec.to_builtins({"done": False})
+    for node, text in zip((1, 2, 3), ("<answer> Lima </answer>", "<answer> Cusco </answer>", "no tag"), strict=True):
+        tree.nodes[node].text = text
+    tree.changed = dict(tree.nodes)
+    journal.save_nodes(tree)
+    journal.close()
+    return folder
+
+
+def test_frames_and_records_are_data_frames(run: Path) -> None:
+    opened = notebook.newest(run.parent)
+    assert opened.trees["task"].to_list() == ["task0", "task1"]
+    assert opened.nodes.filter(ACTION)["reward"].to_list() == [reward for rewards in REWARDS for reward in rewards]
+    assert opened.records["score/reward"].to_list() == [0.5, 1.0]
+    with pytest.raises(FileNotFoundError, match="no run is below"):
+        notebook.newest(run)
+
+
+def test_turns_through_another_scheme(run: Path) -> None:
+    opened = notebook.Run(run)
+    own, other = opened.advantages(), opened.advantages("slate")
+    assert own["advantage"].to_list() == opened.nodes.filter(ACTION)["advantage"].to_list()
+    assert own.join(other, on=["tree", "node"]).height == 6
+    assert not np.allclose(own["advantage"], other["advantage"])
+
+
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_the_weight_of_a_turn_is_what_the_correction_makes_of_its_ratios(run: Path, level: str) -> None:
+    opened = notebook.Run(run)
+    with opened._journal() as (journal, rows):
+        _, newest = replay.newest(journal, rows, run)
+    plain, cut = opened.weights("none", level), opened.weights("tis", level, upper=0.5)
+    for row, upper in zip(plain.iter_rows(named=True), cut.iter_rows(named=True), strict=True):
+        logs = newest[row["tree"], row["node"]] + 1.5  # each token was sampled with a log-probability of -1.5
+        assert row["ratio"] == pytest.approx(math.exp(logs.mean()), rel=1e-4)
+        assert row["weight"] == pytest.approx(1.0)
+        ratios = np.exp(logs) if level == "token" else np.array([math.exp(logs.sum())])
+        assert upper["weight"] == pytest.approx(np.minimum(ratios, 0.5).mean(), rel=1e-3)
+    with pytest.raises(ValueError, match="level = 'sequence': expected token or turn"):
+        opened.weights("tis", "sequence")
+
+
+def test_a_judge_scores_the_actions_of_a_tree(run: Path) -> None:
+    opened = notebook.Run(run)
+    scores = opened.judge("exact_match", tree=1)
+    assert scores["node"].to_list() == [1, 2, 3]
+    assert scores["outcome"].to_list()[:2] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="tree = 9: the journal has no such train tree"):
+        opened.judge("exact_match", tree=9)
+    with pytest.raises(ValueError, match="tictactoe_mcts"):
+        opened.judge("tictactoe_mcts", tree=1)
+    (run / "tasks.jsonl").write_text('{"id": "other", "question": "q", "golden_answers": ["a"]}\n')
+    with pytest.raises(ValueError, match="its task 'task1' is not among the run's tasks"):
+        opened.judge("exact_match", tree=1)
+
+
+def test_the_example_runs_from_its_first_cell_to_its_last(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parents[1])
+    cells = [cell for cell in json.loads(EXAMPLE.read_text())["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    shown = []
+    for cell in cells:
+        *body, last = "".join(cell["source"]).splitlines()
+        exec("\n".join(body), names)
+        shown.append(eval(last, names))
+    assert [type(value) for value in shown] == [pl.DataFrame] * 5 + [Figure]
+    assert not [line for cell in cells if cell["outputs"] for line in cell["outputs"]]
+    assert shown[2].item() == pytest.approx(
+        np.corrcoef(names["both"]["advantage"], names["both"]["advantage_grpo"])[0, 1]
+    )  # pyright: ignore
