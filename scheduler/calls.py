@@ -16,6 +16,9 @@ from wire.numbers import Count, Positive
 Check = Callable[[Any], None]
 """Raises InfrastructureFault for an answer that cannot be right."""
 
+STARTED = "the scheduler has started"
+"""The name of the trace event at the beginning of each start of a run."""
+
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of one call."""
@@ -32,7 +35,8 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Event(msgspec.Struct, frozen=True):
     """One attempt of one call, for traces. Times are in seconds of the monotonic clock.
 
-    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller).
+    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited for it, in words, or "". version: the one that
+    the answer names, if it does (of ``train``: the version that trained the group).
     """
 
     service: str
@@ -40,13 +44,15 @@ class Event(msgspec.Struct, frozen=True):
     start: float
     end: float
     outcome: str
+    caller: str = ""
+    version: int | None = None
 
 
 class Worker:
     """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
 
     answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
-    attempts, with their callers. key: its public key.
+    attempts. key: its public key.
     """
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
@@ -59,7 +65,7 @@ class Worker:
         self.heard = now
         self.answered = self.unanswered = 0
         self._answered_at = now
-        self.recent: deque[tuple[Event, str]] = deque(maxlen=4)
+        self.recent: deque[Event] = deque(maxlen=4)
         self.ready = False
         self.draining = False
 

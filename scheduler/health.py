@@ -131,8 +131,8 @@ def stuck(calls: Iterable[Pending]) -> str:
 def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
     """Describe a worker. state: why it left, if it did."""
     calls = [
-        f"{event.service}{f' for {caller}' if caller else ''}: {event.outcome} after {event.end - event.start:.1f} s"
-        for event, caller in worker.recent
+        f"{event.service}{f' for {event.caller}' if event.caller else ''}: {event.outcome} after {event.end - event.start:.1f} s"
+        for event in worker.recent
     ]
     oldest = itertools.islice(worker.in_flight.values(), 2)
     calls += [f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s" for a in oldest]

@@ -52,6 +52,12 @@ SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
 """The columns of ``trees`` that sum up its actions. actions: all candidates; turns: those that were continued, forced ones included; sampled: their
 tokens; invalid: how many could not be read; judge_invalid: how many scores a judge could not give; spread: the largest reward less the smallest."""
 ACTION = pl.col("kind") == "action"
+RANKS = {
+    "best": ("outcome", "reward", "step_reward"),
+    "worst": ("outcome", "reward", "step_reward"),
+    "surprising": ("advantage", "reward", "outcome"),
+}
+"""The columns by which trees are ranked: by the first that the run has, then by the next."""
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
@@ -108,6 +114,18 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
     ]
     frame = pl.DataFrame(plain, schema=TREE, orient="row")
     return frame.join(below.filter(ACTION).group_by("tree").agg(sums), on="tree", how="left", maintain_order="left")
+
+
+def ranked(table: pl.DataFrame, rank: str) -> pl.DataFrame:
+    """Return the ``trees`` in the order of a rank of ``RANKS``: the highest first, or the lowest for "worst". The rank's later columns decide
+    between equal trees. Raises ValueError if the run has none of the columns."""
+    names = [name for name in RANKS[rank] if name in table.columns]
+    if not names:
+        raise ValueError(f"{rank}: the run has none of the columns {', '.join(RANKS[rank])}; use --sort COLUMN")
+    values = [pl.col(name) for name in names]
+    if rank == "surprising":
+        values = [pl.max_horizontal(pl.col(f"{names[0]}_max").abs(), pl.col(f"{names[0]}_min").abs())]
+    return table.sort(values, descending=rank != "worst", nulls_last=True, maintain_order=True)
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
