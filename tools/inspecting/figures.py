@@ -70,7 +70,11 @@ def panels(
 
 
 def _panel(axis: Axes, title: str, curves: Mapping[str, Curve], x_label: str, limit: float | None) -> None:
-    for i, (name, curve) in enumerate(curves.items()):
+    for i, (name, curve) in enumerate(
+        curves.items()
+    ):  # a name has its colour in every panel, also where another has no points
+        if not curve.x:
+            continue
         few, colour = len(curve.x) <= POINTS, _COLOURS[i % len(_COLOURS)]
         style = _STYLES[(i + i // len(_COLOURS)) % len(_STYLES)]
         known = [
@@ -110,7 +114,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 def caption(curves: Mapping[str, Curve]) -> str:
     """Return in words how each curve goes: the means of its first and its last tenth."""
     parts = []
-    for name, curve in curves.items():
+    for name, curve in ((name, curve) for name, curve in curves.items() if curve.y):
         tenth = max(1, len(curve.y) // 10)
         first, last = (round(fmean(part), 12) for part in (curve.y[:tenth], curve.y[-tenth:]))
         parts.append((f"{name}: " if len(curves) > 1 else "") + f"{first:.4g} → {last:.4g}")

@@ -174,9 +174,9 @@ def _curves(groups: Groups, titles: Mapping[str, str], against: str, limits: Map
 
 def _drawn(title: str, curves: dict[str, Curve], label: str, limit: float | None = None) -> list[Drawn]:
     """One figure, or none if there is no point."""
-    curves = {name: one for name, one in curves.items() if one.x}
     limits = {title: limit} if limit else {}
-    return [Drawn(title, panels({title: curves}, label, limits), caption(curves))] if curves else []
+    shown_at_all = any(one.x for one in curves.values())
+    return [Drawn(title, panels({title: curves}, label, limits), caption(curves))] if shown_at_all else []
 
 
 def _names(groups: Groups) -> dict[str, Run]:
@@ -298,7 +298,7 @@ def _trees(groups: Groups) -> Section:
         "Trees and rollouts",
         [
             f"The newest {TREES:,} finished trees of each run are read, and shown of each group's first run. Best and worst are by outcome, or"
-            " reward where there is none; most surprising is the largest advantage. An action that was continued has a *."
+            " reward where there is none; most surprising is the largest advantage, or reward, or outcome. An action that was continued has a *."
         ],
     )
     columns, first = {}, {id(runs[0]) for runs in groups.values()}

@@ -99,10 +99,10 @@ def _write_picture(groups: page.Groups, options: argparse.Namespace) -> None:
         m: (page.LEARNING | page.STALENESS).get(m, m) for m in OVERVIEW
     }
     drawn = {
-        title: {name: one for name, runs in groups.items() if (one := curve(runs, metric, options.against)).x}
+        title: {name: curve(runs, metric, options.against) for name, runs in groups.items()}
         for metric, title in titles.items()
     }
-    if not any(drawn.values()):
+    if not any(one.x for curves in drawn.values() for one in curves.values()):
         raise ValueError(
             f"{', '.join(groups)}: no update was made yet, so there is nothing to draw; --out FILE.html says what is there"
         )

@@ -90,6 +90,14 @@ def test_a_group_is_drawn_as_far_as_all_of_its_runs_have_come(tmp_path: Path) ->
     assert runs.curve(group, "score/reward").x == [1.0, 2.0]
 
 
+def test_a_name_has_the_same_colour_where_another_run_has_no_points(tmp_path: Path) -> None:
+    text = page_of(tmp_path, f"{make(tmp_path / 'a', scores=False)}=a", f"{make(tmp_path / 'b')}=b")
+    reward = text[text.index('aria-label="reward of the rollouts: b: -0.5 → 1"') :].split("</svg>")[0]
+    assert "#d9752b" in reward
+    assert "#3b82c4" not in reward
+    assert "#3b82c4" in text
+
+
 def test_texts_of_rollouts_names_and_tasks_are_escaped(tmp_path: Path) -> None:
     run = make(tmp_path / "a", text="<script>alert(1)</script> & $x_$ </pre>")
     text = page_of(tmp_path, f"{run}=<b>$n_$</b>", f'{run}="><img src=x onerror=alert(2)>')
