@@ -46,27 +46,46 @@ STARTING, WEIGHTS, HELDOUT, OTHERS, SCHEDULER = (
 
 
 class Call(msgspec.Struct, frozen=True):
-    """An attempt of a call, in seconds. tree: the one that waited for it, or None."""
+    """An attempt of a call, in seconds. tree: the one that waited for it, or None. worker: who had it. outcome: as in the trace."""
 
     service: str
     start: float
     end: float
     tree: int | None = None
+    worker: str = ""
+    outcome: str = "ok"
 
 
 class Update(msgspec.Struct, frozen=True):
     """An update of the learner. work: (cause, start, end), in order. trees: those whose groups it trained."""
 
+    version: int
     work: list[tuple[str, float, float]]
     trees: set[int]
 
 
+class Recorded(msgspec.Struct, frozen=True):
+    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the learner. heldout: trees of evaluations."""
+
+    began: float
+    until: float
+    calls: list[Call]
+    updates: list[Update]
+    heldout: set[int]
+
+
 def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of each cause in the newest start of a run, the largest first. records: its updates' records.
+    """Return the seconds of each cause in the newest start of a run, the largest first. Raises as ``recorded`` does."""
+    start = recorded(run, records)
+    return shares(start.calls, start.updates, start.heldout, start.began, start.until)
+
+
+def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
+    """Return what a run has recorded of its newest start. records: its updates' records.
 
     Raises ValueError if its trace cannot say, and OSError and sqlite3.Error if the trace or the journal cannot be read.
     """
-    began, calls, answered = read(run / "trace.jsonl")
+    began, calls, answered = _read(run / "trace.jsonl")
     with contextlib.closing(frames.opened(run)) as journal:
         heldout = {row.id for row in journal.trees("split!='train'")}
         trees: defaultdict[int, set[int]] = defaultdict(set)
@@ -75,35 +94,40 @@ def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
                 trees[version or 0].add(row.id)
     updates = []
     for record in records:
-        if (end := answered.get(int(record["version"]))) is not None:
+        version = int(record["version"])
+        if (end := answered.get(version)) is not None:
             lengths = [(cause, round(record.get(metric, 0.0), 6)) for metric, cause in LEARNER.items()]
             start, work = end - sum(seconds for _, seconds in lengths), []
             for cause, seconds in lengths:
                 work.append((cause, round(start, 6), round(start + seconds, 6)))  # microseconds, as in the trace
                 start += seconds
-            updates.append(Update(work, trees[int(record["version"])]))
+            updates.append(Update(version, work, trees[version]))
     until = max([*(call.end for call in calls), *answered.values(), began])
-    return shares(calls, updates, heldout, began, until)
+    return Recorded(began, until, calls, updates, heldout)
 
 
-def read(trace: Path) -> tuple[float, list[Call], dict[int, float]]:
-    """Return of a run's newest start: when it began, its calls but those to the learner, and when each version answered. Raises ValueError."""
-    began, calls, answered = None, [], {}
+def _read(trace: Path) -> tuple[float, list[Call], dict[int, float]]:
+    """Return of a run's newest start: when it began, its calls but those to the learner, and when each of its updates answered. Raises ValueError."""
+    began, calls, answered, base = None, [], {}, 0
     for line in trace.read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):  # cut off by a crash
             row = json.loads(line.removesuffix(","))
             start, known = round(row["ts"] / 1e6, 6), row.get("args", {})
             if row["name"] == STARTED:
-                began, calls, answered = start, [], {}
+                began, calls, answered, base = start, [], {}, 0
+            if began is None or row["name"] == STARTED:
                 continue
-            end = round((row["ts"] + row["dur"]) / 1e6, 6)
-            if row["name"] == "train" and "version" in known:
-                answered.setdefault(known["version"], end)
+            end, version = round((row["ts"] + row["dur"]) / 1e6, 6), known.get("version", 0)
+            if row["name"] == "load" and not answered:
+                base = max(base, version)  # a resumed run gives the actors its newest weights first
+            if row["name"] == "train" and version > base:  # what an earlier start has trained is answered at once
+                answered.setdefault(version, end)
             elif row["name"] not in ("train", "close"):
                 words = known.get("for", "").split(",")[0].split()
-                calls.append(Call(row["name"], start, end, int(words[1]) if words[:1] == ["tree"] else None))
+                tree = int(words[1]) if words[:1] == ["tree"] else None
+                calls.append(Call(row["name"], start, end, tree, row["pid"], known["outcome"]))
     if began is None:
-        raise ValueError("its trace was recorded before calls said whom they serve, so the wall time cannot be divided")
+        raise ValueError("its trace was recorded before calls said whom they serve")
     return began, calls, answered
 
 

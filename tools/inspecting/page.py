@@ -269,7 +269,7 @@ def _time(groups: Groups, against: str) -> Section:
         try:
             waits[name] = _spent(critical.budget(run.folder, run.records))
         except UNREADABLE as error:
-            section.words.append(f"{name}: no causes of the wall time: {error}.")
+            section.words.append(f"{name}: no causes of the wall time, because {error}.")
         seconds = run.summary.get("seconds", {})
         if "phases" in seconds:
             phases[name] = _spent(seconds["phases"])
