@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.inspecting import page
+from tools.inspecting import sections
 from tools.inspecting.figures import panels, save
 from tools.inspecting.runs import Run, curve, grouped, read
 
@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"tools/report: {error}", file=sys.stderr)
         return 2
-    table = page.results(groups)
-    print(f"{page.markdown(table) if table.rows else 'no held-out evaluation yet'}\nreport: {options.out}")
+    table = sections.results(groups)
+    print(f"{sections.markdown(table) if table.rows else 'no held-out evaluation yet'}\nreport: {options.out}")
     return 0
 
 
@@ -84,9 +84,9 @@ def _named(text: str) -> Run:
     return read(Path(folder), name or None)
 
 
-def _write_page(groups: page.Groups, options: argparse.Namespace) -> None:
-    parts = page.sections(groups, options.against, options.metric)
-    options.out.write_bytes(page.html(f"Coppice report: {', '.join(groups)}", parts))
+def _write_page(groups: sections.Groups, options: argparse.Namespace) -> None:
+    parts = sections.sections(groups, options.against, options.metric)
+    options.out.write_bytes(sections.html(f"Coppice report: {', '.join(groups)}", parts))
     if options.png:
         options.png.mkdir(parents=True, exist_ok=True)
         for part in parts:
@@ -94,9 +94,9 @@ def _write_page(groups: page.Groups, options: argparse.Namespace) -> None:
                 save(drawn.figure, options.png / f"{part.anchor}-{number:02}.png")
 
 
-def _write_picture(groups: page.Groups, options: argparse.Namespace) -> None:
+def _write_picture(groups: sections.Groups, options: argparse.Namespace) -> None:
     titles = {metric: metric for metric in options.metric} or {
-        m: (page.LEARNING | page.STALENESS).get(m, m) for m in OVERVIEW
+        m: (sections.LEARNING | sections.STALENESS).get(m, m) for m in OVERVIEW
     }
     drawn = {
         title: {name: curve(runs, metric, options.against) for name, runs in groups.items()}

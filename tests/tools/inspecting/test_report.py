@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.run_folder import make
 from tools.bootstrap import ROOT
-from tools.inspecting import page, runs
+from tools.inspecting import runs, sections
 from tools.inspecting.figures import smooth
 from tools.inspecting.report import main
 
@@ -203,8 +203,8 @@ def test_a_running_mean_has_a_twentieth_of_the_values() -> None:
 
 
 def test_the_newest_trees_alone_are_read_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "TREES", 1)
-    monkeypatch.setattr(page, "CHARACTERS", 20)
+    monkeypatch.setattr(sections, "TREES", 1)
+    monkeypatch.setattr(sections, "CHARACTERS", 20)
     text = page_of(tmp_path, make(tmp_path / "a"))
     assert set(re.findall(r"<summary>a, [a-z ]*: tree (\d)", text)) == {"2"}
     assert "tools/dump RUN --tree 2 --full prints the rest" in text
