@@ -16,6 +16,9 @@ from wire.numbers import Count, Positive
 Check = Callable[[Any], None]
 """Raises InfrastructureFault for an answer that cannot be right."""
 
+STARTED = "the scheduler has started"
+"""The name of the trace event at the beginning of each start of a run."""
+
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of one call."""
@@ -32,7 +35,8 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Event(msgspec.Struct, frozen=True):
     """One attempt of one call, for traces. Times are in seconds of the monotonic clock.
 
-    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited for the call, in words.
+    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited for it, in words, or "". version: the one that
+    the answer names, if it does (of ``train``: the version that trained the group).
     """
 
     service: str
@@ -41,6 +45,7 @@ class Event(msgspec.Struct, frozen=True):
     end: float
     outcome: str
     caller: str = ""
+    version: int | None = None
 
 
 class Worker:

@@ -327,7 +327,8 @@ class Dispatcher:
         pending.attempt = None
         if pending.place is not None:
             pending.place.ended(worker.name, result)
-        event = Event(pending.service, worker.name, attempt.start, self.clock(), outcome, pending.caller)
+        version = getattr(result, "version", None)
+        event = Event(pending.service, worker.name, attempt.start, self.clock(), outcome, pending.caller, version)
         worker.recent.append(event)
         if self.on_event is not None:
             self.on_event(event)

@@ -10,7 +10,7 @@ import msgspec
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from scheduler.dispatch import Event, Worker
+from scheduler.calls import STARTED, Event, Worker
 from scheduler.terminal import width
 from wire.atomic import write_whole
 from wire.frontier import Frontier
@@ -106,6 +106,8 @@ class Metrics:
         self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = time.monotonic()
+        began = {"name": STARTED, "ph": "i", "pid": "scheduler", "tid": "scheduler", "ts": self._start * 1e6, "s": "g"}
+        self._trace.write(msgspec.json.encode(began) + b",\n")
         self._seen: dict[str, Seen] = {}
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._watched: defaultdict[str, float] = defaultdict(float)
@@ -215,7 +217,8 @@ class Metrics:
         return [self._seen[admission] for admission in offering if admission in self._seen]
 
     def event(self, event: Event) -> None:
-        """Write one attempt of a call as a Chrome trace event; trace viewers open the file."""
+        """Write one attempt of a call as a Chrome trace event; trace viewers open the file. for: the caller; version: the one in the answer."""
+        known = {"outcome": event.outcome, "for": event.caller, "version": event.version}
         row = {
             "name": event.service,
             "ph": "X",
@@ -223,7 +226,7 @@ class Metrics:
             "tid": event.service,
             "ts": event.start * 1e6,
             "dur": (event.end - event.start) * 1e6,
-            "args": {"outcome": event.outcome, "caller": event.caller},
+            "args": {name: value for name, value in known.items() if value not in ("", None)},
         }
         self._trace.write(msgspec.json.encode(row) + b",\n")
 

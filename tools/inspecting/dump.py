@@ -27,12 +27,6 @@ EXAMPLES = """examples:
                                                a page to click through
   tools/dump RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
 LISTED = ("tree", "task", "status", "version", "actions", "reward", "spread", "outcome", "invalid", "age_s")
-RANKS = {
-    "best": ("outcome", "reward", "step_reward"),
-    "worst": ("outcome", "reward", "step_reward"),
-    "surprising": ("advantage", "reward", "outcome"),
-}
-"""The columns by which trees are ranked, the first that the run has."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,7 +92,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", action="store_true", help="the log-probability of every sampled token")
     parser.add_argument("--full", action="store_true", help="whole texts, with the judges' explanations")
     options = parser.parse_args(arguments)
-    if len(asked := [name for name in (*RANKS, "sort", "sample") if getattr(options, name) is not None]) > 1:
+    if len(asked := [name for name in (*frames.RANKS, "sort", "sample") if getattr(options, name) is not None]) > 1:
         parser.error(f"--{' and --'.join(asked)} put the trees in different orders: give one of them")
     if options.newest and not (options.html or options.tokens):
         parser.error("--newest has an effect with --html or --tokens")
@@ -209,7 +203,7 @@ def find(journal: Journal, options: argparse.Namespace) -> tuple[list[TreeRow], 
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = ("all", "list", "columns", "parquet", "where", "text", "sort", "sample", "limit", *RANKS)
+    ways = ("all", "list", "columns", "parquet", "where", "text", "sort", "sample", "limit", *frames.RANKS)
     return any(getattr(options, way) not in (None, False) for way in ways)
 
 
@@ -231,15 +225,9 @@ def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespa
 
 def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     """Return the trees in the order that is asked for, the newest first by default, and no more than asked for. Raises ValueError."""
-    for rank, columns in RANKS.items():
+    for rank in frames.RANKS:
         if (count := getattr(options, rank)) is not None:
-            column = next((name for name in columns if name in table.columns), None)
-            if column is None:
-                raise ValueError(f"--{rank}: the run has none of the columns {', '.join(columns)}; use --sort COLUMN")
-            value = pl.col(column)
-            if rank == "surprising":
-                value = pl.max_horizontal(pl.col(f"{column}_max").abs(), pl.col(f"{column}_min").abs())
-            return table.sort(value, descending=rank != "worst", nulls_last=True).head(count)
+            return frames.ranked(table, rank).head(count)
     if options.sample is not None:
         table = table.sample(min(options.sample, len(table)), seed=0)
     elif options.sort:

@@ -60,6 +60,12 @@ ACTION = pl.col("kind") == "action"
 TRACE = "trace.jsonl"
 """The calls of a run, beside its journal."""
 _OF_TREE = re.compile(r"tree (\d+)")
+RANKS = {
+    "best": ("outcome", "reward", "step_reward"),
+    "worst": ("outcome", "reward", "step_reward"),
+    "surprising": ("advantage", "reward", "outcome"),
+}
+"""The columns by which trees are ranked: by the first that the run has, then by the next."""
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
@@ -130,7 +136,7 @@ def calls(values: Mapping[str, Any]) -> list[str]:
 class _Call(msgspec.Struct):
     name: str
     dur: float
-    args: dict[str, str]
+    args: dict[str, Any]
 
 
 def seconds(trace: Path) -> pl.DataFrame:
@@ -143,11 +149,23 @@ def seconds(trace: Path) -> pl.DataFrame:
             call = decoder.decode(line.rstrip(b",\n"))
         except msgspec.DecodeError:
             continue  # the run is writing it, or a crash has cut it off
-        if of := _OF_TREE.match(call.args.get("caller", "")):
+        if of := _OF_TREE.match(call.args.get("for", "")):
             sums[f"{call.name.partition('.')[0]}_s"][int(of[1])] += call.dur / 1e6
     known = sorted({tree for kind in sums.values() for tree in kind})
     columns = {kind: pl.Series([sums[kind].get(tree) for tree in known], dtype=pl.Float64) for kind in sorted(sums)}
     return pl.DataFrame({"tree": pl.Series(known, dtype=pl.Int64), **columns})
+
+
+def ranked(table: pl.DataFrame, rank: str) -> pl.DataFrame:
+    """Return the ``trees`` in the order of a rank of ``RANKS``: the highest first, or the lowest for "worst". The rank's later columns decide
+    between equal trees. Raises ValueError if the run has none of the columns."""
+    names = [name for name in RANKS[rank] if name in table.columns]
+    if not names:
+        raise ValueError(f"{rank}: the run has none of the columns {', '.join(RANKS[rank])}; use --sort COLUMN")
+    values = [pl.col(name) for name in names]
+    if rank == "surprising":
+        values = [pl.max_horizontal(pl.col(f"{names[0]}_max").abs(), pl.col(f"{names[0]}_min").abs())]
+    return table.sort(values, descending=rank != "worst", nulls_last=True, maintain_order=True)
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -1,105 +1,109 @@
-"""The command tools/report: it shows the metrics of one or several runs as plots and a table."""
+"""The command tools/report: one page, or a picture, that shows one or several runs."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
-from matplotlib.figure import Figure
+from tools.inspecting import sections
+from tools.inspecting.figures import panels, save
+from tools.inspecting.runs import Run, curve, grouped, read
 
-from tools.inspecting.figures import save
-
-PANELS = {
-    "score/reward": "reward of the rollouts",
-    "learner/entropy": "entropy (nats)",
-    "watch/sample_share": "effective sample share",
-    "learner/staleness_mean": "staleness (updates)",
-}
-"""The metric and the title of each plot, unless --metric names other metrics."""
-
-MEASURES = ("em", "f1", "success", "completion", "return", "return_first", "return_second", "oracle", "valid")
-"""Measures of held-out evaluations that the table shows if a run has them."""
-
-
-class Run(msgspec.Struct, frozen=True):
-    """The records of a run, one per update in order, and its summary (empty until the run has ended)."""
-
-    name: str
-    records: list[dict[str, float]]
-    summary: dict[str, Any]
-
-
-def read(folder: Path, name: str | None = None) -> Run:
-    """Read a run from its folder. Raises ValueError if the run has made no update."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} is no run folder: it holds no metrics.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    by_version = {record["version"]: record for record in lines if "learner/seconds" in record}
-    if not by_version:
-        raise ValueError(f"{folder} has made no update yet")
-    file = folder / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else {}
-    return Run(name or folder.name, [by_version[v] for v in sorted(by_version)], summary)
-
-
-def draw(runs: list[Run], panels: dict[str, str], against: str = "version") -> Figure:
-    """Draw one panel per metric and one line per run, against updates ("version") or seconds ("time/run")."""
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns, 3.2 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, (metric, title) in zip(axes, panels.items(), strict=False):
-        for run in runs:
-            points = [(r[against], r[metric]) for r in run.records if metric in r]
-            axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=run.name)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("update" if against == "version" else "seconds", fontsize=9)
-        axis.grid(alpha=0.3)
-    for axis in list(axes)[len(panels) :]:
-        axis.set_visible(False)
-    figure.axes[0].legend(fontsize=8)
-    return figure
-
-
-def table(runs: list[Run]) -> str:
-    """Return the held-out results at start and end (mean and 95% interval) as Markdown. Runs without a summary are left out."""
-    ended = [run for run in runs if {"start", "end"} <= set(run.summary.get("heldout", {}))]
-    names = [name for name in MEASURES if any(name in run.summary["heldout"]["end"]["measures"] for run in ended)]
-    lines = ["| run | updates | seconds | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
-    for run in ended:
-        start, end = (run.summary["heldout"][when]["measures"] for when in ("start", "end"))
-        cells = [f"{_shown(start[name])} -> {_shown(end[name])}" if name in end else "-" for name in names]
-        last = run.records[-1]
-        lines.append(f"| {run.name} | {len(run.records)} | {last['time/run']:.0f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _shown(value: dict[str, float]) -> str:
-    return f"{value['mean']:.3f} ±{value['half']:.3f}"
+EXAMPLES = """examples:
+  tools/report runs/slate-tiny-20261123-090049    report.html of one run
+  tools/report A=slate B=slate C=slate D=grpo     three seeds against one run
+  tools/report RUN --out report.html --png FOLDER with every figure as a PNG
+  tools/report RUN --out curves.png --metric learner/kl --metric score/reward
+  tools/report A B --against time/run             curves against seconds"""
+OVERVIEW = ("score/reward", "learner/entropy", "watch/sample_share", "learner/staleness_mean")
+"""The metrics of a picture, unless --metric names others."""
+SUFFIXES = (".html", ".png", ".svg")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="tools/report", description="Plots and a table of one or several runs.")
-    parser.add_argument("runs", nargs="+", metavar="RUN[=NAME]", help="run folders, each with a name for the legend")
-    parser.add_argument("--out", type=Path, default=Path("report.svg"), help="plot to write (SVG; default %(default)s)")
-    parser.add_argument("--metric", action="append", metavar="NAME", help="metric of metrics.jsonl to plot; repeatable")
-    parser.add_argument("--against", choices=["version", "time/run"], default="version")
-    options = parser.parse_args(arguments)
+    options = _parse(arguments)
     try:
-        runs = [read(Path(folder), name or None) for folder, _, name in (r.partition("=") for r in options.runs)]
-        known = sorted({key for run in runs for record in run.records for key in record})
-        missing = [metric for metric in options.metric or [] if metric not in known]
-        if missing:
-            raise ValueError(f"no run has {missing}; there are {known}")
-        panels = {metric: metric for metric in options.metric} if options.metric else PANELS
-        save(draw(runs, panels, options.against), options.out)
+        runs = [_named(text) for text in options.runs]
+        known = sorted(set().union(*(run.metrics() for run in runs)))
+        if missing := [metric for metric in options.metric if metric not in known]:
+            raise ValueError(
+                f"--metric {', '.join(missing)}: no run has recorded it; there are {', '.join(known) or 'none yet'}"
+            )
+        groups = grouped(runs)
+        if len({(run.name, run.folder.resolve()) for run in runs}) < len(runs):
+            raise ValueError("a run is given twice under one name: leave one out, or give it another name")
+        if options.out.suffix == ".html":
+            _write_page(groups, options)
+        else:
+            _write_picture(groups, options)
     except (OSError, ValueError) as error:
         print(f"tools/report: {error}", file=sys.stderr)
         return 2
-    print(table(runs))
-    print(f"plot: {options.out}")
+    table = sections.results(groups)
+    print(f"{sections.markdown(table) if table.rows else 'no held-out evaluation yet'}\nreport: {options.out}")
     return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools/report",
+        description="Show runs on one HTML page, or as a picture. The page needs no network and no\n"
+        "other file. Runs may be live, stopped, failed or old.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN[=NAME]", help="run folders; those of one NAME are seeds of one group"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="FILE.html, .png or .svg (default %(default)s)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="with a page: write each of its figures here as well"
+    )
+    parser.add_argument(
+        "--metric", action="append", default=[], metavar="NAME", help="draw this metric of metrics.jsonl; repeatable"
+    )
+    parser.add_argument(
+        "--against", choices=["version", "time/run"], default="version", help="updates (default) or seconds"
+    )
+    options = parser.parse_args(arguments)
+    if options.out.suffix not in SUFFIXES:
+        parser.error(f"--out {options.out}: expected a name that ends with {', '.join(SUFFIXES)}")
+    if options.png and options.out.suffix != ".html":
+        parser.error(f"--png has no effect with --out {options.out}: it writes the figures of a page")
+    return options
+
+
+def _named(text: str) -> Run:
+    """Read FOLDER or FOLDER=NAME; both may have a = in them. Raises ValueError."""
+    folder, name = text, ""
+    while not Path(folder).is_dir() and "=" in folder:
+        folder, _, last = folder.rpartition("=")
+        name = f"{last}={name}" if name else last
+    return read(Path(folder), name or None)
+
+
+def _write_page(groups: sections.Groups, options: argparse.Namespace) -> None:
+    parts = sections.sections(groups, options.against, options.metric)
+    options.out.write_bytes(sections.html(f"Coppice report: {', '.join(groups)}", parts))
+    if options.png:
+        options.png.mkdir(parents=True, exist_ok=True)
+        for part in parts:
+            for number, drawn in enumerate(part.figures, 1):
+                save(drawn.figure, options.png / f"{part.anchor}-{number:02}.png")
+
+
+def _write_picture(groups: sections.Groups, options: argparse.Namespace) -> None:
+    titles = {metric: metric for metric in options.metric} or {
+        m: (sections.LEARNING | sections.STALENESS).get(m, m) for m in OVERVIEW
+    }
+    drawn = {
+        title: {name: curve(runs, metric, options.against) for name, runs in groups.items()}
+        for metric, title in titles.items()
+    }
+    if not any(one.x for curves in drawn.values() for one in curves.values()):
+        raise ValueError(
+            f"{', '.join(groups)}: no update was made yet, so there is nothing to draw; --out FILE.html says what is there"
+        )
+    save(panels(drawn, "update" if options.against == "version" else "seconds"), options.out)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tools.defaults.settings import cache_folder
-from tools.launching import processes, rules, status
+from tools.launching import environment, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.prepare import prepare
@@ -122,6 +122,7 @@ def _launch(config: Config, assets: Assets, run: Path) -> int:
         except BlockingIOError:
             raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
         write_whole(run / "config.json", config)
+        environment.write(run)
         if sys.stdout.isatty():  # the scheduler writes to a pipe and cannot ask for the terminal's width itself
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         _announce(config, Path(assets.model), run)

@@ -7,7 +7,6 @@ tools can read every run. Arms are compared at equal environment steps and at eq
 import argparse
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -22,10 +21,9 @@ from matplotlib.figure import Figure
 
 from tools.bootstrap import ROOT
 from tools.inspecting.figures import save
+from tools.inspecting.intervals import interval, shown
 from tools.launching.config import ConfigError, load, saved
 
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Two-sided 95% quantiles of Student's t by degrees of freedom."""
 STEPS = ("count/environment_steps", "count/continuation_steps")
 """Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs the same."""
 TOKENS = "count/generated_tokens"
@@ -236,14 +234,6 @@ def curve(folder: Path, measure: str) -> Curve:
     return Curve(versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions], cpu)
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean over seeds and the half width of its 95% interval by Student's t (nan for one seed)."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, math.nan
-    return mean, T_95[min(9, len(values) - 1)] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-
-
 def at(curve: Curve, axis: Sequence[float], place: float) -> float:
     """Interpolate the measure linearly at ``place`` on ``axis`` (the versions, steps or tokens of the curve)."""
     return float(np.interp(place, axis, curve.value))
@@ -269,11 +259,11 @@ def table(curves: dict[str, list[Curve]], measure: str) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, arm_curves in curves.items():
         cells = [
-            _shown(interval([c.value[0] for c in arm_curves])),
-            _shown(interval([at(c, c.version, updates) for c in arm_curves])),
-            _shown(interval([at(c, c.steps, steps) for c in arm_curves])),
-            _shown(interval([at(c, c.tokens, tokens) for c in arm_curves])),
-            _shown(interval([c.value[-1] for c in arm_curves])),
+            shown(interval([c.value[0] for c in arm_curves])),
+            shown(interval([at(c, c.version, updates) for c in arm_curves])),
+            shown(interval([at(c, c.steps, steps) for c in arm_curves])),
+            shown(interval([at(c, c.tokens, tokens) for c in arm_curves])),
+            shown(interval([c.value[-1] for c in arm_curves])),
             f"{np.mean([c.steps[-1] for c in arm_curves]):,.0f}",
             f"{np.mean([c.tokens[-1] for c in arm_curves]):,.0f}",
             f"{np.mean([c.cpu_seconds for c in arm_curves]):,.0f}"
@@ -282,10 +272,6 @@ def table(curves: dict[str, list[Curve]], measure: str) -> str:
         ]
         lines.append(f"| {name} | {len(arm_curves)} | {' | '.join(cells)} |")
     return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
-
-
-def _shown(estimate: tuple[float, float]) -> str:
-    return f"{estimate[0]:.3f} ±{estimate[1]:.3f}" if not math.isnan(estimate[1]) else f"{estimate[0]:.3f}"
 
 
 def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:

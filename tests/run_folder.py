@@ -1,0 +1,85 @@
+"""Makes small run folders with the classes that write real ones."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from scheduler import report
+from scheduler.calls import Event
+from scheduler.evaluation import Estimate, HeldOut
+from scheduler.journal import Journal
+from scheduler.metrics import Metrics
+from scheduler.phases import Training
+from scheduler.tree import Tree
+from tools.launching import environment
+from tools.launching.config import DEFAULT_CONFIG, load, saved
+from wire.messages import Turn
+
+GENERATED_S, WAITED_S = 1.0, 0.25
+
+
+def make(
+    folder: Path,
+    rewards: Sequence[float] = (-0.5, 0.25, 1.0),
+    exact: Mapping[int, float] = {0: 0.25, 3: 0.75},
+    changes: Sequence[str] = (),
+    text: str = "Paris",
+    scores: bool = True,
+    ended: bool = True,
+) -> Path:
+    """Write a run with an update and a tree of two candidates per reward, in which generation took one second and the learner a quarter of one.
+
+    exact: the held-out exact match by version. text: of the candidates. scores: whether the candidates have any. ended: with a summary.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, list(changes))))
+    environment.write(folder)
+    journal, metrics = Journal(folder / "journal.sqlite"), Metrics(folder)
+    at = metrics._start
+    for i, reward in enumerate(rewards):
+        _grow(journal, i, reward, text, scores)
+        metrics.event(Event("generate", "actor-0", at, at + GENERATED_S, "ok", f"tree {i}, attempt 1 of 5"))
+        at += GENERATED_S + WAITED_S
+        metrics.event(Event("train", "learner", at - 0.2, at, "ok", version=i + 1))
+        values = {"learner/groups": 1.0, "learner/seconds": 0.2, "time/publish": 0.05, "time/run": 10.0 * i}
+        tokens = {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
+        metrics.record(
+            i + 1, {**values, **tokens, "learner/entropy": 0.5, **({"score/reward": reward} if scores else {})}
+        )
+    for version, mean in exact.items():
+        name = "start" if version == 0 else f"v{version}"
+        held = HeldOut(version, 16, "em", {"em": Estimate(mean, 0.1), "f1": Estimate(0.5, 0.2)})
+        journal.save_evaluation(version, name, msgspec.to_builtins(held))
+    if ended:
+        training = Training(
+            (0), len(rewards), False, 3.0, {"updates": 1.0, "waiting for trees": 2.0}, {"actors": 0.5}, 0.5, 0.25
+        )
+        report.write(
+            folder, journal, {"random_answer": 0.125}, Counter(), Counter(), {"set-up": 1.0, "updates": 3.0}, training
+        )
+    journal.close()
+    metrics.close()
+    return folder
+
+
+def _grow(journal: Journal, number: int, reward: float, text: str, scores: bool) -> None:
+    tree = Tree(number, f"task{number}")
+    root = tree.add(None, "prompt", np.array([1, 2], np.int32), f"What is the capital of country {number}?")
+    for sign in (1, -1):
+        known = {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0} if scores else {}
+        node = tree.add(
+            root,
+            "action",
+            np.array([3, 4, 5 + sign], np.int32),
+            f"{text} {sign}",
+            scores=known,
+            chosen=sign > 0,
+            finish="stop",
+        )
+    journal.start_tree(tree, number, number)
+    journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": reward})])
+    journal.mark_trained(number, number + 1)
+    journal.close_tree(tree)

@@ -1,0 +1,178 @@
+"""Where the wall time of a run went: every moment of its newest start has exactly one cause, so the causes' seconds sum to the wall time.
+
+The rule, for each moment, the first that applies:
+
+1. Before the first call the processes start ("starting processes").
+2. While the learner updates, publishes or writes a checkpoint, that is the cause. These intervals are counted back from the moment at which it
+   answered the update's groups.
+3. Otherwise the learner waits for its next update, and that update waited for its last tree: the one whose last call ended last. If the last
+   tree has a call open, the call's service is the cause ("rollouts: generate"). If it has several, the one that ends last counts, because a tree
+   goes on only when it has all candidates of a turn.
+4. If the last tree has no call open, it waited for something else, and a call that another has open says for what: new weights on their way to an
+   actor; a held-out evaluation; other trees, which had the workers. If none is open, the scheduler or the journal was at work, or the batch was
+   on its way to the learner ("scheduler").
+
+After the last update there is no last tree, so only rule 4 applies. A call's time includes its way to the worker and its wait there; a call that
+waits for a free worker is not open yet.
+"""
+
+import bisect
+import contextlib
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from scheduler.calls import STARTED
+from tools.inspecting import frames
+
+LEARNER = {
+    "learner/seconds": "learner: updates",
+    "time/publish": "learner: publishing weights",
+    "time/checkpoint": "learner: checkpoints",
+}
+"""The seconds in an update's record, in the order in which the learner spends them."""
+STARTING, WEIGHTS, HELDOUT, OTHERS, SCHEDULER = (
+    "starting processes",
+    "new weights",
+    "held-out evaluation",
+    "other trees",
+    "scheduler",
+)
+
+
+class Call(msgspec.Struct, frozen=True):
+    """An attempt of a call, in seconds. tree: the one that waited for it, or None. worker: who had it. outcome: as in the trace."""
+
+    service: str
+    start: float
+    end: float
+    tree: int | None = None
+    worker: str = ""
+    outcome: str = "ok"
+
+
+class Update(msgspec.Struct, frozen=True):
+    """An update of the learner. work: (cause, start, end), in order. trees: those whose groups it trained."""
+
+    version: int
+    work: list[tuple[str, float, float]]
+    trees: set[int]
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the learner. heldout: trees of evaluations."""
+
+    began: float
+    until: float
+    calls: list[Call]
+    updates: list[Update]
+    heldout: set[int]
+
+
+def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the seconds of each cause in the newest start of a run, the largest first. Raises as ``recorded`` does."""
+    start = recorded(run, records)
+    return shares(start.calls, start.updates, start.heldout, start.began, start.until)
+
+
+def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
+    """Return what a run has recorded of its newest start. records: its updates' records.
+
+    Raises ValueError if its trace cannot say, and OSError and sqlite3.Error if the trace or the journal cannot be read.
+    """
+    began, calls, answered = _read(run / "trace.jsonl")
+    with contextlib.closing(frames.opened(run)) as journal:
+        heldout = {row.id for row in journal.trees("split!='train'")}
+        trees: defaultdict[int, set[int]] = defaultdict(set)
+        for row in journal.trees("split='train'"):
+            for _, version in journal.groups(row.id):
+                trees[version or 0].add(row.id)
+    updates = []
+    for record in records:
+        version = int(record["version"])
+        if (end := answered.get(version)) is not None:
+            lengths = [(cause, round(record.get(metric, 0.0), 6)) for metric, cause in LEARNER.items()]
+            start, work = end - sum(seconds for _, seconds in lengths), []
+            for cause, seconds in lengths:
+                work.append((cause, round(start, 6), round(start + seconds, 6)))  # microseconds, as in the trace
+                start += seconds
+            updates.append(Update(version, work, trees[version]))
+    until = max([*(call.end for call in calls), *answered.values(), began])
+    return Recorded(began, until, calls, updates, heldout)
+
+
+def _read(trace: Path) -> tuple[float, list[Call], dict[int, float]]:
+    """Return of a run's newest start: when it began, its calls but those to the learner, and when each of its updates answered. Raises ValueError."""
+    began, calls, answered, base = None, [], {}, 0
+    for line in trace.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # cut off by a crash
+            row = json.loads(line.removesuffix(","))
+            start, known = round(row["ts"] / 1e6, 6), row.get("args", {})
+            if row["name"] == STARTED:
+                began, calls, answered, base = start, [], {}, 0
+            if began is None or row["name"] == STARTED:
+                continue
+            end, version = round((row["ts"] + row["dur"]) / 1e6, 6), known.get("version", 0)
+            if row["name"] == "load" and not answered:
+                base = max(base, version)  # a resumed run gives the actors its newest weights first
+            if row["name"] == "train" and version > base:  # what an earlier start has trained is answered at once
+                answered.setdefault(version, end)
+            elif row["name"] not in ("train", "close"):
+                words = known.get("for", "").split(",")[0].split()
+                tree = int(words[1]) if words[:1] == ["tree"] else None
+                calls.append(Call(row["name"], start, end, tree, row["pid"], known["outcome"]))
+    if began is None:
+        raise ValueError("its trace was recorded before calls said whom they serve")
+    return began, calls, answered
+
+
+def shares(
+    calls: Sequence[Call], updates: Sequence[Update], heldout: set[int], since: float, until: float
+) -> dict[str, float]:
+    """Return the seconds of each cause between ``since`` and ``until``, which sum to their distance. updates: in order. heldout: their trees."""
+    of_tree: defaultdict[int | None, list[Call]] = defaultdict(list)
+    for call in calls:
+        of_tree[call.tree].append(call)
+    lasts = [
+        max((c for t in update.trees for c in of_tree[t]), key=lambda call: call.end, default=None)
+        for update in updates
+    ]
+    ends = [update.work[-1][2] for update in updates]
+    works = [part for update in updates for part in update.work]
+    changes: list[tuple[float, bool, Call | None]] = [(call.start, False, call) for call in calls]
+    changes += [(call.end, True, call) for call in calls]
+    changes.sort(key=lambda change: change[:2])
+    edges = sorted({since, until, *(t for t, _, _ in changes), *(t for work in works for t in work[1:])})
+    first = min((call.start for call in calls), default=until)
+    opened: defaultdict[int | None, list[Call]] = defaultdict(list)
+    kinds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    coming = iter([*changes, (math.inf, True, None)])
+    moment, ends_now, call = next(coming)
+    for start, end in pairwise(edges):
+        while call is not None and moment <= start:
+            kind = WEIGHTS if call.service == "load" else HELDOUT if call.tree in heldout else OTHERS
+            kinds[kind] += -1 if ends_now else 1
+            (opened[call.tree].remove if ends_now else opened[call.tree].append)(call)
+            moment, ends_now, call = next(coming)
+        place = bisect.bisect_right(ends, start)
+        work = updates[place].work if place < len(updates) else []
+        last = lasts[place] if place < len(lasts) else None
+        own = opened[last.tree] if last is not None else []
+        if start < since or end > until:
+            continue
+        if start < first:
+            cause = STARTING
+        elif busy := [name for name, a, b in work if a <= start < b]:
+            cause = busy[0]
+        elif own:
+            cause = f"rollouts: {max(own, key=lambda c: c.end).service.partition('.')[0]}"
+        else:
+            cause = next((kind for kind in (WEIGHTS, HELDOUT, OTHERS) if kinds[kind]), SCHEDULER)
+        seconds[cause] += end - start
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

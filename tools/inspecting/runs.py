@@ -1,0 +1,176 @@
+"""Reads run folders for reports: live, failed and older ones too. What a run lacks is named in ``Run.missing`` and costs nothing else."""
+
+import json
+import math
+import re
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from scheduler.journal import Journal
+from tools.inspecting.intervals import interval
+from tools.launching import environment, status
+
+SHARE = "share/"
+"""The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled one update before the version being trained."""
+
+
+UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
+"""Errors of a file of a run that is not there, cut off, damaged or of another version."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A run folder. records: one per update, in order. evaluations: the held-out results, in the order of their versions. summary, config,
+    environment: the contents of those files, empty where there is none. missing: sentences on what the folder lacks."""
+
+    folder: Path
+    name: str
+    state: str
+    records: list[dict[str, float]]
+    evaluations: list[dict[str, Any]]
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    missing: list[str]
+
+    def metrics(self) -> set[str]:
+        """Return the names that at least one record has."""
+        return {name for record in self.records for name in record}
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Points of a figure. half: half widths of their 95% intervals, nan where there is none."""
+
+    x: list[float]
+    y: list[float]
+    half: list[float]
+
+
+def read(folder: Path, name: str | None = None) -> Run:
+    """Read a run from its folder. Raises ValueError if ``folder`` is none."""
+    if not any((folder / file).is_file() for file in ("config.json", "metrics.jsonl")):
+        raise ValueError(f"{folder} is no run folder: it holds neither config.json nor metrics.jsonl")
+    missing: list[str] = []
+    records = _records(folder / "metrics.jsonl")
+    if not records:
+        missing.append("It has made no update yet, so there are no curves.")
+    summary, config, machine = (
+        _object(folder / file, consequence, missing)
+        for file, consequence in (
+            ("summary.json", "the run has not ended in order, so some totals are missing"),
+            ("config.json", "its settings are unknown"),
+            (environment.NAME, "it was launched before the machine and the packages were recorded"),
+        )
+    )
+    evaluations = _evaluations(folder, summary, missing)
+    stands = status.gather(folder, time.monotonic())
+    return Run(
+        folder, name or folder.resolve().name, f"{stands.state}: {stands.said}", records, evaluations, summary, config,
+        machine, missing,
+    )  # fmt: skip
+
+
+def _records(path: Path) -> list[dict[str, float]]:
+    """One record per update, the last one where a crash has left two. A half-written line, and numbers that are not finite, are left out."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    updates = {record["version"]: record for record in records if "learner/seconds" in record}
+    finite = [{k: v for k, v in updates[version].items() if v is not None and math.isfinite(v)} for version in updates]
+    ages = {name for record in finite for name in record if re.fullmatch(r"watch/staleness_\d+/tokens", name)}
+    for record in finite:
+        if total := sum(record.get(age, 0.0) for age in ages):
+            record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
+    return sorted(finite, key=lambda record: record["version"])
+
+
+def _object(path: Path, consequence: str, missing: list[str]) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except UNREADABLE as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        missing.append(f"{path.name} {why}: {consequence}.")
+    return {}
+
+
+def _evaluations(folder: Path, summary: dict[str, Any], missing: list[str]) -> list[dict[str, Any]]:
+    """The held-out results of the journal, or of the summary if the journal cannot be read."""
+    try:
+        journal = Journal(folder / "journal.sqlite", readonly=True)
+        try:
+            results = [{**result, "version": version} for version, _, result in journal.evaluations()]
+        finally:
+            journal.close()
+    except UNREADABLE as error:
+        missing.append(f"Its journal cannot be read ({error}), so its trees are not shown.")
+        results = sorted(summary.get("heldout", {}).values(), key=lambda result: result["version"])
+    if not results:
+        missing.append("It has no held-out evaluation.")
+    return list({result["version"]: result for result in results}.values())
+
+
+def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs by name: those of one name are seeds of one group."""
+    return {run.name: [other for other in runs if other.name == run.name] for run in runs}
+
+
+def curve(runs: Sequence[Run], metric: str, against: str = "version") -> Curve:
+    """Return a metric of a group at the updates that all its runs have recorded, against "version" or "time/run" (seconds; the mean over runs).
+
+    A single run has its own values; several have their mean with the 95% interval over seeds.
+    """
+    return _mean(
+        [{r["version"]: (r[against], r[metric], math.nan) for r in run.records if metric in r} for run in runs]
+    )
+
+
+def heldout(runs: Sequence[Run], measure: str) -> Curve:
+    """Return a held-out measure of a group at the versions at which all its runs were evaluated.
+
+    The interval of a single run is that of its evaluation, over questions; that of several is over seeds.
+    """
+    points = [
+        {e["version"]: (e["version"], *(e["measures"][measure][part] for part in ("mean", "half"))) for e in run.evaluations if measure in e["measures"]}
+        for run in runs
+    ]  # fmt: skip
+    return _mean(points)
+
+
+def _mean(points: list[dict[float, tuple[float, float, float]]]) -> Curve:
+    """points: for each run, (x, y, half width) by version."""
+    versions = sorted(set.intersection(*map(set, points)))
+    if len(points) == 1:
+        rows = [points[0][version] for version in versions]
+    else:
+        rows = [(sum(p[v][0] for p in points) / len(points), *interval([p[v][1] for p in points])) for v in versions]
+    x, y, half = ([float(row[i]) for row in rows] for i in range(3))
+    return Curve(x, y, half)
+
+
+def measures(runs: Sequence[Run]) -> list[str]:
+    """Return the held-out measures that the runs have, the headline first."""
+    results = [evaluation for run in runs for evaluation in run.evaluations]
+    names = sorted({name for result in results for name in result["measures"]})
+    headlines = {result.get("headline") for result in results}
+    return sorted(names, key=lambda name: name not in headlines)
+
+
+def flat(tree: Any, path: str = "") -> dict[str, str]:
+    """Return the values of nested tables as JSON texts by their dotted paths."""
+    if isinstance(tree, dict) and tree:
+        return {key: value for name, below in tree.items() for key, value in flat(below, f"{path}.{name}").items()}
+    return {path.removeprefix("."): json.dumps(tree, ensure_ascii=False)}
+
+
+def differences(groups: Mapping[str, Sequence[dict[str, Any]]]) -> list[list[str]]:
+    """Return a row for each key whose values are not the same in all trees: the key, then each group's values ("-" where a tree lacks it)."""
+    flats = {name: [flat(tree) for tree in trees] for name, trees in groups.items()}
+    everyone = [one for trees in flats.values() for one in trees]
+    keys = sorted(key for key in set().union(*everyone) if len({one.get(key) for one in everyone}) > 1)
+    return [
+        [key, *(", ".join(dict.fromkeys(one.get(key, "-") for one in trees)) for trees in flats.values())]
+        for key in keys
+    ]

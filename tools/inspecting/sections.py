@@ -1,0 +1,403 @@
+"""The sections of a report: curves, tables and trees of one or several groups of runs, as values that a template or a terminal shows."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import msgspec
+import polars as pl
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from scheduler.journal import Journal, TreeRow
+from tools.bootstrap import ROOT
+from tools.inspecting import critical, drawing, frames
+from tools.inspecting.figures import caption, inline, panels
+from tools.inspecting.intervals import shown
+from tools.inspecting.runs import SHARE, UNREADABLE, Curve, Run, curve, differences, flat, heldout, measures
+from tools.launching.config import ConfigError, load, saved
+
+Groups = Mapping[str, Sequence[Run]]
+TREES = 5000
+"""The newest finished trees of a run that the statistics and the choice of rollouts read; a longer run's journal may not fit into memory."""
+ROLLOUTS = 3
+"""Trees shown per kind: best, worst, most surprising."""
+CHARACTERS = 40_000
+"""The longest text of one tree."""
+
+LEARNING = {
+    "score/reward": "reward of the rollouts",
+    "rollout/outcome": "outcome of the rollouts",
+    "learner/entropy": "entropy (nats)",
+    "learner/kl": "KL to the initial policy (nats)",
+    "learner/surrogate": "surrogate objective",
+    "learner/zero_advantage_share": "share of turns with advantage 0",
+    "learner/trained_tokens": "trained tokens per update",
+    "learner/turns": "trained turns per update",
+}
+STALENESS = {
+    "learner/staleness_mean": "mean staleness (updates)",
+    "learner/staleness_max": "largest staleness (updates)",
+}
+WATCH = {
+    "watch/engine_gap_p99": ("|learner - engine log-probability|, p99", "engine_gap"),
+    "watch/sample_share": ("effective sample share", "sample_share"),
+    "learner/clip_share": ("share of clipped tokens", "clip_share"),
+    "learner/mask_share": ("share of masked tokens", "mask_share"),
+    "watch/ratio_p99": ("ratio of current to behaviour policy, p99", ""),
+    "watch/ratio_p01": ("ratio of current to behaviour policy, p1", ""),
+    "learner/grad_norm": ("gradient norm before clipping", ""),
+    "watch/noise_scale": ("gradient noise scale (questions)", ""),
+}
+"""Title, and the key of [learner.watch] at which a warning comes."""
+TIMES = {
+    "busy/engine": "engines: busy share",
+    "busy/learner": "learner: busy share",
+    "rate/decoded_tokens": "decoded tokens per second",
+    "learner/seconds": "seconds of an update",
+    "time/spread": "seconds until all actors had the weights",
+    "cache/hit_rate": "prefix cache: hit rate",
+}
+
+
+class Table(msgspec.Struct, frozen=True):
+    """The first cell of each row is its heading. folded: shown on request."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+    folded: bool = False
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """A figure: its title, what it draws, and its description."""
+
+    title: str
+    figure: Figure
+    caption: str
+
+    @property
+    def svg(self) -> Markup:
+        return Markup(inline(self.figure, f"{self.title}: {self.caption}"))  # matplotlib escapes its texts
+
+
+class Section(msgspec.Struct):
+    """A part of the page. words: paragraphs. texts: headings with preformatted texts."""
+
+    title: str
+    words: list[str] = []
+    figures: list[Drawn] = []
+    tables: list[Table] = []
+    texts: list[tuple[str, str]] = []
+
+    @property
+    def anchor(self) -> str:
+        return self.title.lower().replace(" ", "-")
+
+
+def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = ()) -> list[Section]:
+    """Return the parts of the page. metrics: replace the curves of the section Learning."""
+    learning = {name: name for name in metrics} or LEARNING
+    scores = _present(groups, "score/")
+    shares = {name: f"share of tokens {name.rpartition('_')[2]} updates stale" for name in _present(groups, SHARE)}
+    watched = {metric: title for metric, (title, _) in WATCH.items()}
+    parts = [
+        _runs(groups),
+        _heldout(groups),
+        Section("Learning", [], _curves(groups, learning, against)),
+        Section(
+            "Reward components",
+            ["Every score column of the judges and the environment, as the mean over an update's trained turns."],
+            _curves(groups, {name: name.removeprefix("score/") for name in scores}, against),
+        ),
+        Section(
+            "Staleness",
+            ["Updates between the version that sampled a token and the one being trained on it."],
+            _curves(groups, STALENESS | shares, against),
+        ),
+        Section(
+            "Numerics watch",
+            ["Do engine and learner agree, and how far off-policy is the data? A dotted line is where the run warns."],
+            _curves(groups, watched, against, _limits(groups)),
+        ),
+        _time(groups, against),
+        _trees(groups),
+        _config(groups),
+        _environment(groups),
+    ]
+    for section in parts:
+        if not (section.figures or section.tables or section.texts):
+            section.words.append("No run has recorded any of this.")
+    return parts
+
+
+def html(title: str, parts: Sequence[Section]) -> bytes:
+    """Return the page. All texts are escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tools.inspecting", ""), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template("report.html").render(title=title, sections=parts).encode(errors="backslashreplace")
+
+
+def markdown(table: Table) -> str:
+    """Return a table for the terminal and for notes."""
+    lines = [table.head, ["---"] * len(table.head), *table.rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def compared(caption: str, columns: Mapping[str, Mapping[str, str]], folded: bool = False) -> Table:
+    """Return a table with a column per run or group and a row per key that any of them has."""
+    keys = list(dict.fromkeys(key for column in columns.values() for key in column))
+    rows = [[key, *(column.get(key, "-") for column in columns.values())] for key in keys]
+    return Table(caption, ["", *columns], rows, folded)
+
+
+def _present(groups: Groups, prefix: str) -> list[str]:
+    return sorted(
+        {name for runs in groups.values() for run in runs for name in run.metrics() if name.startswith(prefix)}
+    )
+
+
+def _curves(groups: Groups, titles: Mapping[str, str], against: str, limits: Mapping[str, float] = {}) -> list[Drawn]:
+    label = "update" if against == "version" else "seconds"
+    return [
+        drawn
+        for metric, title in titles.items()
+        for drawn in _drawn(
+            title, {n: curve(runs, metric, against) for n, runs in groups.items()}, label, limits.get(metric)
+        )
+    ]
+
+
+def _drawn(title: str, curves: dict[str, Curve], label: str, limit: float | None = None) -> list[Drawn]:
+    """One figure, or none if there is no point."""
+    limits = {title: limit} if limit else {}
+    shown_at_all = any(one.x for one in curves.values())
+    return [Drawn(title, panels({title: curves}, label, limits), caption(curves))] if shown_at_all else []
+
+
+def _names(groups: Groups) -> dict[str, Run]:
+    """Return all runs by a heading: the name, with the place below the group's common folder where several have that name."""
+    headings = {}
+    for name, runs in groups.items():
+        folders = [str(run.folder.resolve()) for run in runs]
+        for run, folder in zip(runs, folders, strict=True):
+            place = os.path.relpath(folder, os.path.commonpath(folders))
+            headings[name if len(runs) == 1 else f"{name}: {place}"] = run
+    return headings
+
+
+def _runs(groups: Groups) -> Section:
+    rows = [
+        [name, run.state, str(len(run.records)), f"{run.records[-1].get('time/run', 0):.0f}" if run.records else "-",
+         str(run.config.get("seed", "-")), str(run.folder)]
+        for name, run in _names(groups).items()
+    ]  # fmt: skip
+    section = Section(
+        "Runs",
+        tables=[Table("The runs of this report", ["run", "state", "updates", "seconds", "seed", "folder"], rows)],
+    )
+    section.words = [f"{name}: {sentence}" for name, run in _names(groups).items() for sentence in run.missing]
+    section.words.append(
+        "A thin line has a point for every update, the bold one is its running mean over a twentieth of the updates. Below each figure are the"
+        " means of its first and of its last tenth."
+    )
+    if any(len(runs) > 1 for runs in groups.values()):
+        section.words.insert(
+            0,
+            "Runs of one name are seeds of one group: curves and tables show their mean and its 95% interval by Student's t, at the"
+            " updates that all of them have reached.",
+        )
+    return section
+
+
+def results(groups: Groups) -> Table:
+    """Return the held-out measures of each group at the first and the last evaluation."""
+    rows = []
+    for name, runs in groups.items():
+        for measure in measures(runs):
+            c = heldout(runs, measure)
+            if c.x:
+                points = list(zip(c.x, c.y, c.half, strict=True))
+                first, last = points[0], points[-1]
+                cells = [f"{shown((mean, half))} (version {version:.0f})" for version, mean, half in (first, last)]
+                rows.append(
+                    [name, measure, cells[0], *([cells[1], _verdict(first, last)] if len(points) > 1 else ["-", "-"])]
+                )
+    return Table("Held-out measures with 95% intervals", ["run", "measure", "first", "last", "change"], rows)
+
+
+def _verdict(first: tuple[float, float, float], last: tuple[float, float, float]) -> str:
+    (_, before, half), (_, after, other) = first, last
+    if abs(after - before) > half + other:
+        return "rose beyond both intervals" if after > before else "fell beyond both intervals"
+    return "within the intervals" if half == half and other == other else "no interval"
+
+
+def _heldout(groups: Groups) -> Section:
+    everyone = [run for runs in groups.values() for run in runs]
+    figures = [
+        drawn
+        for measure in measures(everyone)
+        for drawn in _drawn(measure, {name: heldout(runs, measure) for name, runs in groups.items()}, "version")
+    ]
+    words = [
+        "The interval of a single run is over its held-out tasks, that of a group over its seeds.",
+        *(f"{name}, without a model: " + ", ".join(f"{key} {value:.3f}" for key, value in run.summary["baselines"].items())
+          for name, run in _names(groups).items() if run.summary.get("baselines")),
+        *(f"{name}: the best {best['measure']} is {best['value']:.3f}, of version {best['version']}."
+          for name, run in _names(groups).items() if (best := run.summary.get("best"))),
+    ]  # fmt: skip
+    table = results(groups)
+    return Section("Held-out results", words, figures, [table] if table.rows else [])
+
+
+def _limits(groups: Groups) -> dict[str, float]:
+    """The thresholds of the watch, if all runs have the same."""
+    watches = [run.config.get("learner", {}).get("watch", {}) for runs in groups.values() for run in runs]
+    same = watches[0] if all(watch == watches[0] for watch in watches) else {}
+    return {metric: same[key] for metric, (_, key) in WATCH.items() if same.get(key)}
+
+
+def _time(groups: Groups, against: str) -> Section:
+    section = Section("Time", [], _curves(groups, TIMES, against))
+    waits, phases, shares = {}, {}, {}
+    for name, run in _names(groups).items():
+        try:
+            waits[name] = _spent(critical.budget(run.folder, run.records))
+        except UNREADABLE as error:
+            section.words.append(f"{name}: no causes of the wall time, because {error}.")
+        seconds = run.summary.get("seconds", {})
+        if "phases" in seconds:
+            phases[name] = _spent(seconds["phases"])
+        if training := seconds.get("training"):
+            rows = {f"learner: {activity}": value for activity, value in training["learner"].items()}
+            rows |= {f"{kind}: busy": share * training["seconds"] for kind, share in training["busy"].items()}
+            rows |= {"no tree may grow": training["without_trees"], "new weights on their way": training["loading"]}
+            shares[name] = _spent(rows, training["seconds"])
+    captions = {
+        "Who waited for whom: each moment of the newest start has one cause": waits,
+        "Phases of the newest start": phases,
+        "Seconds per process from the first tree to the last update; these overlap": shares,
+    }
+    section.tables = [compared(words, columns) for words, columns in captions.items() if columns]
+    return section
+
+
+def _spent(seconds: Mapping[str, float], whole: float | None = None) -> dict[str, str]:
+    total = whole or sum(seconds.values()) or 1.0
+    rows = {name: f"{value:.1f} s ({value / total:.1%})" for name, value in seconds.items()}
+    return rows if whole else rows | {"sum": f"{total:.1f} s"}
+
+
+def _trees(groups: Groups) -> Section:
+    section = Section(
+        "Trees and rollouts",
+        [
+            f"The newest {TREES:,} finished trees of each run are read, and shown of each group's first run. Best and worst are by outcome, or"
+            " reward where there is none; most surprising is the largest advantage, or reward, or outcome. An action that was continued has a *."
+        ],
+    )
+    columns, first = {}, {id(runs[0]) for runs in groups.values()}
+    for name, run in _names(groups).items():
+        with (
+            contextlib.suppress(*UNREADABLE),
+            contextlib.closing(frames.opened(run.folder)) as journal,
+        ):  # Runs has said so
+            columns[name] = {f"trees {status}": f"{count:,}" for status, count in sorted(journal.tally().items())}
+            rows = journal.trees("split='train' AND status!='growing'")[-TREES:]
+            below = frames.nodes(journal, rows)
+            table = frames.trees(journal, rows, below)
+            if not below.is_empty():
+                columns[name] |= _statistics(table, below.filter(frames.ACTION), run)
+                texts = _remarkable(journal, rows, table, name) if id(run) in first else []
+                section.texts += texts
+                if id(run) in first and not texts:
+                    section.words.append(f"{name}: its trees have no scores, so none is the best or the worst.")
+    section.tables = [compared("Tree statistics", columns)] if columns else []
+    return section
+
+
+def _remarkable(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, name: str) -> list[tuple[str, str]]:
+    """Return headings and texts of the best, the worst and the most surprising trees; among equals, of the newest."""
+    texts, by_id = [], {row.id: row for row in rows}
+    for rank in frames.RANKS:
+        with contextlib.suppress(ValueError):  # the run has none of the rank's columns
+            for tree in frames.ranked(table.reverse(), rank).head(ROLLOUTS).iter_rows(named=True):
+                text = drawing.as_text(journal, by_id[tree["tree"]], 110, full=True)
+                if len(text) > CHARACTERS:
+                    text = f"{text[:CHARACTERS]}\n... (tools/dump RUN --tree {tree['tree']} --full prints the rest)"
+                values = [
+                    f"{c} {tree[c]:+.2f}"
+                    for c in ("outcome", "reward", "step_reward", "spread")
+                    if tree.get(c) is not None
+                ]
+                head = f"{name}, {'most ' * (rank == 'surprising')}{rank}: tree {tree['tree']}, task {tree['task']}, version {tree['version']}"
+                texts.append((f"{head} ({', '.join(values)})", text))
+    return texts
+
+
+def _statistics(table: pl.DataFrame, actions: pl.DataFrame, run: Run) -> dict[str, str]:
+    """Return means over a run's trees and shares of their actions. A number that the run lacks is left out."""
+    paths, forwarded = (
+        sum(r.get(f"learner/{kind}_tokens", 0.0) for r in run.records) for kind in ("path", "forwarded")
+    )
+    means: dict[str, Any] = {
+        "candidates per tree": table["actions"].mean(),
+        "continued turns per tree": table["turns"].mean(),
+        "sampled tokens per tree": table["sampled"].mean(),
+        "tokens per candidate": actions["tokens"].mean(),
+        "spread of rewards in a tree": table["spread"].mean(),
+        "tokens of all paths per token forwarded": paths / forwarded if forwarded else None,
+    }
+    shares: dict[str, Any] = {
+        "candidates that could not be read": (actions["valid"] == 0).mean() if "valid" in actions.columns else None,
+        "candidates with a score that no judge could give": (actions["judge_invalid"] > 0).mean(),
+        "candidates cut by the token limit": (actions["finish"] == "length").mean(),
+        "trees whose candidates have equal rewards": (table["spread"] == 0).mean(),
+    }
+    numbers = [(name, value, ".2f") for name, value in means.items()] + [
+        (name, value, ".2%") for name, value in shares.items()
+    ]
+    return {name: format(value, form) for name, value, form in numbers if value is not None}
+
+
+def _config(groups: Groups) -> Section:
+    """Return what differs between the configs of the runs, or between the only run's and the shipped one of its name."""
+    configs = {name: [run.config for run in runs if run.config] for name, runs in groups.items()}
+    if sum(map(len, configs.values())) == 1:
+        ((config,),) = filter(None, configs.values())
+        path = ROOT / "configs" / f"{config.get('name')}.toml"
+        with contextlib.suppress(ConfigError):
+            configs = {f"configs/{path.name}": [msgspec.json.decode(saved(load(path, [])))], **configs}
+    rows = differences(configs)
+    section = Section("Configuration", [] if rows else [f"The same in {', '.join(configs)}."])
+    section.tables = [Table("Keys whose values differ", ["key", *configs], rows)] if rows else []
+    for name, run in _names(groups).items():
+        settings = [list(row) for row in flat(run.config).items()]
+        section.tables.append(Table(f"All settings of {name}", ["key", "value"], settings, folded=True))
+    return section
+
+
+def _environment(groups: Groups) -> Section:
+    known = {name: dict(run.environment) for name, run in _names(groups).items() if run.environment}
+    packages = {name: one.pop("packages", {}) for name, one in known.items()}
+    columns = {name: {key: _value(key, value) for key, value in one.items()} for name, one in known.items()}
+    section = Section("Environment and versions")
+    if known:
+        section.tables = [
+            compared("Machine and code of the newest launch", columns),
+            compared("Packages", packages, folded=True),
+        ]
+    if other := differences({name: [one] for name, one in packages.items()}):
+        section.words.append(f"Packages of different versions: {', '.join(row[0] for row in other)}.")
+    return section
+
+
+def _value(key: str, value: object) -> str:
+    if key == "memory_bytes" and isinstance(value, int):
+        return f"{value / 2**30:.1f} GiB"
+    return (", ".join(map(str, value)) if isinstance(value, list) else str(value)) or "none"

@@ -1,0 +1,100 @@
+"""The command tools/trace: a window of a run for Perfetto (ui.perfetto.dev), in the JSON of Chrome's trace format.
+
+Each process is a row with as many lanes as it had calls at once. The learner's row has its updates. An arrow leads from every call that sampled
+for a tree to the update that trained the tree.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.inspecting import runs
+from tools.inspecting.critical import Call, Recorded, recorded
+from wire.atomic import write_whole
+
+EXAMPLES = """examples:
+  tools/trace RUN --out trace.json               the newest start of a run
+  tools/trace RUN --from 60 --to 90 --out t.json half a minute of it
+then open the file at ui.perfetto.dev; nothing of it leaves your browser"""
+LEARNER = "learner"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="tools/trace",
+        description="Write a window of a run as a trace that Perfetto shows.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, also of a live run")
+    parser.add_argument(
+        "--from", dest="since", type=float, default=0.0, metavar="S", help="seconds since its newest start"
+    )
+    parser.add_argument("--to", dest="until", type=float, default=float("inf"), metavar="S", help="(default: its end)")
+    parser.add_argument("--out", type=Path, default=Path("trace.json"), help="file to write (default %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        run = recorded(options.run, runs.read(options.run).records)
+        events = window(run, run.began + options.since, run.began + options.until)
+        if not any(event["ph"] == "X" for event in events):
+            raise ValueError(
+                f"nothing ran between {options.since:g} s and {options.until:g} s; the start lasted {run.until - run.began:.1f} s"
+            )
+        write_whole(options.out, {"traceEvents": events, "displayTimeUnit": "ms"})
+    except runs.UNREADABLE as error:
+        print(f"tools/trace: {options.run}: {error}", file=sys.stderr)
+        return 2
+    print(f"trace: {options.out} ({len(events)} events; open it at ui.perfetto.dev)")
+    return 0
+
+
+def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
+    """Return the trace events of what overlaps the time between ``since`` and ``until``, in microseconds since the start began."""
+    slices = [
+        (c.worker, c.service, c.start, c.end, {"outcome": c.outcome} | ({} if c.tree is None else {"tree": c.tree}), c)
+        for c in run.calls
+    ]
+    slices += [
+        (LEARNER, cause.removeprefix("learner: "), start, end, {"version": update.version}, update)
+        for update in run.updates
+        for cause, start, end in update.work
+        if end > start
+    ]
+    processes = {name: number for number, name in enumerate(sorted({row[0] for row in slices}), 1)}
+    lanes: dict[str, list[float]] = {name: [] for name in processes}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": n, "tid": 0, "args": {"name": name}} for name, n in processes.items()
+    ]
+    updates = {tree: update for update in run.updates for tree in update.trees}
+    for process, name, start, end, known, what in sorted(slices, key=lambda row: row[2]):
+        if end < since or start > until:
+            continue
+        free = next((lane for lane, ends in enumerate(lanes[process]) if ends <= start), len(lanes[process]))
+        free = 0 if process == LEARNER else free  # its work never overlaps but for the clock's rounding
+        lanes[process][free : free + 1] = [end]
+        place = {"pid": processes[process], "tid": free + 1}
+        events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "ts": _us(start, run),
+                "dur": round((end - start) * 1e6, 3),
+                "args": known,
+                **place,
+            }
+        )
+        if isinstance(what, Call) and name == "generate" and what.tree in updates:
+            trained = updates[what.tree].work[0][1]
+            if start < trained <= until:
+                arrow = {"name": "trained by", "cat": "sampling", "id": len(events)}
+                events.append({"ph": "s", "ts": _us(start, run), **arrow, **place})
+                events.append(
+                    {"ph": "f", "bp": "e", "ts": _us(trained, run), **arrow, "pid": processes[LEARNER], "tid": 1}
+                )
+    return events
+
+
+def _us(moment: float, run: Recorded) -> float:
+    return round((moment - run.began) * 1e6, 3)
