@@ -21,6 +21,10 @@ from scheduler.dispatch import Dispatcher
 from wire.atomic import write_whole
 
 NAME = "health.json"
+PAUSED = "paused"
+"""While a file of this name is in the run's folder, no new tree is admitted. ``Reporter`` looks for it every heartbeat."""
+LEARNING = ("train", "close")
+"""The learner's services. Their calls stay open while no tree grows, because an update needs several trees."""
 REMEMBERED = 64
 """The number of workers that have left and are reported, those that left last: judges of ``tools/serve`` may come and go under ever new names."""
 TICK_S = 0.25
@@ -68,7 +72,7 @@ class Health(msgspec.Struct, frozen=True):
     """One report. pid: the scheduler's. at, progress_at: monotonic seconds of the report and of the last node, group or update. time:
     seconds of the epoch. began: whether a learner has joined. done: training trees that ended; evaluations: those in the journal. stuck: the
     worker that everything waits for if nothing moves ("" for the scheduler itself). fault: the last fault of a service, with its time. lag_s: the longest that
-    the scheduler's event loop kept a timer waiting since the report before, in seconds."""
+    the scheduler's event loop kept a timer waiting since the report before, in seconds. paused: whether no new tree is admitted."""
 
     pid: int
     host: str
@@ -89,6 +93,7 @@ class Health(msgspec.Struct, frozen=True):
     stall_s: float
     fault: tuple[float, str] | None = None
     lag_s: float = 0.0
+    paused: bool = False
 
     def progress(self) -> int:
         """What the journal keeps of the run's work, whatever dies."""
@@ -124,7 +129,7 @@ def _queue(calls: list[Pending], offered: int) -> Queue:
 def stuck(calls: Iterable[Pending]) -> str:
     """The worker with the oldest attempt. The learner counts only if no other worker has a call, because it waits for their answers."""
     attempts = [call.attempt for call in calls if call.attempt is not None]
-    others = [attempt for attempt in attempts if attempt.pending.service not in ("train", "close")]
+    others = [attempt for attempt in attempts if attempt.pending.service not in LEARNING]
     return min(others or attempts, key=lambda attempt: attempt.start).worker.name if attempts else ""
 
 
@@ -163,7 +168,7 @@ class Reporter:
     ):
         self.run, self.dispatcher, self.standing = run, dispatcher, standing
         self.watchdog_s, self.stall_s = watchdog_s, stall_s
-        self.began = False
+        self.began = self.paused = False
         self.fault: tuple[float, str] | None = None
         self._lag_s = 0.0
         self._gone: dict[str, WorkerHealth] = {}
@@ -188,24 +193,33 @@ class Reporter:
     async def work(self) -> None:
         """Write a report every heartbeat. A full disk must not end the run here, since the journal tells of it."""
         while True:
+            self._obey(await asyncio.to_thread((self.run / PAUSED).is_file))
             report = self.report(self.dispatcher.clock())
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
             self._remind(report)
             self._lag_s = await _rest(self.dispatcher.config.heartbeat_s)
 
+    def _obey(self, paused: bool) -> None:
+        if paused != self.paused:
+            until = (
+                f"; trees in flight finish (resume with tools/watch, or remove {self.run / PAUSED})" if paused else ""
+            )
+            terminal.say(f"  {'paused: no new tree begins' if paused else 'resumed'}{until}")
+        self.paused = paused
+
     def report(self, now: float) -> Health:
-        """The report of this moment. now: monotonic seconds."""
+        """The report of this moment. now: monotonic seconds. A paused run stands still on purpose as soon as only the learner's calls are open."""
         standing, workers, calls = self.standing(), list(self.dispatcher.everyone()), self.dispatcher.open_calls()
         marks = (standing.phase, standing.marks, *(_learnt(w.stats) for w in workers if "train" in w.hello.services))
-        if marks != self._marks:
+        if marks != self._marks or (self.paused and all(call.service in LEARNING for call in calls)):
             self._marks, self._progress_at = marks, now
         return Health(
             os.getpid(), socket.gethostname(), now, time.time(), standing.phase, standing.version, standing.updates,
             self.began, standing.growing, standing.done, standing.evaluations, self._progress_at, stuck(calls),
             queues(calls, lambda service: len(self.dispatcher.workers(service))),
             [worker_health(worker, now) for worker in workers] + list(self._gone.values()),
-            self.dispatcher.config.replace_after_s, self.stall_s, self.fault, self._lag_s,
+            self.dispatcher.config.replace_after_s, self.stall_s, self.fault, self._lag_s, self.paused,
         )  # fmt: skip
 
     def _remind(self, report: Health) -> None:

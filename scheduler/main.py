@@ -324,13 +324,14 @@ class Run:
         return number
 
     def _admit(self) -> None:
-        """Start trees while pacing admits them: first those that an earlier start left, the oldest first, then new ones.
+        """Start trees while pacing admits them and the run is not paused: first those that an earlier start left, the oldest first, then new ones.
 
         After a crash an update therefore takes the trees that it would have taken, although later ones may be finished already.
         """
         first = self.settings.questions_per_update
         for _ in range(ADMITTED_AT_ONCE):
-            if not self.pacing.may_start() or not (self.begun.is_set() or self.pacing.admitted < first):
+            begun = self.begun.is_set() or self.pacing.admitted < first
+            if self.reporter.paused or not (begun and self.pacing.may_start()):
                 return
             if self.unfinished:
                 self.pacing.start()

@@ -23,7 +23,7 @@ _Summary: Any = vars(summary_pb2)["Summary"]
 UPDATE = "learner/groups"
 """The metric that every update's record has, and no evaluation's."""
 
-_COLUMNS = [
+COLUMNS = [
     ("update", "version", "{:.0f}"),
     ("reward", "score/reward", "{:+.2f}"),
     ("think", "score/think", "{:+.2f}"),
@@ -164,8 +164,8 @@ class Metrics:
 
     def _show(self, values: dict[str, float]) -> None:
         known = self._columns
-        self._columns = known | {key for _, key, _ in _COLUMNS if key in values}
-        columns = _that_fit([column for column in _COLUMNS if column[1] in self._columns], width())
+        self._columns = known | {key for _, key, _ in COLUMNS if key in values}
+        columns = _that_fit([column for column in COLUMNS if column[1] in self._columns], width())
         if self._lines % 20 == 0 or self._columns != known:
             print("  ".join(f"{name:>7}" for name, _, _ in columns), flush=True)
         self._lines += 1

@@ -165,6 +165,23 @@ def test_a_rank_that_was_asked_to_leave_is_missed_when_the_run_goes_on(
     )
 
 
+def test_a_worker_that_was_drained_is_replaced_and_nothing_else_is_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise_module, "LEFT_S", 0.1)
+    crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS, actor_0=[["leave"], ["stay"]])
+    with once(lambda: crew.starts("actor-0") == 2, terminate):
+        assert crew.launch() == 130
+    assert (
+        "actor-0: it left, though the run goes on: somebody asked it to (SIGTERM); starting it again in "
+        in capsys.readouterr().out
+    )
+    assert [crew.starts(name) for name in ("scheduler", "learner-0")] == [1, 1]
+    launched = record.read(tmp_path)
+    assert launched is not None
+    assert (launched.state, launched.stopping) == ("stopped", True)
+
+
 @pytest.mark.parametrize("frozen", ["actor_0", "learner_1"])
 def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
     frozen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scheduler.dispatch import DispatchConfig, Worker
-from scheduler.health import REMEMBERED, UNANSWERED, Health, Reporter, Standing, read
+from scheduler.health import PAUSED, REMEMBERED, UNANSWERED, Health, Reporter, Standing, read
 from tests.services import EchoRequest, EchoResult, bench
 from wire.faults import InfrastructureFault
 from wire.messages import Register
@@ -139,6 +139,44 @@ async def test_progress_is_what_the_journal_or_the_learner_adds_and_a_standstill
             "  no progress for 65 s (updates): no call is open",
             "  no progress for 130 s (updates): no call is open",
         ]
+
+
+async def test_a_paused_run_stands_still_on_purpose_once_only_the_learner_has_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with bench(tmp_path, CONFIG) as b:
+        writer = reporter(tmp_path, b.dispatcher, standing())
+        writer._obey(True)
+        writer._obey(True)
+        calls = [
+            asyncio.create_task(b.dispatcher.call(service, REQUEST, deadline=30.0)) for service in ("train", "echo")
+        ]
+        await asyncio.sleep(0)
+        assert [writer.report(at).progress_at for at in (10.0, 20.0)] == [10.0, 10.0]  # a tree in flight may hang
+        calls[1].cancel()
+        await asyncio.gather(calls[1], return_exceptions=True)
+        assert [(r.progress_at, r.paused) for r in map(writer.report, (30.0, 40.0))] == [(30.0, True), (40.0, True)]
+        writer._obey(False)
+        assert [writer.report(at).progress_at for at in (50.0, 60.0)] == [40.0, 40.0]
+        calls[0].cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "  paused: no new tree begins",
+        "  resumed",
+    ]
+
+
+async def test_the_file_pauses_the_run_from_the_next_heartbeat_on_and_its_absence_resumes_it(tmp_path: Path) -> None:
+    async with bench(tmp_path, CONFIG) as b:
+        writer = reporter(tmp_path, b.dispatcher, standing())
+        work = asyncio.create_task(writer.work())
+        async with asyncio.timeout(20):
+            for change, paused in ((Path.touch, True), (Path.unlink, False)):
+                change(tmp_path / PAUSED)
+                while (report := read(tmp_path)) is None or report.paused != paused:
+                    await asyncio.sleep(0.01)
+                assert writer.paused == paused
+        work.cancel()
 
 
 async def test_the_report_is_written_every_heartbeat_and_read_back(tmp_path: Path) -> None:

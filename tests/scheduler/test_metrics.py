@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from scheduler.dispatch import Worker
-from scheduler.metrics import _COLUMNS, _LEAST, Metrics
+from scheduler.metrics import _LEAST, COLUMNS, Metrics
 from wire.frontier import Frontier
 from wire.messages import Register
 
@@ -119,7 +119,7 @@ def test_a_narrow_terminal_goes_without_the_least_columns(
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", str(columns))
-    names = {name: key for name, key, _ in _COLUMNS if name not in ("process", "search")}
+    names = {name: key for name, key, _ in COLUMNS if name not in ("process", "search")}
     metrics = Metrics(tmp_path)
     metrics.record(1, dict.fromkeys(names.values(), 1.0))
     metrics.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from scheduler import health
 from tools.defaults.settings import cache_folder
 from tools.launching import environment, processes, rules, status
 from tools.launching.assets import Assets
@@ -123,6 +124,7 @@ def _launch(config: Config, assets: Assets, run: Path) -> int:
             raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
         write_whole(run / "config.json", config)
         environment.write(run)
+        (run / health.PAUSED).unlink(missing_ok=True)  # whoever launches wants the run to go on
         if sys.stdout.isatty():  # the scheduler writes to a pipe and cannot ask for the terminal's width itself
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         _announce(config, Path(assets.model), run)

@@ -38,7 +38,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct):
-    """One launch. born: when the launcher's process began, which tells it from a later process with its number."""
+    """One launch. born: when the launcher's process began, which tells it from a later process with its number. stopping: it was asked to end."""
 
     pid: int
     born: float
@@ -47,6 +47,7 @@ class Record(msgspec.Struct):
     failures: list[Failure] = []
     resumes: int = 0
     remedy: str = ""
+    stopping: bool = False
 
     @property
     def alive(self) -> bool:
@@ -74,6 +75,11 @@ class Recorder:
     def failed(self, process: str, cause: str, log: Path, then: str) -> None:
         """A process died."""
         self.record.failures = [*self.record.failures, Failure(time.time(), process, cause, str(log), then)][-KEPT:]
+        self.write()
+
+    def stopping(self) -> None:
+        """The launch was asked to end, and a second request would kill it."""
+        self.record.stopping = True
         self.write()
 
     def end(self, state: Literal["finished", "stopped", "failed"], remedy: str = "") -> None:

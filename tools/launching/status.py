@@ -1,4 +1,5 @@
 """``tools/launch --status RUN``: what runs, how far it is, what waits for what, what failed last and what to do, on one page.
+``tools/watch`` shows its parts anew every second.
 
 It only reads: the launcher's record, the scheduler's report, the journal (opened read-only), and the system's list of processes. So it works
 on live, stopped and broken runs and disturbs none. What cannot be read is said on the page and costs only its own lines.
@@ -47,10 +48,11 @@ class Status(msgspec.Struct):
     run: str
     state: str
     said: str
-    damaged: list[str]
+    damaged: list[str] = []
     version: int | None = None
     updates: int | None = None
     phase: str = ""
+    paused: str = ""
     idle_s: float | None = None
     trees: dict[str, int] = {}
     heldout: str = ""
@@ -75,10 +77,14 @@ def show(run: Path, as_json: bool) -> int:
 
 
 def gather(run: Path, now: float) -> Status:
-    """Read the status of a run. now: monotonic seconds."""
+    """Read the status of a run, or of a journal file alone. now: monotonic seconds."""
+    if run.is_file():
+        status = Status(str(shown(run)), "a journal", "without the folder of its run; nothing else is known")
+        _read_journal(run, status)
+        return status
     launched, report = record.read(run), health.read(run)
     state, said = _state(run, launched)
-    status = Status(str(shown(run)), state, said, [])
+    status = Status(str(shown(run)), state, said)
     for name, read in ((record.NAME, launched), (health.NAME, report)):
         if read is None:
             missing = (
@@ -86,13 +92,14 @@ def gather(run: Path, now: float) -> Status:
             )
             status.damaged.append(f"{name} {missing}")
     _read_config(run, status)
-    _read_journal(run, status)
+    _read_journal(run / "journal.sqlite", status)
+    status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
     if launched is not None:
         status.processes = _processes(run, launched, report if state == "running" else None, now)
         status.failure = launched.failures[-1] if launched.failures else None
     if report is not None:
         status.version, status.phase = report.version if report.began else None, report.phase
-        status.fault = _ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
+        status.fault = ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
         if state == "running" and any(p.pid == report.pid for p in status.processes):
             status.idle_s, status.waits = now - report.progress_at, report.waits()
     status.do = _advice(status, launched)
@@ -106,7 +113,8 @@ def _state(run: Path, launched: Record | None) -> tuple[str, str]:
         return "unknown", "no launcher has left a record here"
     if launched.alive:
         resumes = f", resumed {launched.resumes} times" if launched.resumes else ""
-        return "running", f"launcher {launched.pid}, since {_span(time.time() - launched.born)}{resumes}"
+        stopping = "; it is stopping" if launched.stopping else ""
+        return "running", f"launcher {launched.pid}, since {span(time.time() - launched.born)}{resumes}{stopping}"
     if launched.state == "running":
         return "killed", f"its launcher {launched.pid} is gone without a word (killed, or the machine went down)"
     return launched.state, "its launcher has ended in order"
@@ -120,8 +128,17 @@ def _read_config(run: Path, status: Status) -> None:
         status.damaged.append(f"config.json is torn or of another version ({error}): restore it, or start anew")
 
 
-def _read_journal(run: Path, status: Status) -> None:
-    path = run / "journal.sqlite"
+def _paused(asked: bool, report: Health | None) -> str:
+    """Say whether the run is paused. asked: whether the file that asks for it is there. report: of a running scheduler, which looks for the file at
+    every heartbeat."""
+    if report is None:
+        return "paused when it ended; a new launch lifts the pause" if asked else ""
+    if asked != report.paused:
+        return "pausing at the scheduler's next heartbeat" if asked else "resuming at the scheduler's next heartbeat"
+    return f"paused: no new tree begins, {report.growing} still grow" if asked else ""
+
+
+def _read_journal(path: Path, status: Status) -> None:
     if not path.exists():
         status.damaged.append("journal.sqlite is not there: no scheduler has begun in this folder")
         return
@@ -133,8 +150,13 @@ def _read_journal(run: Path, status: Status) -> None:
         finally:
             journal.close()
         if name:
-            measures = msgspec.convert(result, HeldOut).measures
-            shown_ = ", ".join(f"{key} {measure}" for key, measure in sorted(measures.items()))
+            heldout = msgspec.convert(result, HeldOut)
+            measures = {
+                key: heldout.measures[key]
+                for key in sorted(heldout.measures)
+                if key.startswith((heldout.headline, "valid"))
+            }
+            shown_ = ", ".join(f"{key} {measure}" for key, measure in measures.items())
             status.heldout = f"{name} (version {version}): {shown_}"
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
         status.damaged.append(f"journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
@@ -147,12 +169,17 @@ def _processes(run: Path, launched: Record, report: Health | None, now: float) -
     return [_process(run, name, member, heard.get(member.pid)) for name, member in launched.members.items()]
 
 
+def living(run: Path, member: record.Member) -> psutil.Process:
+    """Return a process of the run. Another one may have its number by now, so it must have a process file of this run. Raises psutil.Error."""
+    process = psutil.Process(member.pid)
+    if not any(argument.startswith(f"{run}/processes/") for argument in process.cmdline()):
+        raise psutil.NoSuchProcess(member.pid)
+    return process
+
+
 def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
-    """Look at a process. Another process may have its number by now, so it must have a process file of this run."""
     try:
-        process = psutil.Process(member.pid)
-        if not any(argument.startswith(f"{run}/processes/") for argument in process.cmdline()):
-            return ProcessStatus(name, member.pid, "ended", member.restarts)
+        process = living(run, member)
         state = process.status()
         mib = process.memory_info().rss / 2**20
     except psutil.Error:
@@ -169,6 +196,8 @@ def _advice(status: Status, launched: Record | None) -> str:
         if hanging or (status.idle_s or 0) > QUIET_S:
             what = f"{', '.join(hanging)} hangs" if hanging else "nothing moves"
             return f"{what}; the launcher will replace it. For all stacks in the logs: kill -QUIT {launched.pid}"
+        if status.paused.startswith("paus"):
+            return f"nothing; to go on: tools/watch {status.run} and the key r, or remove {status.run}/{health.PAUSED}"
         return f"nothing, the run goes on. Look at a tree: tools/dump {status.run}"
     if config:
         return f"mend what is damaged ({config}); then {again}"
@@ -179,16 +208,7 @@ def _advice(status: Status, launched: Record | None) -> str:
 
 def page(status: Status) -> list[str]:
     """The page, in lines of at most 80 columns, except where a path or a word is longer."""
-    lines = _told(f"run {status.run}: {status.state} ({status.said})")
-    lines += [line for text in status.damaged for line in _told(f"damaged: {text}")]
-    of = f" of {status.updates}" if status.updates is not None else ""
-    idle = f"; last progress {_span(status.idle_s)} ago" if status.idle_s is not None else ""
-    if status.phase:  # a scheduler learns the version from the learner, when that has joined
-        update = f"update {status.version}{of} ({status.phase})" if status.version is not None else status.phase
-        lines += _told(f"{update}{idle}")
-    if status.trees:
-        lines += _told(f"tasks: {', '.join(f'{count} {name}' for name, count in sorted(status.trees.items()))}")
-    lines += _told(f"held out last: {status.heldout or 'not yet'}")
+    lines = head(status)
     if status.processes:
         lines += [
             "what runs",
@@ -197,38 +217,50 @@ def page(status: Status) -> list[str]:
         lines += [_row(process) for process in status.processes]
     if status.state == "running":
         lines += ["what waits for what"]
-        lines += [line for text in status.waits or ["nothing: no call is open"] for line in _told(text, "  ")]
+        lines += [line for text in status.waits or ["nothing: no call is open"] for line in told(text, indent="  ")]
     lines += ["what failed last"]
     if status.failure is not None:
         f = status.failure
-        lines += _told(f"{_ago(time.time() - f.time, f.process)}: {f.cause}; {f.then}", "  ")
+        lines += told(f"{ago(time.time() - f.time, f.process)}: {f.cause}; {f.then}", indent="  ")
         lines += [f"  log: {shown(Path(f.log))}"]
     if status.fault:
-        lines += _told(f"a call, {status.fault}", "  ")
+        lines += told(f"a call, {status.fault}", indent="  ")
     if status.failure is None and not status.fault:
         lines += ["  nothing that is known"]
-    return [*lines, "what to do", *_told(status.do, "  ")]
+    return [*lines, "what to do", *told(status.do, indent="  ")]
+
+
+def head(status: Status, width: int = WIDTH) -> list[str]:
+    """What the run is and how far it is."""
+    lines = told(f"run {status.run}: {status.state} ({status.said})", width)
+    lines += [line for text in status.damaged for line in told(f"damaged: {text}", width)]
+    of = f" of {status.updates}" if status.updates is not None else ""
+    idle = f"; last progress {span(status.idle_s)} ago" if status.idle_s is not None else ""
+    if status.phase:  # a scheduler learns the version from the learner, when that has joined
+        update = f"update {status.version}{of} ({status.phase})" if status.version is not None else status.phase
+        lines += told(f"{update}{idle}", width)
+    lines += told(status.paused, width)
+    if status.trees:
+        lines += told(f"tasks: {', '.join(f'{count} {name}' for name, count in sorted(status.trees.items()))}", width)
+    return lines + told(f"held out last: {status.heldout or 'not yet'}", width)
 
 
 def _row(process: ProcessStatus) -> str:
-    age = _span(process.age_s) if process.age_s is not None else "-"
+    age = span(process.age_s) if process.age_s is not None else "-"
     memory = f"{process.mib:.0f} MiB" if process.mib is not None else "-"
-    heard = f"{_span(process.heard_s)} ago" if process.heard_s is not None else "-"
+    heard = f"{span(process.heard_s)} ago" if process.heard_s is not None else "-"
     return f"  {process.name[:13]:<14}{process.pid:>8}  {process.state:<12}{age:>10}{process.restarts:>9}{memory:>10}{heard:>10}"
 
 
-def _told(text: str, indent: str = "") -> list[str]:
+def told(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
+    """Fold a text to ``width`` columns; no word is broken."""
+    more = f"{indent}  "
     return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, initial_indent=indent, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
     )
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
     """A duration in at most seven characters."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -241,6 +273,7 @@ def _span(seconds: float) -> str:
     )
 
 
-def _ago(seconds: float, what: str) -> str:
+def ago(seconds: float, what: str) -> str:
+    """When something happened, and what."""
     at = datetime.fromtimestamp(time.time() - seconds, UTC).astimezone()
-    return f"{at:%Y-%m-%d %H:%M:%S} ({_span(seconds)} ago) {what}"
+    return f"{at:%Y-%m-%d %H:%M:%S} ({span(seconds)} ago) {what}"

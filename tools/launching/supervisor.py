@@ -195,6 +195,7 @@ class Supervisor:
         while scheduler.poll() is None:
             if self.signals.interrupted.wait(0.2):
                 say("\nstopping (press Ctrl-C again to kill) ...")
+                self.recorder.stopping()
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_DFL)
                 self._signal([SCHEDULER], signal.SIGINT)

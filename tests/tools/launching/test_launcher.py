@@ -116,6 +116,14 @@ def test_a_read_only_disk_at_the_start_is_one_line_with_the_remedy(
 
 
 @pytest.mark.usefixtures("assets")
+def test_a_launch_lifts_the_pause_that_an_earlier_start_left(tmp_path: Path) -> None:
+    (tmp_path / "paused").touch()
+    main(["--run-folder", str(tmp_path)])
+    assert (tmp_path / "config.json").exists()
+    assert not (tmp_path / "paused").exists()
+
+
+@pytest.mark.usefixtures("assets")
 def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

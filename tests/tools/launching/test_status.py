@@ -54,13 +54,14 @@ def launched(run: Path, state: str, pid: int = NOBODY, **members: Member) -> Non
     write_whole(run / record.NAME, body)
 
 
-def reported(run: Path, pid: int, idle_s: float = 1.0) -> None:
+def reported(run: Path, pid: int, idle_s: float = 1.0, paused: bool = False) -> None:
     """Write the scheduler's report."""
     now = time.monotonic()
     judge = WorkerHealth("judges", NOBODY, "here", ["judge.x"], now, "here", 3, 4, 9, 0, [])
     health = Health(
         pid, "here", now, time.time(), "updates", 4, 9, True, 2, 5, 1, now - idle_s, "judges",
         {"judge.x": Queue(3, 1, 1, now - 7, "tree 4", ["judges"])}, [judge], 120.0, 1800.0, (time.time() - 5, "judge.x: late"),
+        paused=paused,
     )  # fmt: skip
     write_whole(run / "health.json", health)
 
@@ -100,6 +101,29 @@ def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_not
         )
     finally:
         process.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "obeyed", "says"),
+    [
+        (True, False, "pausing at the scheduler's next heartbeat"),
+        (True, True, "paused: no new tree begins, 2 still grow"),
+        (False, True, "resuming at the scheduler's next heartbeat"),
+    ],
+)
+def test_a_pause_is_told_with_the_way_out_of_it(
+    asked: bool, obeyed: bool, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run")
+    launched(run, "running", os.getpid())
+    reported(run, NOBODY, paused=obeyed)
+    if asked:
+        (run / "paused").touch()
+    said = page(run, capsys)
+    assert says in said
+    assert (f"to go on: tools/watch {run} and the key r, or remove {run}/paused" in said) == asked
+    launched(run, "stopped")
+    assert ("paused when it ended; a new launch lifts the pause" in page(run, capsys)) == asked
 
 
 @pytest.mark.parametrize(

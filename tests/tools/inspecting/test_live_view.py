@@ -1,0 +1,423 @@
+"""tools/watch: what it shows at every size and of every broken run, what its keys do, and how little it reads."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from textual.pilot import Pilot
+
+from scheduler import health
+from scheduler.health import Health, Queue, WorkerHealth
+from scheduler.journal import Journal
+from scheduler.tree import Tree
+from tools.inspecting import watched
+from tools.inspecting.watch import Table, Watch, main
+from tools.inspecting.watched import Reader, curves, page, spark, staleness, words
+from tools.launching import control, record, status
+from tools.launching.config import DEFAULT_CONFIG, load
+from tools.launching.record import Failure, Member, Record
+from tools.launching.status import ProcessStatus
+from wire.atomic import write_whole
+from wire.messages import Turn
+
+SCREENS = Path(__file__).parent / "screens"
+NOW, MONOTONIC = 1_800_000_000.0, 5_000.0
+MEMBERS = ("scheduler", "judges", "retriever", "actor-0", "actor-1", "learner-0", "learner-1")
+STATES = {"actor-1": "stopped", "learner-1": "disk-sleep"}
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def plant(journal: Journal, number: int, status: str = "closed") -> None:
+    """A tree of two candidates with the rewards number / 10 and -number / 20."""
+    tree = Tree(number, f"task {number}")
+    root = tree.add(None, "prompt", ids(1, 2), f"What is the capital of country {number}?")
+    for reward in (number / 10, -number / 20):
+        node = tree.add(
+            root, "action", ids(3, 4, 5), f"<answer> city {number} </answer>", scores={"reward": reward, "outcome": 1.0},
+            logprobs=np.full(3, -0.5, np.float32), versions=ids(3, 3, 3), chosen=reward > 0, notes={"slate_rules": "it is right"},
+        )  # fmt: skip
+    journal.start_tree(tree, number, number // 3)
+    if status != "growing":
+        journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": 1.0})])
+        journal.mark_trained(number, number // 3 + 1)
+        journal.close_tree(tree, status)
+
+
+def a_record(version: int) -> dict[str, float]:
+    values = {
+        "score/reward": version / 10 - 0.5,
+        "rollout/outcome": version / 10,
+        "score/valid": 1.0,
+        "busy/engine": 0.5 + version / 40,
+    }
+    values |= {
+        "busy/learner": 0.75,
+        "cache/hit_rate": 0.4,
+        "rate/decoded_tokens": 900.0 + version,
+        "learner/staleness_mean": 0.75,
+    }
+    return {
+        "version": version,
+        "learner/groups": 8.0,
+        "watch/staleness_0/tokens": 25.0,
+        "watch/staleness_1/tokens": 75.0,
+        **values,
+    }
+
+
+def lines(*versions: int) -> bytes:
+    return b"".join(msgspec.json.encode(a_record(version)) + b"\n" for version in versions)
+
+
+def reported(run: Path, paused: bool = False) -> None:
+    """Write the scheduler's report."""
+
+    def worker(name: str, service: str, pid: int, busy: int = 0, silent_s: float = 1.0) -> WorkerHealth:
+        return WorkerHealth(name, pid, "here", [service], MONOTONIC - silent_s, "here", busy, 64, 9, 0, [])
+
+    workers = [
+        worker("judges", "judge.slate_rules", 101, 3),
+        worker("retriever", "retrieve", 102),
+        worker("actor-0", "generate", 103, 12),
+    ]
+    workers += [worker("actor-1", "generate", 104, 5, 70.0), worker("mine-0", "judge.mine", 900)]
+    queues = {"generate": Queue(17, 4, 2, MONOTONIC - 7, "tree 8, attempt 1 of 5", ["actor-0", "actor-1"])}
+    body = Health(
+        100, "here", MONOTONIC - 1, NOW, "updates", 8, 9, True, 3, 5, 1, MONOTONIC - 2, "actor-1", queues, workers, 120.0, 1800.0,
+        (NOW - 5, "judge.slate_rules: mine-0 gave 2 judgements for 3 turns"), paused=paused,
+    )  # fmt: skip
+    write_whole(run / health.NAME, body)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a run that seems to live, seen at one fixed moment."""
+    folder = tmp_path.resolve() / "run"
+    folder.mkdir()
+    monkeypatch.chdir(folder.parent)
+    write_whole(folder / "config.json", load(DEFAULT_CONFIG, ["scheduler.updates=9"]))
+    journal = Journal(folder / "journal.sqlite")
+    for number in range(12):
+        plant(journal, number, "growing" if number > 9 else "quarantined" if number == 4 else "closed")
+    measures = {
+        name: {"mean": mean, "half": 0.08}
+        for name, mean in (("em", 0.41), ("em_2_hop", 0.11), ("f1", 0.5), ("valid", 0.99))
+    }
+    journal.save_evaluation(0, "start", {"version": 0, "questions": 128, "headline": "em", "measures": measures})
+    journal.close()
+    (folder / "metrics.jsonl").write_bytes(lines(*range(1, 9)) + b'{"version": 9, "learner/gro')
+    members = {name: Member(100 + place, NOW - 200, int(name == "actor-0")) for place, name in enumerate(MEMBERS)}
+    death = Failure(
+        NOW - 60,
+        "actor-0",
+        "killed by signal 9 (SIGKILL)",
+        str(folder / "logs" / "actor-0.log"),
+        "starting it again in 1 s",
+    )
+    write_whole(folder / record.NAME, Record(99, NOW - 250, members=members, failures=[death]))
+    reported(folder)
+
+    def process(run: Path, name: str, member: Member, heard: float | None) -> ProcessStatus:
+        return ProcessStatus(
+            name, member.pid, STATES.get(name, "sleeping"), member.restarts, NOW - member.began, 100.0, heard
+        )
+
+    clock = SimpleNamespace(time=lambda: NOW, monotonic=lambda: MONOTONIC)
+    for module in (status, watched):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(status, "_process", process)
+    monkeypatch.setattr(Record, "alive", True)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield folder
+    monkeypatch.undo()
+    time.tzset()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for it."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def watching(run: Path, width: int = 80, height: int = 24) -> AsyncIterator[tuple[Watch, Pilot[None]]]:
+    """The view after its first look."""
+    app = Watch(run)
+    async with app.run_test(size=(width, height), notifications=True) as pilot:
+        await until(lambda: app.look)
+        await pilot.pause()
+        yield app, pilot
+
+
+def screen(app: Watch) -> str:
+    """What is on the screen, as text."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
+
+
+async def check(name: str, app: Watch) -> None:
+    """Wait until the screen is the stored one. WRITE_SCREENS=1 stores what is there after some seconds."""
+    file = SCREENS / f"{name}.txt"
+    if os.environ.get("WRITE_SCREENS"):
+        await asyncio.sleep(3)
+        file.write_text(screen(app))
+    with contextlib.suppress(TimeoutError):
+        await until(lambda: screen(app) == file.read_text())
+    assert screen(app) == file.read_text(), screen(app)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 40), (40, 15)])
+async def test_a_live_run_fits_the_terminal(run: Path, width: int, height: int) -> None:
+    async with watching(run, width, height) as (app, pilot):
+        await check(f"live-{width}x{height}", app)
+        if width == 80:
+            await pilot.press("tab", "down")
+            await check("live-80x24-processes", app)
+
+
+async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
+    (run / health.PAUSED).touch()
+    async with watching(run) as (app, _):
+        assert "pausing at the scheduler's next heartbeat" in screen(app)
+    reported(run, paused=True)
+    async with watching(run) as (app, pilot):
+        assert "paused: no new tree begins, 3 still grow" in screen(app)
+        assert "r Resume" in screen(app)
+        assert "Pause" not in screen(app)
+        await pilot.press("r")
+        await until(lambda: not (run / health.PAUSED).exists())
+        await until(lambda: "resuming at the scheduler's next heartbeat" in screen(app))
+
+
+async def test_enter_opens_the_tree_under_the_cursor_and_its_texts_unfold(run: Path) -> None:
+    async with watching(run) as (app, pilot):
+        await pilot.press("down", "enter")
+        await until(lambda: "tree 8  task task 8" in screen(app))
+        assert "<answer> city 8 </answer>" in screen(app)
+        assert "it is right" not in screen(app)
+        await pilot.press("f")
+        await until(lambda: "slate_rules: it is right" in screen(app))
+        await pilot.press("d")
+        assert any("choose a worker" in toast.message for toast in app._notifications)
+        await pilot.press("escape")
+        await until(lambda: "update 8 of 9" in screen(app))
+
+
+@pytest.mark.parametrize(
+    ("keys", "order", "asks", "said"),
+    [
+        (["p"], "pause", "Pause the run?", ("run",)),
+        (["s"], "stop", "Stop the run?", ("run",)),
+        (["tab", *["down"] * 3, "d"], "drain", "Drain actor-0?", ("run", "actor-0")),
+    ],
+)
+async def test_every_key_that_harms_asks_once_more(
+    run: Path, keys: list[str], order: str, asks: str, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[tuple[str, ...]] = []
+
+    def ordered(run: Path, name: str = "") -> str:
+        orders.append((run.name, name) if name else (run.name,))
+        return "it is done"
+
+    monkeypatch.setattr(control, order, ordered)
+    async with watching(run) as (app, pilot):
+        await pilot.press(*keys)
+        await until(lambda: asks in screen(app))
+        await pilot.press("n")
+        await until(lambda: asks not in screen(app))
+        assert orders == []
+        await pilot.press(keys[-1])
+        await until(lambda: asks in screen(app))
+        await pilot.press("y")
+        await until(lambda: "it is done" in screen(app))
+        assert orders == [said]
+
+
+async def test_an_order_that_cannot_be_given_is_refused_in_words(run: Path) -> None:
+    async with watching(run) as (app, pilot):
+        for keys, said in (
+            (["d"], "choose a worker in the table of processes first (Tab)"),
+            (["tab", "d"], "scheduler cannot be drained"),
+            (["end", "d"], "mine-0 was not started by tools/launch"),
+        ):
+            await pilot.press(*keys)
+            assert any(toast.message.startswith(said) for toast in app._notifications), said
+
+
+def test_draining_the_only_worker_of_a_service_says_that_the_run_waits(run: Path) -> None:
+    assert "No other worker offers retrieve: the run waits" in control.draining(run, "retriever")
+    assert "No other worker" not in control.draining(run, "actor-0")
+
+
+async def test_the_cursor_stays_with_its_tree_and_at_the_top_with_the_newest(run: Path) -> None:
+    async with watching(run) as (app, pilot):
+        table = app.query_one("#trees", Table)
+        assert table.chosen() == "9"
+        for number, keys, there in ((12, [], "12"), (13, ["down", "down"], "8")):
+            await pilot.press(*keys)
+            journal = Journal(run / "journal.sqlite")
+            plant(journal, number)
+            journal.close()
+            app.asked.set()
+            await until(lambda newest=str(number): table.cells[0][0] == newest)
+            assert table.chosen() == there
+
+
+# ---------------------------------------------------------------------------------------------- what is broken
+
+
+def no_run(run: Path) -> None:
+    for path in run.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+
+
+def torn_journal(run: Path) -> None:
+    body = (run / "journal.sqlite").read_bytes()
+    (run / "journal.sqlite").write_bytes(body[: len(body) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (no_run, "damaged: journal.sqlite is not there"),
+        (torn_journal, "cannot be read (database disk image is malformed)"),
+        (
+            lambda run: (run / "journal.sqlite").write_text("no database" * 100),
+            "damaged: journal.sqlite cannot be read",
+        ),
+        (lambda run: (run / health.NAME).write_text("["), "damaged: health.json cannot be read"),
+        (lambda run: (run / record.NAME).unlink(), "damaged: launcher.json is not there"),
+        (lambda run: (run / "config.json").write_text("{"), "damaged: config.json is torn"),
+        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n"), "curves: no update is recorded yet"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "curves: no update is recorded yet"),
+    ],
+)
+async def test_what_is_missing_or_damaged_is_said_and_the_view_lives(
+    run: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    damage(run)
+    async with watching(run, 80, 40) as (app, pilot):
+        assert says in " ".join(screen(app).split())
+        await pilot.press("enter", "tab", "escape")
+        assert app.is_running
+
+
+async def test_a_tree_that_cannot_be_read_any_more_is_said(run: Path) -> None:
+    async with watching(run) as (app, pilot):
+        (run / "journal.sqlite").unlink()
+        await pilot.press("enter")
+        await until(lambda: "tree 9 cannot be read: no journal at" in screen(app))
+
+
+async def test_a_journal_alone_shows_its_trees_and_takes_no_orders(run: Path) -> None:
+    alone = run.parent / "copy.sqlite"
+    shutil.copy(run / "journal.sqlite", alone)
+    async with watching(alone) as (app, pilot):
+        assert "copy.sqlite: a journal (without the folder of its run" in screen(app)
+        assert not any(key in screen(app) for key in ("Pause", "Stop", "Drain"))
+        await pilot.press("s", "p", "enter")
+        await until(lambda: "tree 9  task task 9" in screen(app))
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def test_only_what_is_new_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees: list[int] = []
+    sums = watched._sums
+    monkeypatch.setattr(watched, "_sums", lambda journal, row: trees.append(row.id) or sums(journal, row))
+    reader = Reader(run)
+    assert [record["score/reward"] for record in reader.look().records] == pytest.approx(
+        [v / 10 - 0.5 for v in range(1, 9)]
+    )
+    assert trees == list(range(10))
+    offset = reader._offset
+    assert offset == len(lines(*range(1, 9)))
+    reader.look()
+    assert (reader._offset, len(trees)) == (offset, 10)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'ups": 8.0, "score/reward": 0.25, "learner/kl": null}\n' + lines(10))
+    assert [record["score/reward"] for record in reader.look().records][-2:] == [0.25, 0.5]
+
+
+def test_a_resumed_run_writes_its_metrics_anew_and_they_are_read_anew(run: Path) -> None:
+    reader = Reader(run)
+    assert len(reader.look().records) == 8
+    write_whole(run / "metrics.jsonl", lines(*range(1, 6)))
+    assert len(reader.look().records) == 5
+
+
+def test_a_long_file_is_read_from_near_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "metrics.jsonl").write_bytes(lines(*range(1, 101)))
+    monkeypatch.setattr(watched, "TAIL_BYTES", len(lines(97, 98, 99, 100)) - 5)
+    assert len(Reader(run).look().records) == 3
+
+
+def test_a_sparkline_spans_its_least_to_its_largest_value() -> None:
+    assert spark([0.0, 1.0, 2.0, 7.0], 10) == "▁▂▃█"
+    assert spark([0.0, 2.0, 6.0, 8.0], 2) == "▁█"
+    assert spark([3.0] * 4, 3) == "▅▅▅"
+    assert len(spark(list(range(1000)), 17)) == 17
+
+
+def test_curves_show_the_first_value_the_course_and_the_newest_value() -> None:
+    records = [{"score/reward": value} for value in (-1.0, 0.0, 1.0)]
+    assert curves(records, 60) == [f"reward   -1.00 {'▁▅█':<38}  +1.00"]
+    assert curves([], 60) == ["curves: no update is recorded yet"]
+
+
+def test_the_histogram_counts_the_tokens_of_the_last_updates() -> None:
+    records = [{"watch/staleness_0/tokens": 1000.0}] * 5
+    records += [{"watch/staleness_0/tokens": 30.0, "watch/staleness_2/tokens": 70.0}] * watched.LATEST
+    (line,) = staleness(records, 120)
+    assert line == "staleness of the tokens of the last 20 updates: 0\xa0███\xa030%  2\xa0███████\xa070%"
+    assert staleness([{"score/reward": 1.0}], 80) == []
+
+
+def test_the_words_keep_to_the_width(run: Path) -> None:
+    look = Reader(run).look()
+    for width in (50, 79, 120):
+        assert all(len(line) <= width for line in words(look, width))
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def test_without_a_terminal_one_page_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run)]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines() == page(Reader(run).look(), 80)
+    assert "newest trees\n  tree  status" in said
+    assert "  actor-1    104  stopped" in said
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        assert main([str(path)]) == 2
+        assert "expected the folder of a run" in capsys.readouterr().err
+
+
+def test_the_help_fits_80_columns_and_ends_with_examples() -> None:
+    command = [sys.executable, "-c", "from tools.inspecting.watch import main; main(['--help'])"]
+    said = subprocess.run(
+        command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=True
+    ).stdout
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert "examples:" in said.split("options:")[1]

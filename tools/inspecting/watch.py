@@ -1,0 +1,279 @@
+"""The command tools/watch: a live view of a run, with keys that open a tree, pause and resume the run, drain a worker and stop the run."""
+
+import argparse
+import asyncio
+import contextlib
+import sqlite3
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import psutil
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Footer, OptionList, Static
+
+from tools.inspecting import drawing, frames, watched
+from tools.inspecting.watched import Look, Reader
+from tools.launching import control
+from tools.launching.supervisor import say
+
+EXAMPLES = """examples:
+  tools/watch RUN                  the run folder, live, stopped or broken
+  tools/watch RUN/journal.sqlite   a journal alone: its trees
+  tools/watch RUN | cat            one page, where there is no terminal"""
+EVERY_S, RESTING_S, LONGEST_S = 1.0, 5.0, 10.0
+"""Seconds between two looks at a run that is running, and at one that is not; the longest pause."""
+SHARE = 0.005
+"""The share of one processor that this process may take: a look that cost more is followed by a longer pause."""
+BAD = ("ended", psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+"""States of a process of a running run that are shown in red."""
+
+
+class Question(ModalScreen[bool]):
+    """Asks once more. Only y means yes."""
+
+    CSS = """
+    Question { align: center middle; }
+    Question Static { width: 70; max-width: 90%; height: auto; border: round $warning; padding: 1 2; background: $surface; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("y", "dismiss(True)", "Yes"),
+        ("n,escape,q,enter", "dismiss(False)", "No"),
+    ]
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.text = text
+
+    def compose(self) -> ComposeResult:
+        """The question."""
+        yield Static(f"{self.text}\n\ny: yes    n: no", markup=False)
+
+
+class TreeScreen(Screen[None]):
+    """One tree, as tools/dump prints it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [("escape,q", "dismiss", "Back"), ("f", "full", "Whole texts")]
+
+    def __init__(self, run: Path, number: int):
+        super().__init__()
+        self.run, self.number, self.full = run, number, False
+
+    def compose(self) -> ComposeResult:
+        """A page that scrolls."""
+        with VerticalScroll():
+            yield Static(id="tree", markup=False)
+        yield Footer()
+
+    def on_resize(self) -> None:
+        """Draw the tree, first and whenever the width changes."""
+        try:
+            with contextlib.closing(frames.opened(self.run)) as journal:
+                (row,) = journal.trees("id=?", self.number)
+                text = drawing.as_text(journal, row, max(40, self.size.width - 3), self.full)
+        except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            text = f"tree {self.number} cannot be read: {error}"
+        self.query_one("#tree", Static).update(text.replace("(--full)", "(key f)"))
+
+    def action_full(self) -> None:
+        """Show whole texts and the judges' explanations, or fold them again."""
+        self.full = not self.full
+        self.on_resize()
+
+
+class Table(OptionList):
+    """A table whose title names the columns. Its cursor stays at its row when rows come and go; at the top it stays with the newest."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "app.focus_next", "Next table")]
+
+    def __init__(self, name: str, columns: tuple[str, ...]):
+        super().__init__(id=name, compact=True, markup=False)
+        self.columns = columns
+        self.cells: watched.Rows = []
+        self.lines: list[str] = []
+
+    def show(self, rows: watched.Rows, bad: tuple[str, ...] = ()) -> None:
+        """Show ``rows``, whose first cells tell them apart. bad: cells whose rows are red. Only rows that have changed are drawn."""
+        if rows == self.cells:
+            return
+        place, key, before = self.highlighted or 0, self.chosen(), self.lines
+        self.border_title, *self.lines = watched.table(self.columns, rows)
+        self.cells = rows
+        prompts = [
+            Text(line, "bold red" if set(bad) & set(row) else "") for line, row in zip(self.lines, rows, strict=True)
+        ]
+        if len(before) != len(rows):
+            self.set_options(prompts)
+            self.styles.height = len(rows) + 1
+        else:
+            for index in (index for index, line in enumerate(self.lines) if line != before[index]):
+                self.replace_option_prompt_at_index(index, prompts[index])
+        names = [row[0] for row in rows]
+        if names:
+            self.highlighted = names.index(key) if place and key in names else min(place, len(names) - 1)
+
+    def chosen(self) -> str:
+        """The first cell of the row under the cursor, or "" if the table is empty."""
+        return "" if self.highlighted is None or not self.cells else self.cells[self.highlighted][0]
+
+
+class Watch(App[None]):
+    """The view of one run. It only reads, and gives the orders of tools/launching/control.py when asked to."""
+
+    TITLE, AUTO_FOCUS, ENABLE_COMMAND_PALETTE = "tools/watch", "", False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (150, "-wide")]
+    CSS = """
+    #page { scrollbar-gutter: stable; scrollbar-size-vertical: 1; }
+    #words, #tables { height: auto; }
+    .-wide #page { layout: horizontal; }
+    .-wide #words { width: 79; margin-right: 1; }
+    .-wide #tables { width: 1fr; }
+    Table { border: none; border-top: solid $primary; padding: 0 0 0 1; scrollbar-size: 1 1; max-height: 14; text-wrap: nowrap; text-overflow: ellipsis; }
+    Table:focus { border: none; border-top: heavy $accent; }
+    #trees { max-height: 9; }
+    .-wide Table, .-wide #trees { max-height: 48vh; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "pause", "Pause"),
+        Binding("r", "resume", "Resume"),
+        Binding("d", "drain", "Drain worker"),
+        Binding("s", "stop", "Stop run"),
+        Binding("q", "quit", "Quit (the run goes on)"),
+    ]
+
+    def __init__(self, run: Path):
+        super().__init__()
+        self.run_, self.reader = run, Reader(run)
+        self.look: Look | None = None
+        self.usable: dict[str, bool] = dict.fromkeys(("pause", "resume", "drain", "stop"), False)
+        self.asked = asyncio.Event()
+
+    def compose(self) -> ComposeResult:
+        """Words and tables, below each other on a narrow terminal."""
+        with VerticalScroll(id="page"):
+            with Vertical(id="words"):
+                yield Static(id="text", markup=False)
+            with Vertical(id="tables"):
+                yield Table("trees", watched.TREES)
+                yield Table("processes", watched.PROCESSES)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self.set_focus(self.query_one("#trees"), scroll_visible=False)
+        self.follow()
+
+    @work
+    async def follow(self) -> None:
+        """Look at the run again and again, in a thread, because its disk may be slow."""
+        before, pause = 0.0, 0.0
+        while True:
+            self.look = await asyncio.to_thread(self.reader.look)
+            self.draw()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(pause, EVERY_S if self.look.status.state == "running" else RESTING_S)):
+                    await self.asked.wait()
+            self.asked.clear()
+            now = time.process_time()
+            if before:  # the first look draws everything
+                pause = min(LONGEST_S, (now - before) / SHARE)
+            before = now
+
+    def on_resize(self) -> None:
+        """Fold the words anew."""
+        self.call_after_refresh(self.draw)
+
+    def draw(self) -> None:
+        """Show the newest look; what has not changed is not drawn again."""
+        if self.look is None:
+            return
+        before = self.usable
+        text = "\n".join(watched.words(self.look, self.query_one("#words").content_size.width or 78))
+        label = self.query_one("#text", Static)
+        if text != label.content:
+            label.update(text, layout=text.count("\n") != str(label.content).count("\n"))
+        running, paused = self.look.status.state == "running", self.look.status.paused.startswith("paus")
+        self.query_one("#trees", Table).show(self.look.trees)
+        self.query_one("#processes", Table).show(self.look.processes, BAD if running else ())
+        self.usable = {"pause": running and not paused, "resume": running and paused, "drain": running, "stop": running}
+        if self.usable != before:
+            self.refresh_bindings()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide the keys that cannot be used now."""
+        return self.usable.get(action, True)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Open the tree under the cursor."""
+        table = event.option_list
+        if isinstance(table, Table) and table.id == "trees":
+            self.push_screen(TreeScreen(self.run_, int(table.chosen())))
+
+    def action_pause(self) -> None:
+        """Ask, then pause."""
+        self.order(
+            "Pause the run? No new tree begins until you resume it, also when this view is closed.", control.pause
+        )
+
+    def action_resume(self) -> None:
+        """Resume, which needs no second question."""
+        self.order("", control.resume)
+
+    def action_drain(self) -> None:
+        """Ask, then drain the worker under the cursor."""
+        table = self.query_one("#processes", Table)
+        name = table.chosen()
+        if self.focused is not table or not name:
+            self.notify("choose a worker in the table of processes first (Tab)", severity="warning")
+            return
+        try:
+            self.order(f"Drain {name}? {control.draining(self.run_, name)}", partial(control.drain, name=name))
+        except ValueError as error:
+            self.notify(str(error), severity="error")
+
+    def action_stop(self) -> None:
+        """Ask, then stop the run."""
+        self.order(
+            "Stop the run? The learner writes a checkpoint and every process ends. tools/launch --resume goes on.",
+            control.stop,
+        )
+
+    @work
+    async def order(self, question: str, order: Callable[[Path], str]) -> None:
+        """Give an order, after a question if there is one, and show what it said."""
+        if question and not await self.push_screen_wait(Question(question)):
+            return
+        try:
+            self.notify(order(self.run_))
+        except (OSError, ValueError, psutil.Error) as error:
+            self.notify(str(error), severity="error", timeout=15)
+        self.asked.set()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="tools/watch",
+        description="A live view of a run; keys open a tree, pause, resume, drain a worker, stop.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="run folder, or a journal file")
+    run: Path = parser.parse_args(arguments).run.resolve()
+    if not (run.is_file() or (run / "config.json").exists() or (run / "journal.sqlite").exists()):
+        print(f"tools/watch: {run}: expected the folder of a run (runs/NAME-TIME) or a journal file", file=sys.stderr)
+        return 2
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        Watch(run).run()
+    else:
+        say("\n".join(watched.page(Reader(run).look(), 80)))  # the reader (head, less) may close the pipe
+    return 0

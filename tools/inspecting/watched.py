@@ -1,0 +1,219 @@
+"""What tools/watch shows of a run, as plain text: its status, curves, staleness, newest trees and processes.
+
+Nothing here raises for what is missing, torn or damaged; the status says it in words (tools/launching/status.py).
+"""
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from scheduler import health
+from scheduler.journal import Journal, TreeRow
+from scheduler.metrics import COLUMNS, UPDATE
+from tools.inspecting import frames
+from tools.launching import status
+from tools.launching.status import Status, ago, span
+
+CURVES = ("reward", "outcome", "process", "valid", "judged", "engine", "learner", "cache", "tok/s", "stale")
+"""The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy shares; cache: prompt tokens that the prefix cache
+served."""
+ENDED, GROWING = 16, 8
+"""The newest trees that are listed."""
+LATEST = 20
+"""Updates whose tokens the histogram of the staleness counts."""
+TAIL_BYTES = 2**24
+"""How much of a long metrics.jsonl is read at first: the newest 4,000 updates or so."""
+TREES = ("tree", "status", "from", "trained", "actions", "reward", "outcome", "task")
+PROCESSES = ("process", "pid", "state", "age", "restarts", "memory", "heard", "calls")
+_BARS = "▁▂▃▄▅▆▇█"
+_STALENESS = "watch/staleness_"
+
+Rows = list[tuple[str, ...]]
+
+
+class Look(msgspec.Struct, frozen=True):
+    """A run at one moment. records: of the updates, in order. trees, processes: rows of the tables, with the columns of ``TREES`` and
+    ``PROCESSES``."""
+
+    status: Status
+    records: list[dict[str, float]]
+    trees: Rows
+    processes: Rows
+
+
+class Reader:
+    """Looks at a run, or at a journal file, again and again. Each look reads only what is new of metrics.jsonl and of the newest trees."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        self.records: dict[int, dict[str, float]] = {}
+        self._file, self._offset = -1, 0
+        self._sums: dict[int, tuple[str, str, str]] = {}
+
+    def look(self) -> Look:
+        """Read what there is now."""
+        now = status.gather(self.run, time.monotonic())
+        self._read_metrics()
+        records = [record for _, record in sorted(self.records.items())]
+        try:
+            trees = self._trees()
+        except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            trees = []
+            if not any(text.startswith("journal.sqlite") for text in now.damaged):
+                now.damaged.append(f"the newest trees cannot be read ({error})")
+        return Look(now, records, trees, _processes(self.run, now))
+
+    def _read_metrics(self) -> None:
+        """Read the lines that are new. A run that is resumed writes the file anew, and it is then read anew."""
+        try:
+            with (self.run / "metrics.jsonl").open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._offset:
+                    self._file, self._offset = found.st_ino, max(0, found.st_size - TAIL_BYTES)
+                    self.records.clear()
+                file.seek(self._offset)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return
+        self._offset += len(whole) + len(end)
+        for line in whole.splitlines():
+            with contextlib.suppress(msgspec.DecodeError, KeyError):  # the line was cut off by a crash
+                record = msgspec.json.decode(line, type=dict[str, float | None])
+                shown = {key: value for key, value in record.items() if key in _SHOWN or key.startswith(_STALENESS)}
+                if UPDATE in record:
+                    self.records[int(record["version"] or 0)] = {k: v for k, v in shown.items() if v is not None}
+
+    def _trees(self) -> Rows:
+        newest = "id IN (SELECT id FROM trees WHERE status{}='growing' ORDER BY id DESC LIMIT ?)"
+        with contextlib.closing(frames.opened(self.run)) as journal:
+            rows = [journal.trees(newest.format(how), count) for how, count in (("!", ENDED), ("", GROWING))]
+            self._sums = {row.id: self._sums.get(row.id) or _sums(journal, row) for row in rows[0]}
+            return [self._row(journal, row) for part in rows for row in reversed(part)]
+
+    def _row(self, journal: Journal, row: TreeRow) -> tuple[str, ...]:
+        trained = max((version for _, version in journal.groups(row.id) if version is not None), default="-")
+        state = row.status if row.split == "train" else row.split
+        sums = self._sums.get(row.id, ("-", "-", "-"))
+        return str(row.id), state, str(row.version), str(trained), *sums, row.task
+
+
+_SHOWN = {metric for name, metric, _ in COLUMNS if name in CURVES}
+
+
+def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
+    """Return the number of a tree's actions, their mean reward and the mean outcome."""
+    nodes = journal.tree(row).nodes.values()
+    scores = [[node.scores[name] for node in nodes if name in node.scores] for name in ("reward", "outcome")]
+    means = [f"{sum(values) / len(values):+.2f}" if values else "-" for values in scores]
+    return str(sum(node.kind == "action" for node in nodes)), means[0], means[1]
+
+
+def _processes(run: Path, now: Status) -> Rows:
+    """The launcher's processes, then the workers that joined from elsewhere."""
+    report = health.read(run) if now.state == "running" else None
+    workers = {worker.pid: worker for worker in report.workers if worker.state == "here"} if report is not None else {}
+    rows: Rows = []
+    for process in now.processes:
+        worker = workers.pop(process.pid, None)
+        rows.append((
+            process.name, str(process.pid), process.state, _span(process.age_s), str(process.restarts),
+            "-" if process.mib is None else f"{process.mib:.0f} MiB", _span(process.heard_s), _calls(worker),
+        ))  # fmt: skip
+    for worker in workers.values():
+        heard = _span(report.at - worker.heard if report is not None else None)
+        rows.append((worker.name, str(worker.pid), f"on {worker.host}", "-", "-", "-", heard, _calls(worker)))
+    return rows
+
+
+def _calls(worker: health.WorkerHealth | None) -> str:
+    if worker is None:
+        return "-"
+    return str(worker.in_flight) if worker.capacity >= 2**20 else f"{worker.in_flight}/{worker.capacity}"
+
+
+def _span(seconds: float | None) -> str:
+    return "-" if seconds is None else span(seconds)
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+def words(look: Look, width: int) -> list[str]:
+    """Everything but the two tables, in lines of at most ``width`` columns."""
+    lines = status.head(look.status, width) + curves(look.records, width) + staleness(look.records, width)
+    said = [f"waits for {text}" for text in look.status.waits]
+    if (failure := look.status.failure) is not None:
+        when = ago(time.time() - failure.time, failure.process)
+        said.append(f"failed {when}: {failure.cause}; {failure.then} (log: {status.shown(Path(failure.log))})")
+    if look.status.fault:
+        said.append(f"a call failed {look.status.fault}")
+    if look.status.do:
+        said.append(f"to do: {look.status.do}")
+    return lines + [line for text in said for line in status.told(text, width)]
+
+
+def curves(records: Sequence[dict[str, float]], width: int) -> list[str]:
+    """Each metric's first value, its course and its newest value; two metrics per line where there is room."""
+    if not records:
+        return ["curves: no update is recorded yet"]
+    across = 2 if width >= 76 else 1
+    each = (width - 2 * (across - 1)) // across
+    cells = []
+    for name, metric, form in COLUMNS:
+        values = [record[metric] for record in records if metric in record]
+        if name in CURVES and values:
+            first, last = form.format(values[0]), form.format(values[-1])
+            cells.append(f"{name:<8}{first:>6} {spark(values, each - 22):<{each - 22}} {last:>6}")
+    return ["  ".join(cells[start : start + across]) for start in range(0, len(cells), across)]
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """Draw values from the lowest bar for the least to the highest for the largest; a bar is the mean of its share of the values."""
+    count = max(1, min(width, len(values)))
+    ends = pairwise(len(values) * place // count for place in range(count + 1))
+    means = [sum(values[start:end]) / (end - start) for start, end in ends]
+    low, high = min(means), max(means)
+    heights = [(mean - low) / (high - low) if high > low else 0.5 for mean in means]
+    return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in heights)
+
+
+def staleness(records: Sequence[dict[str, float]], width: int) -> list[str]:
+    """The share of the trained tokens by how many updates passed between their sampling and their training."""
+    tokens: Counter[str] = Counter()
+    for record in records[-LATEST:]:
+        for key in record:
+            if key.startswith(_STALENESS) and key.endswith("/tokens"):
+                tokens[key.removeprefix(_STALENESS).removesuffix("/tokens")] += int(record[key])
+    whole = tokens.total()
+    if not whole:
+        return []
+    bars = [
+        f"{name}\N{NO-BREAK SPACE}{'█' * round(10 * tokens[name] / whole)}\N{NO-BREAK SPACE}{tokens[name] / whole:.0%}"
+        for name in sorted(tokens)
+    ]
+    return status.told(
+        f"staleness of the tokens of the last {min(LATEST, len(records))} updates: {'  '.join(bars)}", width
+    )
+
+
+def table(names: Sequence[str], rows: Rows) -> list[str]:
+    """A table as lines."""
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in (names, *rows)
+    ]
+
+
+def page(look: Look, width: int) -> list[str]:
+    """Everything, for a pipe."""
+    lines = words(look, width)
+    for title, names, rows in (("newest trees", TREES, look.trees), ("processes", PROCESSES, look.processes)):
+        lines += [title, *(f"  {line}" for line in table(names, rows))] if rows else [f"{title}: none"]
+    return lines

@@ -1,0 +1,72 @@
+"""Orders to a run on this machine: pause, resume, drain a worker, stop.
+
+Each function returns in words what happens next. It raises ValueError, with what to do instead, when the order cannot be given, and OSError or
+psutil.Error when the system refuses it.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from scheduler import health
+from tools.launching import record
+from tools.launching.status import living
+from tools.launching.supervisor import LEFT_S, shown
+from tools.launching.watchdog import SCHEDULER
+
+
+def pause(run: Path) -> str:
+    """Have the scheduler admit no new tree. The order is a file, so it outlives this process and a scheduler that is started again."""
+    _running(run)
+    (run / health.PAUSED).touch()
+    return "pausing at the scheduler's next heartbeat; trees in flight finish, and so does an evaluation that is due"
+
+
+def resume(run: Path) -> str:
+    """Lift the pause."""
+    (run / health.PAUSED).unlink(missing_ok=True)
+    return "resuming at the scheduler's next heartbeat"
+
+
+def draining(run: Path, name: str) -> str:
+    """Say what it means to drain the worker ``name``."""
+    _worker(run, name)
+    report = health.read(run)
+    workers = [worker for worker in report.workers if worker.state == "here"] if report is not None else []
+    others = {service for worker in workers if worker.name != name for service in worker.services}
+    alone = [
+        service for worker in workers if worker.name == name for service in worker.services if service not in others
+    ]
+    waits = f" No other worker offers {', '.join(alone)}: the run waits for it until then." if alone else ""
+    return f"It finishes its calls and leaves; the launcher starts a fresh one about {LEFT_S:.0f} s later.{waits}"
+
+
+def drain(run: Path, name: str) -> str:
+    """Ask a worker to finish its calls and leave. The launcher misses it after ``LEFT_S`` and starts a fresh one."""
+    living(run, _worker(run, name)).terminate()
+    return f"{name} finishes its calls and leaves"
+
+
+def _worker(run: Path, name: str) -> record.Member:
+    member = _running(run).members.get(name)
+    if member is None:
+        raise ValueError(f"{name} was not started by tools/launch: end it where it was started, with Ctrl-C")
+    if name == SCHEDULER or name.startswith("learner"):
+        raise ValueError(f"{name} cannot be drained, because nothing goes on without it: stop the run instead")
+    return member
+
+
+def stop(run: Path) -> str:
+    """Ask the launcher to stop the run in order."""
+    launched = _running(run)
+    if launched.stopping:
+        raise ValueError(f"the run is stopping already; a second request would kill it: kill {launched.pid}")
+    os.kill(launched.pid, signal.SIGTERM)
+    return f"stopping: the learner writes a checkpoint and every process ends; go on with tools/launch --resume {shown(run)}"
+
+
+def _running(run: Path) -> record.Record:
+    launched = record.read(run)
+    if launched is None or not launched.alive:
+        raise ValueError(f"{shown(run)} does not run on this machine, so there is nothing to pause, drain or stop")
+    return launched
