@@ -136,8 +136,8 @@ async def test_progress_is_what_the_journal_or_the_learner_adds_and_a_standstill
         for at in (50.0, 95.0, 96.0, 160.0):
             writer._remind(writer.report(at))
         assert capsys.readouterr().out.splitlines() == [
-            "  no progress for 65 s (updates): no call is open",
-            "  no progress for 130 s (updates): no call is open",
+            "<4>  no progress for 65 s (updates): no call is open",
+            "<4>  no progress for 130 s (updates): no call is open",
         ]
 
 
