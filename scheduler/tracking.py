@@ -114,13 +114,14 @@ def _pass_on(file: Any, place: Place, tracked: Tracked, newest: int, state: Path
     """Give the records of versions up to ``newest`` to the tracker, and return its new place. The file then stands at the next record."""
     while True:
         start, line = file.tell(), file.readline()
-        record = msgspec.json.decode(line, type=dict[str, float]) if line.endswith(b"\n") else {"version": newest + 1.0}
-        if record["version"] > newest:
+        record = msgspec.json.decode(line, type=dict[str, float | None]) if line.endswith(b"\n") else {}
+        version = record.pop("version", None)
+        if version is None or version > newest:
             file.seek(start)
             return place
         place = Place(place.identity, place.records + 1)
         write_whole(state, msgspec.json.encode(place))  # before it is given, so that no crash lets it be given twice
-        tracked.log({key: value for key, value in record.items() if key != "version"}, step=int(record["version"]))
+        tracked.log({key: value for key, value in record.items() if value is not None}, step=int(version))
 
 
 class Trackers:

@@ -84,7 +84,7 @@ class Progress:
         version = self._seen[-1][1] if self._seen else 0
         share = min(1.0, version / max(1, self.updates))
         words = f"  {version} of {self.updates} updates  {share:4.0%}  {self._left(version)}".rstrip()
-        room = min(40, width - len(words) - 2)
+        room = min(40, width - len(words))
         full = round(share * room)
         return ("#" * full, "." * (room - full), words) if room >= 5 else ("", "", words.strip()[:width])
 
