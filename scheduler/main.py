@@ -41,7 +41,7 @@ from scheduler.survivors import Survivors
 from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
-from scheduler.tracking import Trackers
+from scheduler.tracking import FINISH_S, STOP_S, Trackers
 from scheduler.tree import Tree
 from wire import loop, published
 from wire.faults import DataFault, Fault, InfrastructureFault
@@ -210,6 +210,7 @@ class Run:
         await self._workers_left(LEAVE_S)
         spent = self.phases.seconds()
         report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
+        self.finished = True
 
     async def _begin(self) -> None:
         """Evaluate "start", which is of version 0 alone: no actor gets newer weights before the result is durable.
@@ -312,6 +313,7 @@ class Run:
 
     _failure: BaseException | None = None
     training_since = 0.0
+    finished = False
 
     # ------------------------------------------------------------------------------------------ trees
 
@@ -525,7 +527,7 @@ class Run:
         self.exporter.close()
         self.metrics.close()
         self.journal.close()
-        self.trackers.close()
+        self.trackers.close(FINISH_S if self.finished else STOP_S)
 
 
 async def run(process: SchedulerProcess) -> int:

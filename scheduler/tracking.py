@@ -26,8 +26,8 @@ from wire.process import die_with
 PROJECT = "coppice"
 LOOK_S = 1.0
 """Seconds between two looks for new records."""
-FINISH_S = 12.0
-"""The longest that the end of a run waits for a tracker, in seconds; less than the launcher waits for a scheduler that it asked to stop."""
+FINISH_S, STOP_S = 25.0, 10.0
+"""The longest that a finished and a stopped run wait for trackers, in seconds; less than the launcher waits for a scheduler that it asked to stop."""
 
 
 class Tracked(Protocol):
@@ -147,20 +147,20 @@ class Trackers:
                 del self._processes[name]
                 self._tell(name, "has failed")
 
-    def close(self) -> None:
-        """Let them send what is left, and kill those that take longer than ``FINISH_S``."""
+    def close(self, patience: float = FINISH_S) -> None:
+        """Let them send what is left, and kill those that take longer than ``patience`` seconds."""
         self.check()
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
-        end = time.monotonic() + FINISH_S
+        end = time.monotonic() + patience
         for name, process in self._processes.items():
             try:
                 failed = process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                self._tell(name, f"did not finish within {FINISH_S:.0f} s")
+                self._tell(name, f"did not finish within {patience:.0f} s")
             else:
                 if failed:
                     self._tell(name, "has failed")

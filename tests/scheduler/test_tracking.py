@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
 from scheduler import tracking
 from scheduler.tracking import Place, Trackers, follow
 
-wandb_protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2", exc_type=ImportError)
 Point = tuple[int, float | None]
 """Step and loss of a record; None for an evaluation."""
 
@@ -60,7 +60,7 @@ def in_wandb(run: Path) -> list[Point]:
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1, "one run"
     for folder in folders:
         for stored in _stored(next(folder.glob("*.wandb"))):
-            record = wandb_protocol.Record()
+            record = Record()
             record.ParseFromString(stored)
             if record.WhichOneof("record_type") == "history":
                 values = {
@@ -90,7 +90,7 @@ def lived(run: Path, name: str) -> list[str]:
     told: list[str] = []
     trackers = Trackers(run, [name], told.append)
     trackers.start()
-    trackers.close()
+    trackers.close(240.0)
     return told
 
 
@@ -99,7 +99,6 @@ def lived(run: Path, name: str) -> list[str]:
 def test_a_resumed_run_goes_on_in_the_same_run_and_no_lost_update_appears(
     name: str, read, run: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(tracking, "FINISH_S", 240.0)
     write(run, [(0, None), (1, 0.1), (2, 0.2), (2, None), (3, 0.3)], checkpoint=2)
     assert lived(run, name) == []
     before = [(0, None), (1, 0.1), (2, 0.2), (2, None)] if name == "trackio" else [(0, None), (1, 0.1), (2, 0.2)]
@@ -174,8 +173,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(run: Path, monkey
     assert f"python -m scheduler.tracking wandb {run} < /dev/null" in told[0]
 
 
-def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "FINISH_S", 0.1)
+def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path) -> None:
     told: list[str] = []
     trackers = Trackers(run, ["trackio"], told.append)
     trackers.start()
@@ -183,7 +181,7 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path, monke
     process.send_signal(signal.SIGSTOP)
     trackers.check()
     assert told == []
-    trackers.close()
+    trackers.close(0.1)
     assert not process.is_running()
     assert [line.partition(":")[0] for line in told] == ["tracker trackio did not finish within 0 s"]
 
