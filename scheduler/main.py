@@ -174,12 +174,9 @@ class Run:
             )
         if self.tasks.rejected:
             first = self.tasks.rejected[0]
-            print(
-                f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}",
-                flush=True,
-            )
+            terminal.say(f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}")
         for note in self.notes:
-            print(note, flush=True)
+            terminal.say(note)
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
         if self.settings.prometheus:

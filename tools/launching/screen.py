@@ -5,6 +5,7 @@ each heading, and nothing is ever overwritten.
 """
 
 import contextlib
+import io
 import os
 import shutil
 import sys
@@ -33,6 +34,10 @@ class Screen:
     def __init__(self, updates: int, quiet: bool = False, records: TextIO | None = None, out: TextIO | None = None):
         self.quiet, self._records = quiet, records
         self._out = out or sys.stdout
+        if isinstance(self._out, io.TextIOWrapper):
+            self._out.reconfigure(
+                errors="replace"
+            )  # a terminal that lacks a letter of a question must not end the relay
         self._live = self._out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._table, self._copied, self._progress = Table(), Table(), Progress(updates)
         self._lock = threading.Lock()
@@ -57,11 +62,12 @@ class Screen:
     def _take(self, line: str) -> str:
         """Show a line of the scheduler, and return what the copy has of it."""
         level: Level = "fault" if line.startswith(WARNING) else "summary" if line.startswith(NOTICE) else "detail"
-        if not line.startswith('{"version":'):
+        try:
+            record = msgspec.json.decode(line, type=dict[str, float | None])
+        except msgspec.DecodeError:  # words, or a record that a death cut off
             line = line.removeprefix(WARNING).removeprefix(NOTICE)
             self.say(line, level)
             return line + "\n"
-        record = msgspec.json.decode(line, type=dict[str, float | None])
         values = {name: value for name, value in record.items() if value is not None}
         with self._lock:
             if self._records is not None:

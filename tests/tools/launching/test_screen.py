@@ -125,6 +125,16 @@ def test_records_go_out_as_json_evaluations_too_and_words_elsewhere(tmp_path: Pa
     assert len(out.getvalue().splitlines()) == 4
 
 
+def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_relay(tmp_path: Path) -> None:
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+    Screen(3, out=out).relay(
+        io.BytesIO('{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'.encode()), (tmp_path / "copy").open("wb")
+    )
+    assert written.getvalue().decode() == '{"version":1.0,"sco\nem 0.5 ?0.1\nnext\n'
+    assert (tmp_path / "copy").read_text() == '{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'
+
+
 CALL = "import sys; from tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
 SET_UP = (
     "from tools.launching.assets import Assets; import subprocess;"
