@@ -46,22 +46,18 @@ class Exporter:
 
     def collect(self) -> "Iterator[GaugeMetricFamily]":
         """Yield the gauges of one scrape."""
-        values: dict[str, dict[str, float]] = {name: {"": value} for name, value in self._metrics().items()}
-        report = self._health()
-        if report is not None:
-            values |= _live(report)
-        for name, by_service in values.items():
-            yield self._gauge(name, by_service)
-
-    def _gauge(self, name: str, by_service: dict[str, float]) -> "GaugeMetricFamily":
         from prometheus_client.core import GaugeMetricFamily
 
-        unit, meaning = declaration(name) or ("", "a plug-in's own")
-        labels = ["run"] if "" in by_service else ["run", "service"]
-        gauge = GaugeMetricFamily(exported(name), f"{meaning} [{unit}]", labels=labels)
-        for service, value in by_service.items():
-            gauge.add_metric([self.run.name, service][: len(labels)], value)
-        return gauge
+        report = self._health()
+        gauges: dict[str, dict[str, float]] = {name: {"": value} for name, value in self._metrics().items()}
+        for name, values in (gauges | (_live(report) if report is not None else {})).items():
+            unit, meaning = declaration(name) or ("", "a plug-in's own")
+            gauge = GaugeMetricFamily(
+                exported(name), f"{meaning} [{unit}]", labels=["run"] if "" in values else ["run", "service"]
+            )
+            for service, value in values.items():
+                gauge.add_metric([self.run.name, service] if service else [self.run.name], value)
+            yield gauge
 
     def close(self) -> None:
         """Stop serving."""
@@ -76,19 +72,11 @@ def _live(report: Health) -> dict[str, dict[str, float]]:
     """The gauges of health: values by service, "" for those that have none."""
     workers = Counter(service for worker in report.workers if worker.state == "here" for service in worker.services)
     numbers = {
-        "done": report.done,
-        "evaluations": report.evaluations,
-        "growing": report.growing,
-        "idle": time.monotonic() - report.progress_at,
-        "loop_lag": report.lag_s,
-        "updates": report.updates,
-        "version": report.version,
-    }
-    services = {
-        "running": {service: queue.running for service, queue in report.queues.items()},
-        "waiting": {service: queue.waiting for service, queue in report.queues.items()},
-        "workers": workers,
-    }
-    live = {name: {"": float(number)} for name, number in numbers.items()}
-    live |= {name: {service: float(n) for service, n in counts.items()} for name, counts in services.items()}
-    return {f"health/{name}": gauges for name, gauges in live.items()}
+        "done": report.done, "evaluations": report.evaluations, "growing": report.growing, "loop_lag": report.lag_s,
+        "idle": time.monotonic() - report.progress_at, "updates": report.updates, "version": report.version,
+    }  # fmt: skip
+    queues = report.queues.items()
+    live: dict[str, dict[str, float]] = {f"health/{name}": {"": float(number)} for name, number in numbers.items()}
+    live["health/running"] = {service: float(queue.running) for service, queue in queues}
+    live["health/waiting"] = {service: float(queue.waiting) for service, queue in queues}
+    return live | {"health/workers": {service: float(count) for service, count in workers.items()}}

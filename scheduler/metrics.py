@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler import terminal
 from scheduler.board import Board
 from scheduler.catalogue import UPDATE
 from scheduler.dispatch import Event, Worker
@@ -115,7 +114,7 @@ class Metrics:
         self.newest = (
             self.newest | values
         )  # another object, because the exporter's thread may be reading the one before
-        terminal.record(line.decode())
+        print(line.decode(), flush=True)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats that came since the last call.

@@ -35,11 +35,6 @@ def conclude(text: str) -> None:
     print("\n".join(NOTICE + line for line in text.split("\n")), flush=True)
 
 
-def record(line: str) -> None:
-    """Print a record, which is one line of JSON."""
-    print(line, flush=True)
-
-
 class Faults:
     """Reports failures per service: the first at once, later ones at most every ``EVERY_S`` seconds, with their number."""
 

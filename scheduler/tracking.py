@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -30,16 +30,8 @@ FINISH_S, STOP_S = 25.0, 10.0
 """The longest that a finished and a stopped run wait for trackers, in seconds; less than the launcher waits for a scheduler that it asked to stop."""
 
 
-class Tracked(Protocol):
-    """A run of W&B or Trackio."""
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Take the record of version ``step``."""
-        ...
-
-    def finish(self) -> None:
-        """Send what is left."""
-        ...
+Tracked = Any
+"""A run of W&B or Trackio: ``log(values, step=version)``, then ``finish()``."""
 
 
 def _wandb(run: Path, identity: str, config: dict[str, Any]) -> Tracked:
@@ -55,14 +47,14 @@ def _wandb(run: Path, identity: str, config: dict[str, Any]) -> Tracked:
         config=config,
         resume="allow",
         settings=settings,
-    )  # pyright: ignore[reportReturnType]
+    )
 
 
 def _trackio(run: Path, identity: str, config: dict[str, Any]) -> Tracked:
     import trackio
 
     project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{run.name}-{identity}"  # Trackio resumes by name
-    return trackio.init(project, name, config=config, resume="allow", auto_log_gpu=False, auto_log_cpu=False)  # pyright: ignore[reportReturnType]
+    return trackio.init(project, name, config=config, resume="allow", auto_log_gpu=False, auto_log_cpu=False)
 
 
 TRACKERS: Mapping[str, Callable[[Path, str, dict[str, Any]], Tracked]] = {"wandb": _wandb, "trackio": _trackio}

@@ -110,7 +110,7 @@ class Screen:
             return
         width = shutil.get_terminal_size().columns
         if fold and len(line) > width and self._out.isatty():
-            line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
+            line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         if self._below:
             self._below += sum(max(1, -(-len(part) // width)) for part in line.split("\n")) if fold else 1
         self._write(self._out, (self._colour(line, _YELLOW) if level == "fault" else line) + "\n")
