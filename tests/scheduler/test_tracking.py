@@ -196,6 +196,7 @@ def test_no_tracker_outlives_a_killed_scheduler(run: Path) -> None:
         time.sleep(600)
         os._exit(0)
     tracker = psutil.Process(int(os.read(reader, 32)))
+    tracker.send_signal(signal.SIGSTOP)  # it cannot see that its stdin ended
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     psutil.wait_procs([tracker], timeout=30)
