@@ -45,7 +45,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_staleness: see scheduler/pacing.py. dynamic_sampling_budget: how many questions without any spread of the reward may be replaced for
     an update (scheduler/dynamic_sampling.py; 0: none). Deadlines and timeouts are in seconds.
     watchdog_s: the terminal says what waits for what when nothing has moved for so long; stall_s: then the stuck part is replaced
-    (docs/reliability.md).
+    (docs/reliability.md). trackers: "wandb", "trackio" or both; prometheus: host:port of an endpoint for Prometheus, with port 0 for any free
+    one ("": none); see docs/metrics.md.
     """
 
     strategy: str = "slate"
@@ -70,6 +71,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     startup_timeout_s: Positive = 600.0
     watchdog_s: Positive = 120.0
     stall_s: Positive = 1800.0
+    trackers: list[str] = []
+    prometheus: str = ""
 
 
 class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -97,7 +97,7 @@ class Examination:
         values = {f"heldout/{key}": measured.mean for key, measured in result.measures.items()}
         values |= {f"heldout/{key}_half": measured.half for key, measured in result.measures.items()}
         values |= {f"count/{key}": float(self.shop.counts[key]) for key in WORK}
-        self.metrics.record(weights.version, values, show=False)
+        self.metrics.record(weights.version, values)
         print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
 
     async def _examine(

@@ -161,7 +161,8 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``. ``work`` runs until it is cancelled."""
+    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``. ``work`` runs until it is cancelled. newest: the
+    newest report."""
 
     def __init__(
         self, run: Path, dispatcher: Dispatcher, standing: Callable[[], Standing], watchdog_s: float, stall_s: float
@@ -169,6 +170,7 @@ class Reporter:
         self.run, self.dispatcher, self.standing = run, dispatcher, standing
         self.watchdog_s, self.stall_s = watchdog_s, stall_s
         self.began = self.paused = False
+        self.newest: Health | None = None
         self.fault: tuple[float, str] | None = None
         self._lag_s = 0.0
         self._gone: dict[str, WorkerHealth] = {}
@@ -194,7 +196,7 @@ class Reporter:
         """Write a report every heartbeat. A full disk must not end the run here, since the journal tells of it."""
         while True:
             self._obey(await asyncio.to_thread((self.run / PAUSED).is_file))
-            report = self.report(self.dispatcher.clock())
+            report = self.newest = self.report(self.dispatcher.clock())
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
             self._remind(report)
@@ -205,7 +207,7 @@ class Reporter:
             until = (
                 f"; trees in flight finish (resume with tools/watch, or remove {self.run / PAUSED})" if paused else ""
             )
-            terminal.say(f"  {'paused: no new tree begins' if paused else 'resumed'}{until}")
+            terminal.say(f"{'paused: no new tree begins' if paused else 'resumed'}{until}")
         self.paused = paused
 
     def report(self, now: float) -> Health:

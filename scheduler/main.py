@@ -27,6 +27,7 @@ from scheduler.context import ATTEMPTS, Context, Shop
 from scheduler.dispatch import Dispatcher, Transport, Worker
 from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
+from scheduler.exporter import Exporter
 from scheduler.fleet import Fleet
 from scheduler.health import Reporter, Standing
 from scheduler.journal import Journal, JournalError, TreeRow
@@ -40,6 +41,7 @@ from scheduler.survivors import Survivors
 from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
+from scheduler.tracking import FINISH_S, STOP_S, Trackers
 from scheduler.tree import Tree
 from wire import loop, published
 from wire.faults import DataFault, Fault, InfrastructureFault
@@ -124,6 +126,8 @@ class Run:
         self.reporter = Reporter(
             self.folder, self.dispatcher, self._standing, self.settings.watchdog_s, self.settings.stall_s
         )
+        self.trackers = Trackers(self.folder, self.settings.trackers)
+        self.exporter = Exporter(self.folder, lambda: self.metrics.newest, lambda: self.reporter.newest)
         self.done = sum(count for status, count in self.journal.tally().items() if status != "growing")
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.moved = asyncio.Event()
@@ -170,14 +174,13 @@ class Run:
             )
         if self.tasks.rejected:
             first = self.tasks.rejected[0]
-            print(
-                f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}",
-                flush=True,
-            )
+            terminal.say(f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}")
         for note in self.notes:
-            print(note, flush=True)
+            terminal.say(note)
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
+        if self.settings.prometheus:
+            self.exporter.start(self.settings.prometheus)
         reporting = asyncio.create_task(self.reporter.work())
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -204,6 +207,7 @@ class Run:
         await self._workers_left(LEAVE_S)
         spent = self.phases.seconds()
         report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
+        self.finished = True
 
     async def _begin(self) -> None:
         """Evaluate "start", which is of version 0 alone: no actor gets newer weights before the result is durable.
@@ -267,6 +271,7 @@ class Run:
         self.journal.forget_training_after(version)
         self.journal.adopt_frontier(checkpoint.groups())
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
+        self.trackers.start()
         self.stream.told |= recorded | set(range(checkpoint.version + 1))
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
@@ -305,6 +310,7 @@ class Run:
 
     _failure: BaseException | None = None
     training_since = 0.0
+    finished = False
 
     # ------------------------------------------------------------------------------------------ trees
 
@@ -478,6 +484,7 @@ class Run:
         values |= self.shop.fleet.residency.take().values()
         self.totals.update({name: values.get(name, 0.0) for name in SUMMED})
         self.metrics.record(trained.version, values)
+        self.trackers.check()
         for warning in self.reminders.due(trained.version, [*trained.warnings, *filter(None, doubts)]):
             terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
@@ -515,8 +522,10 @@ class Run:
         await asyncio.gather(*self.growing.values(), return_exceptions=True)
         await self.stream.stop()
         await self.dispatcher.close()
+        self.exporter.close()
         self.metrics.close()
         self.journal.close()
+        self.trackers.close(FINISH_S if self.finished else STOP_S)
 
 
 async def run(process: SchedulerProcess) -> int:

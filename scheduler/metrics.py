@@ -1,62 +1,18 @@
-"""One record per update: a line of RUN/metrics.jsonl, TensorBoard scalars, and a line of the live table."""
+"""One record per update and per evaluation: a line of RUN/metrics.jsonl, which is the source of truth, TensorBoard scalars, and a line for the
+launcher, which shows it. The trackers (scheduler/tracking.py) read the file; scheduler/exporter.py reads ``Metrics.newest``."""
 
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from scheduler.board import Board
 from scheduler.calls import STARTED, Event, Worker
-from scheduler.terminal import width
+from scheduler.catalogue import UPDATE
 from wire.atomic import write_whole
 from wire.frontier import Frontier
-
-# The generated protobuf modules define their messages at import, which a type checker cannot see.
-_Scalars: Any = vars(event_pb2)["Event"]
-_Session: Any = vars(event_pb2)["SessionLog"]
-_Summary: Any = vars(summary_pb2)["Summary"]
-
-UPDATE = "learner/groups"
-"""The metric that every update's record has, and no evaluation's."""
-
-COLUMNS = [
-    ("update", "version", "{:.0f}"),
-    ("reward", "score/reward", "{:+.2f}"),
-    ("think", "score/think", "{:+.2f}"),
-    ("query", "score/query", "{:+.2f}"),
-    ("answer", "score/answer", "{:+.2f}"),
-    ("process", "score/process", "{:.2f}"),
-    ("judged", "score/judge_valid", "{:.2f}"),
-    ("valid", "score/valid", "{:.2f}"),
-    ("search", "score/searches", "{:.2f}"),
-    ("outcome", "rollout/outcome", "{:+.2f}"),
-    ("turns", "learner/turns", "{:.0f}"),
-    ("stale", "learner/staleness_mean", "{:.2f}"),
-    ("engine", "busy/engine", "{:.0%}"),
-    ("learner", "busy/learner", "{:.0%}"),
-    ("tok/s", "rate/decoded_tokens", "{:.0f}"),
-    ("cache", "cache/hit_rate", "{:.0%}"),
-    ("saved", "cache/tokens_saved", "{:.0f}"),
-    ("seconds", "time/run", "{:.0f}"),
-]
-"""Heading, metric and format of the live table's columns. A column is shown once a record has its metric. judged: the valid share of the
-judge's scores; search: searches per trajectory; engine and learner: busy shares of wall time per process; cache and saved: the share and
-the number of prompt tokens that the prefix cache served (docs/placement.md)."""
-_LEAST = ("saved", "judged", "turns", "think", "cache", "outcome", "search", "tok/s")
-"""Columns that a narrow terminal leaves out, in this order; metrics.jsonl has them all."""
-
-
-def _that_fit(columns: list[tuple[str, str, str]], width: int) -> list[tuple[str, str, str]]:
-    """Leave out the least important columns until a line is at most ``width`` wide: each cell has seven characters, with two between."""
-    for least in _LEAST:
-        if 9 * len(columns) - 2 <= width:
-            break
-        columns = [column for column in columns if column[0] != least]
-    return columns
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -96,14 +52,15 @@ def _rate(seen: Sequence[Seen], counter: str) -> float | None:
 
 
 class Metrics:
-    """Writes the records of a run until ``close``. ``counters`` turns worker statistics into differences between updates."""
+    """Writes the records of a run until ``close``. ``counters`` turns worker statistics into differences between updates. newest: the newest value
+    of each metric."""
 
     def __init__(self, run: Path):
         self.run, self._path = run, run / "metrics.jsonl"
         self._file = self._path.open("ab")
         if self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
             self._file.write(b"\n")  # a record was cut off by a crash
-        self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
+        self._board = Board(run / "tensorboard")
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = time.monotonic()
         began = {"name": STARTED, "ph": "i", "pid": "scheduler", "tid": "scheduler", "ts": self._start * 1e6, "s": "g"}
@@ -111,8 +68,7 @@ class Metrics:
         self._seen: dict[str, Seen] = {}
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._watched: defaultdict[str, float] = defaultdict(float)
-        self._lines = 0
-        self._columns: set[str] = set()
+        self.newest: dict[str, float] = {}
 
     def last(self, names: Sequence[str]) -> dict[str, int]:
         """The newest counts of the given names that earlier starts of this run recorded; 0 if there are none."""
@@ -147,30 +103,20 @@ class Metrics:
         self._file.close()
         write_whole(self._path, b"".join(lines[key] + b"\n" for key in sorted(lines)))
         self._file = self._path.open("ab")
-        # TensorBoard then drops the points of the lost updates.
-        start = _Session(status=_Session.START)
-        self._board.add_event(_Scalars(wall_time=time.time(), step=newest + 1, session_log=start))
+        self._board.restart(newest + 1)
         return {version for version, evaluation, _ in lines if not evaluation}
 
-    def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
-        """Write one record, and print its line of the live table if ``show``."""
+    def record(self, version: int, values: dict[str, float]) -> None:
+        """Write one record."""
         values = {"version": float(version), "time/run": time.monotonic() - self._start, **values}
-        self._file.write(msgspec.json.encode(values) + b"\n")
+        line = msgspec.json.encode(values)
+        self._file.write(line + b"\n")
         self._file.flush()
-        scalars = [_Summary.Value(tag=name, simple_value=value) for name, value in values.items() if name != "version"]
-        self._board.add_event(_Scalars(wall_time=time.time(), step=version, summary=_Summary(value=scalars)))
-        if show:
-            self._show(values)
-
-    def _show(self, values: dict[str, float]) -> None:
-        known = self._columns
-        self._columns = known | {key for _, key, _ in COLUMNS if key in values}
-        columns = _that_fit([column for column in COLUMNS if column[1] in self._columns], width())
-        if self._lines % 20 == 0 or self._columns != known:
-            print("  ".join(f"{name:>7}" for name, _, _ in columns), flush=True)
-        self._lines += 1
-        cells = [form.format(values[key]) if key in values else "-" for _, key, form in columns]
-        print("  ".join(f"{cell:>7}" for cell in cells), flush=True)
+        self._board.record(version, values)
+        self.newest = (
+            self.newest | values
+        )  # another object, because the exporter's thread may be reading the one before
+        print(line.decode(), flush=True)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats that came since the last call.

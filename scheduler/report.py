@@ -8,14 +8,14 @@ import msgspec
 from scheduler import best, phases
 from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
-from scheduler.terminal import folded
+from scheduler.terminal import conclude
 
 
 def heldout_line(name: str, result: HeldOut, seconds: float) -> str:
     """One line for the terminal, with the headline first."""
     names = sorted(result.measures, key=lambda measure: (measure != result.headline, measure))
     shown = ", ".join(f"{measure} {result.measures[measure]}" for measure in names)
-    return folded(f"held-out {name} (version {result.version}, {result.questions} tasks): {shown}, {seconds:.0f} s")
+    return f"held-out {name} (version {result.version}, {result.questions} tasks): {shown}, {seconds:.0f} s"
 
 
 def write(
@@ -41,7 +41,7 @@ def write(
     if kept is not None:
         summary["best"] = msgspec.to_builtins(kept[0])
     (run / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
-    print("\nsummary")
+    conclude("\nsummary")
     if "start" in evaluations and "end" in evaluations:
         start, end = (msgspec.convert(evaluations[name][1], HeldOut) for name in ("start", "end"))
         both = [measure for measure in start.measures if measure in end.measures]
@@ -50,29 +50,29 @@ def write(
             verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
             if b.high < a.low:
                 verdict = "fell beyond both 95% intervals"
-            print(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
+            conclude(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
         for name, value in baselines.items():
-            print(f"  baseline {name:<22} {value:.3f} {end.headline}")
+            conclude(f"  baseline {name:<22} {value:.3f} {end.headline}")
         if start.headline in start.measures:  # not if every held-out task was quarantined
-            print(f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}")
+            conclude(f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}")
     if kept is not None:
-        print(
+        conclude(
             f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (tools/export --version best)"
         )
     judged, invalid = counts["judged_scores"], counts["invalid_judgements"]
     if judged and invalid:
-        print(
+        conclude(
             f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {run}"
         )
     if counts["outgrown_trajectories"]:
-        print(
+        conclude(
             f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures"
         )
     if summary["quarantined"]:
-        print(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
-    print("\n".join(phases.table(spent, training)))
+        conclude(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
+    conclude("\n".join(phases.table(spent, training)))
     files = ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "best", "logs")
     for name in files:
         if (run / name).exists():
-            print(f"  {name:<15} {run / name}")
-    print(f"look at a tree: tools/dump {run}", flush=True)
+            conclude(f"  {name:<15} {run / name}")
+    conclude(f"look at a tree: tools/dump {run}")

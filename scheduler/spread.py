@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from scheduler import terminal
 from scheduler.dispatch import Dispatcher, Worker
 from scheduler.residency import Residency
 from wire.faults import Fault, InfrastructureFault
@@ -62,7 +63,7 @@ class Spread:
                 self._drop(actor, _differs(proof, common))
         self.proven = weights.version
         if not self.dispatcher.workers("generate"):
-            print(f"no actor holds policy version {weights.version}: waiting for one to join", flush=True)
+            terminal.say(f"no actor holds policy version {weights.version}: waiting for one to join")
 
     async def to(self, actor: Worker) -> None:
         """Give the newest weights to an actor that joins. Raises Fault if it does not take them, or if its proof differs from most."""
@@ -96,7 +97,7 @@ class Spread:
 
     def _drop(self, actor: Worker, reason: str) -> None:
         version = self.weights.version
-        print(f"actor {actor.name} did not take policy version {version} and is dropped: {reason}", flush=True)
+        terminal.say(f"actor {actor.name} did not take policy version {version} and is dropped: {reason}")
         self.counts["failed_loads"] += 1
         self.dispatcher.remove(actor, f"weights of version {version} were not proven")
 

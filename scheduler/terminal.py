@@ -6,7 +6,6 @@ The module is pure but for ``say`` and the injected clock.
 
 import math
 import re
-import shutil
 import textwrap
 import time
 from collections import Counter
@@ -21,24 +20,19 @@ _LONGEST = 300
 """The number of characters of a fault's text that are shown; the log has the whole text."""
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
-
-UNLIMITED = 10_000
-"""The width that a file or a pipe counts as, so that nothing is folded or left out there."""
-
-
-def width() -> int:
-    """The width in columns of the terminal to which the launcher prints (the launcher passes it on as COLUMNS)."""
-    return shutil.get_terminal_size((UNLIMITED, 24)).columns
-
-
-def folded(line: str) -> str:
-    """Fold ``line`` to the width of the terminal."""
-    return textwrap.fill(line, width(), subsequent_indent="  ", break_long_words=False)
+WARNING, NOTICE = "<4>", "<5>"
+"""How a line of stdout begins that is a fault or a warning, and one of the end (the levels of sd-daemon). Other lines have no such beginning, and
+a record is a line of JSON. The launcher (tools/launching/screen.py) takes the beginnings away, and chooses what it shows."""
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+    """Print a line about a fault, or a warning, at once."""
+    print(WARNING + line, flush=True)
+
+
+def conclude(text: str) -> None:
+    """Print lines of the run's end at once."""
+    print("\n".join(NOTICE + line for line in text.split("\n")), flush=True)
 
 
 class Faults:

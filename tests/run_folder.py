@@ -43,8 +43,8 @@ def make(
         _grow(journal, i, reward, text, scores)
         metrics.event(Event("generate", "actor-0", at, at + GENERATED_S, "ok", f"tree {i}, attempt 1 of 5"))
         at += GENERATED_S + WAITED_S
-        metrics.event(Event("train", "learner", at - 0.2, at, "ok", version=i + 1))
-        values = {"learner/groups": 1.0, "learner/seconds": 0.2, "time/publish": 0.05, "time/run": 10.0 * i}
+        metrics.event(Event("train", "learner", at - 0.21, at, "ok", version=i + 1))
+        values = {"learner/groups": 1.0, "learner/seconds": 0.21, "time/publish": 0.04, "time/run": 10.0 * i}
         tokens = {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
         metrics.record(
             i + 1, {**values, **tokens, "learner/entropy": 0.5, **({"score/reward": reward} if scores else {})}

@@ -115,6 +115,11 @@ def test_a_path_in_a_message_cannot_leave_the_run_folder(tmp_path: Path) -> None
             inside(run, path)
 
 
+def test_the_keys_of_trackers_are_withheld_from_all_but_the_scheduler_which_starts_them(tmp_path: Path) -> None:
+    for spec in plan(tmp_path):
+        assert ("WANDB_API_KEY" in spec.withheld) == (spec.name != "scheduler")
+
+
 def test_the_keys_of_a_run_are_in_no_process_file(tmp_path: Path) -> None:
     made = plan(tmp_path)
     text = b"".join(path.read_bytes() for path in (tmp_path / "processes").iterdir()).decode()

@@ -73,7 +73,7 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
         if before >= {_mark(), *wanted}:
             return
         extras = sorted({*wanted, *(e for e in before if len(e) < 16)})
-        print(f"setting up {venv} with extras {', '.join(extras)} (some minutes the first time)", flush=True)
+        print(f"setting up {venv} with extras {', '.join(extras)} (some minutes the first time)", file=sys.stderr)
         if not (venv / "bin" / "pip").exists():  # made last, so a half-made environment is made whole
             _run(
                 [sys.executable, "-m", "venv", str(venv)],
@@ -87,7 +87,7 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
 
 
 def _run(command: list[str], what: str) -> None:
-    print(f"  {what} ...", flush=True)
+    print(f"  {what} ...", file=sys.stderr)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(

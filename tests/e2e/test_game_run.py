@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.journal import Journal
 from tests import tiny
-from tests.e2e.test_run import ROOT, finish, kill_everything, launch, left_over, wait_for_update
+from tests.e2e.test_run import ROOT, finish, kill_everything, launch, left_over, undeclared, wait_for_update
 from wire import frontier
 from wire.messages import Turn
 
@@ -113,6 +113,7 @@ def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: P
     assert summary["heldout"]["end"]["measures"]["valid"]["mean"] == 1
     assert summary["counts"]["environment_steps"] == sum(map(len, made))
     assert summary["quarantined"] == []
+    assert undeclared(run) == []
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "learner/grad_norm" in record]
     assert len(trained) == UPDATES

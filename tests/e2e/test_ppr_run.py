@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.journal import Journal
-from tests.e2e.test_run import finish, kill_everything, launch, left_over, prepare, wait_for_update
+from tests.e2e.test_run import finish, kill_everything, launch, left_over, prepare, undeclared, wait_for_update
 from wire.messages import Turn
 
 UPDATES, QUESTIONS = 3, 4
@@ -109,6 +109,7 @@ def test_every_turn_but_the_last_has_a_valid_process_reward_and_the_critic_learn
         assert "process" not in turns[-1].scores
         assert turns[-1].scores["outcome"] == 0
         assert (turns[-1].scores["turns"], turns[-1].scores["searches"]) == (3, 2)
+    assert undeclared(run) == []
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "learner/grad_norm" in record]
     assert {record["version"] for record in trained} == set(range(1, UPDATES + 1))

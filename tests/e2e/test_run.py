@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.catalogue import declaration
 from scheduler.journal import Journal
 from tests import tiny
 from tools.evaluating.versions import chosen
@@ -98,13 +99,20 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+def undeclared(run: Path) -> list[str]:
+    """The names in the run's records that docs/metrics.md lacks."""
+    names: set[str] = set().union(*(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()))
+    return sorted(name for name in names if declaration(name) is None)
+
+
 def check_whole(run: Path) -> None:
     """As ``check_groups``, for this page's config."""
     check_groups(run, UPDATES, QUESTIONS)
 
 
 def check_groups(run: Path, updates: int, questions: int) -> None:
-    """Every drawn task once, every group trained once, all updates done."""
+    """Every drawn task once, every group trained once, all updates done, every metric declared."""
+    assert undeclared(run) == []
     journal = Journal(run / "journal.sqlite", readonly=True)
     trees = journal.trees("split='train'")
     assert [t.position for t in trees] == list(range(updates * questions))

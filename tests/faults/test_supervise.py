@@ -15,6 +15,7 @@ from scheduler.calls import DispatchConfig
 from tools.launching import failures, record, watchdog
 from tools.launching import supervisor as supervise_module
 from tools.launching.processes import Process
+from tools.launching.screen import Screen
 from tools.launching.supervisor import supervise
 
 STAYS, PEER = [["ready", "stay"]], "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3114"
@@ -46,7 +47,7 @@ class Crew:
         return [Process(n, "tests.faults.mortal", n, 1, n.startswith(vital)) for n in self.names]
 
     def launch(self) -> int:
-        return supervise(self.run, self.plan)
+        return supervise(self.run, self.plan, Screen(0))
 
     def starts(self, name: str) -> int:
         file = self.run / "processes" / f"{name}.starts"

@@ -136,8 +136,8 @@ async def test_progress_is_what_the_journal_or_the_learner_adds_and_a_standstill
         for at in (50.0, 95.0, 96.0, 160.0):
             writer._remind(writer.report(at))
         assert capsys.readouterr().out.splitlines() == [
-            "  no progress for 65 s (updates): no call is open",
-            "  no progress for 130 s (updates): no call is open",
+            "<4>  no progress for 65 s (updates): no call is open",
+            "<4>  no progress for 130 s (updates): no call is open",
         ]
 
 
@@ -161,8 +161,8 @@ async def test_a_paused_run_stands_still_on_purpose_once_only_the_learner_has_ca
         calls[0].cancel()
         await asyncio.gather(*calls, return_exceptions=True)
     assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "  paused: no new tree begins",
-        "  resumed",
+        "<4>paused: no new tree begins",
+        "<4>resumed",
     ]
 
 

@@ -1,12 +1,11 @@
-"""Counts of work survive the process that counted them; shares are right however heartbeats and updates fall; the table explains itself."""
+"""Counts of work survive the process that counted them; shares are right however heartbeats and updates fall."""
 
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from scheduler.dispatch import Worker
-from scheduler.metrics import _LEAST, COLUMNS, Metrics
+from scheduler.metrics import Metrics
 from wire.frontier import Frontier
 from wire.messages import Register
 
@@ -14,8 +13,8 @@ from wire.messages import Register
 def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -> None:
     first = Metrics(tmp_path)
     assert first.last(["environment_steps"]) == {"environment_steps": 0}
-    first.record(1, {"count/environment_steps": 10.0, "count/generated_tokens": 30.0}, show=False)
-    first.record(2, {"count/environment_steps": 25.0}, show=False)
+    first.record(1, {"count/environment_steps": 10.0, "count/generated_tokens": 30.0})
+    first.record(2, {"count/environment_steps": 25.0})
     first.close()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"version": 3, "count/environment_st')  # cut off by a crash
@@ -25,25 +24,25 @@ def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -
         "generated_tokens": 30,
         "other": 0,
     }
-    again.record(3, {"count/environment_steps": 40.0}, show=False)
+    again.record(3, {"count/environment_steps": 40.0})
     again.close()
     assert Metrics(tmp_path).last(["environment_steps"]) == {"environment_steps": 40}
 
 
 def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_path: Path) -> None:
     first = Metrics(tmp_path)
-    first.record(0, {"heldout/em": 0.1}, show=False)
+    first.record(0, {"heldout/em": 0.1})
     for version in (1, 2, 2, 4, 5):  # an earlier release recorded version 2 twice, and version 3 was never recorded
-        first.record(version, {"learner/groups": 3.0, "learner/loss": float(version)}, show=False)
-    first.record(4, {"heldout/em": 0.4}, show=False)
-    first.record(5, {"heldout/em": 0.5}, show=False)
+        first.record(version, {"learner/groups": 3.0, "learner/loss": float(version)})
+    first.record(4, {"heldout/em": 0.4})
+    first.record(5, {"heldout/em": 0.5})
     first.close()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"version": 6, "learner/gro')  # cut off by a crash
     records = {version: {"learner/groups": 3.0, "learner/loss": -1.0} for version in (2, 3, 4)}
     again = Metrics(tmp_path)
     assert again.resume(Frontier(4, [], records), 4) == {1, 2, 3, 4}
-    again.record(5, {"learner/groups": 3.0, "learner/loss": 50.0}, show=False)
+    again.record(5, {"learner/groups": 3.0, "learner/loss": 50.0})
     again.close()
     lines = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["version"] for line in lines] == [0, 1, 2, 3, 4, 4, 5]
@@ -93,38 +92,3 @@ def test_a_busy_share_is_a_mean_over_engines_none_of_which_counts_more_than_all_
     beat(actors[1], 2.0, busy_s=0.0)  # was started anew
     assert metrics.counters(actors)["busy/engine"] == 0.5
     metrics.close()
-
-
-def test_the_table_tells_its_headings_again_when_a_column_comes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    metrics = Metrics(tmp_path)
-    metrics.record(1, {"score/reward": 1.0})
-    metrics.record(2, {"score/reward": 1.0})
-    metrics.record(3, {"score/reward": 1.0, "score/judge_valid": 0.5})
-    metrics.close()
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[:3] for line in shown if line[0] == "update"] == [
-        ["update", "reward", "seconds"],
-        ["update", "reward", "judged"],
-    ]
-    assert shown[-1][2] == "0.50"
-
-
-@pytest.mark.parametrize(("columns", "gone"), [(None, 0), (135, 1), (80, 8), (40, 8)])
-def test_a_narrow_terminal_goes_without_the_least_columns(
-    columns: int | None, gone: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns:
-        monkeypatch.setenv("COLUMNS", str(columns))
-    names = {name: key for name, key, _ in COLUMNS if name not in ("process", "search")}
-    metrics = Metrics(tmp_path)
-    metrics.record(1, dict.fromkeys(names.values(), 1.0))
-    metrics.close()
-    heading, cells = capsys.readouterr().out.splitlines()
-    shown = [name for name in names if name not in _LEAST[:gone]]
-    assert heading.split() == shown
-    assert len(cells.split()) == len(shown)
-    assert len(cells) <= max(columns or 10_000, 79)

@@ -103,7 +103,7 @@ class Records:
     def last(self, names: Sequence[str]) -> dict[str, int]:
         return dict.fromkeys(names, 0)
 
-    def record(self, version: int, values: dict[str, float], show: bool = True) -> None:
+    def record(self, version: int, values: dict[str, float]) -> None:
         self.values.append((version, values))
 
     def resume(self, frontier: Any, version: int) -> set[int]:

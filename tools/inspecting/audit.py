@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal, TreeRow
-from scheduler.metrics import UPDATE
 from scheduler.tree import Tree
 from wire import digest, frontier
 

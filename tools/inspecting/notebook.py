@@ -24,7 +24,7 @@ from judges.base import Judge, checked
 from judges.serve import make_worker
 from learner.config import LearnerProcess
 from scheduler.journal import Journal, TreeRow
-from tools.inspecting import frames, judged, replay, report
+from tools.inspecting import frames, judged, replay, runs, sections
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
     @cached_property
     def records(self) -> pl.DataFrame:
         """The metrics of each update (docs/metrics.md), null where an update has none."""
-        return pl.DataFrame(report.read(self.folder).records, infer_schema_length=None)
+        return pl.DataFrame(runs.read(self.folder).records, infer_schema_length=None)
 
     def advantages(self, scheme: str = "", **options: Any) -> pl.DataFrame:
         """Return tree, node and ``advantage`` of every turn under a scheme with its options, "" for the run's own; all trees are one batch.
@@ -112,8 +112,11 @@ class Run:
         )
 
     def plot(self, *metrics: str) -> Figure:
-        """Return a figure of metrics over updates, which a notebook shows; ``.savefig(path)`` writes it."""
-        return report.draw([report.read(self.folder)], {name: name for name in metrics} or report.PANELS)
+        """Return a figure of metrics over updates, which a notebook shows; ``.savefig(path)`` writes it. Raises ValueError for a metric that the run
+        has not recorded."""
+        run = runs.read(self.folder)
+        runs.check_metrics([run], metrics)
+        return sections.picture(runs.grouped([run]), metrics=metrics)
 
 
 def newest(runs: str | Path = "runs") -> Run:

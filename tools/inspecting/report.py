@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from tools.inspecting import sections
-from tools.inspecting.figures import panels, save
-from tools.inspecting.runs import Run, curve, grouped, read
+from tools.inspecting.figures import save
+from tools.inspecting.runs import Run, check_metrics, grouped, read
 
 EXAMPLES = """examples:
   tools/report runs/slate-tiny-20261123-090049    report.html of one run
@@ -14,8 +14,6 @@ EXAMPLES = """examples:
   tools/report RUN --out report.html --png FOLDER with every figure as a PNG
   tools/report RUN --out curves.png --metric learner/kl --metric score/reward
   tools/report A B --against time/run             curves against seconds"""
-OVERVIEW = ("score/reward", "learner/entropy", "watch/sample_share", "learner/staleness_mean")
-"""The metrics of a picture, unless --metric names others."""
 SUFFIXES = (".html", ".png", ".svg")
 
 
@@ -24,18 +22,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         runs = [_named(text) for text in options.runs]
-        known = sorted(set().union(*(run.metrics() for run in runs)))
-        if missing := [metric for metric in options.metric if metric not in known]:
-            raise ValueError(
-                f"--metric {', '.join(missing)}: no run has recorded it; there are {', '.join(known) or 'none yet'}"
-            )
+        check_metrics(runs, options.metric)
         groups = grouped(runs)
         if len({(run.name, run.folder.resolve()) for run in runs}) < len(runs):
             raise ValueError("a run is given twice under one name: leave one out, or give it another name")
         if options.out.suffix == ".html":
             _write_page(groups, options)
         else:
-            _write_picture(groups, options)
+            save(sections.picture(groups, options.against, options.metric), options.out)
     except (OSError, ValueError) as error:
         print(f"tools/report: {error}", file=sys.stderr)
         return 2
@@ -92,18 +86,3 @@ def _write_page(groups: sections.Groups, options: argparse.Namespace) -> None:
         for part in parts:
             for number, drawn in enumerate(part.figures, 1):
                 save(drawn.figure, options.png / f"{part.anchor}-{number:02}.png")
-
-
-def _write_picture(groups: sections.Groups, options: argparse.Namespace) -> None:
-    titles = {metric: metric for metric in options.metric} or {
-        m: (sections.LEARNING | sections.STALENESS).get(m, m) for m in OVERVIEW
-    }
-    drawn = {
-        title: {name: curve(runs, metric, options.against) for name, runs in groups.items()}
-        for metric, title in titles.items()
-    }
-    if not any(one.x for curves in drawn.values() for one in curves.values()):
-        raise ValueError(
-            f"{', '.join(groups)}: no update was made yet, so there is nothing to draw; --out FILE.html says what is there"
-        )
-    save(panels(drawn, "update" if options.against == "version" else "seconds"), options.out)

@@ -117,6 +117,15 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {run.name: [other for other in runs if other.name == run.name] for run in runs}
 
 
+def check_metrics(runs: Sequence[Run], metrics: Sequence[str]) -> None:
+    """Raise ValueError if one of the metrics was recorded by none of the runs."""
+    known = sorted(set().union(*(run.metrics() for run in runs)))
+    if missing := [metric for metric in metrics if metric not in known]:
+        raise ValueError(
+            f"metric {', '.join(missing)}: no run has recorded it; there are {', '.join(known) or 'none yet'}"
+        )
+
+
 def curve(runs: Sequence[Run], metric: str, against: str = "version") -> Curve:
     """Return a metric of a group at the updates that all its runs have recorded, against "version" or "time/run" (seconds; the mean over runs).
 

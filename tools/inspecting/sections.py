@@ -37,6 +37,8 @@ LEARNING = {
     "learner/trained_tokens": "trained tokens per update",
     "learner/turns": "trained turns per update",
 }
+OVERVIEW = ("score/reward", "learner/entropy", "watch/sample_share", "learner/staleness_mean")
+"""The metrics of a picture, unless others are asked for."""
 STALENESS = {
     "learner/staleness_mean": "mean staleness (updates)",
     "learner/staleness_max": "largest staleness (updates)",
@@ -131,6 +133,22 @@ def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = 
         if not (section.figures or section.tables or section.texts):
             section.words.append("No run has recorded any of this.")
     return parts
+
+
+def picture(groups: Groups, against: str = "version", metrics: Sequence[str] = ()) -> Figure:
+    """Return one figure with a panel for each metric, by default those of ``OVERVIEW``. Raises ValueError if there is nothing to draw."""
+    titles = LEARNING | STALENESS
+    drawn = {
+        metric if metrics else titles.get(metric, metric): {
+            n: curve(runs, metric, against) for n, runs in groups.items()
+        }
+        for metric in metrics or OVERVIEW
+    }
+    if not any(one.x for curves in drawn.values() for one in curves.values()):
+        raise ValueError(
+            f"{', '.join(groups)}: no update was made yet, so there is nothing to draw; --out FILE.html says what is there"
+        )
+    return panels(drawn, "update" if against == "version" else "seconds")
 
 
 def html(title: str, parts: Sequence[Section]) -> bytes:
@@ -327,7 +345,7 @@ def _remarkable(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, 
     for rank in frames.RANKS:
         with contextlib.suppress(ValueError):  # the run has none of the rank's columns
             for tree in frames.ranked(table.reverse(), rank).head(ROLLOUTS).iter_rows(named=True):
-                text = drawing.as_text(journal, by_id[tree["tree"]], 110, full=True)
+                text = drawing.as_text(journal, by_id[tree["tree"]], drawing.Detail(110, full=True))
                 if len(text) > CHARACTERS:
                     text = f"{text[:CHARACTERS]}\n... (tools/dump RUN --tree {tree['tree']} --full prints the rest)"
                 values = [

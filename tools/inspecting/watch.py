@@ -23,8 +23,7 @@ from textual.widgets import Footer, OptionList, Static
 
 from tools.inspecting import drawing, frames, watched
 from tools.inspecting.watched import Look, Reader
-from tools.launching import control
-from tools.launching.supervisor import say
+from tools.launching import control, screen
 
 EXAMPLES = """examples:
   tools/watch RUN                  the run folder, live, stopped or broken
@@ -79,7 +78,7 @@ class TreeScreen(Screen[None]):
         try:
             with contextlib.closing(frames.opened(self.run)) as journal:
                 (row,) = journal.trees("id=?", self.number)
-                text = drawing.as_text(journal, row, max(40, self.size.width - 3), self.full)
+                text = drawing.as_text(journal, row, drawing.Detail(max(40, self.size.width - 3), self.full))
         except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             text = f"tree {self.number} cannot be read: {error}"
         self.query_one("#tree", Static).update(text.replace("(--full)", "(key f)"))
@@ -275,5 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     if sys.stdin.isatty() and sys.stdout.isatty():
         Watch(run).run()
     else:
-        say("\n".join(watched.page(Reader(run).look(), 80)))  # the reader (head, less) may close the pipe
+        screen.Screen(0).say(
+            "\n".join(watched.page(Reader(run).look(), 80)), "summary"
+        )  # the reader (head, less) may close the pipe
     return 0

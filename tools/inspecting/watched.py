@@ -15,11 +15,12 @@ from pathlib import Path
 import msgspec
 
 from scheduler import health
+from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal, TreeRow
-from scheduler.metrics import COLUMNS, UPDATE
 from tools.inspecting import frames
 from tools.launching import status
 from tools.launching.status import Status, ago, span
+from tools.launching.table import COLUMNS
 
 CURVES = ("reward", "outcome", "process", "valid", "judged", "engine", "learner", "cache", "tok/s", "stale")
 """The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy shares; cache: prompt tokens that the prefix cache

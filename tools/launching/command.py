@@ -1,31 +1,48 @@
 """The command tools/launch: config -> assets -> run folder -> processes -> summary."""
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
-from scheduler import health
+from scheduler import health, tracking
 from tools.defaults.settings import cache_folder
 from tools.launching import environment, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.prepare import prepare
+from tools.launching.screen import Screen
 from tools.launching.supervisor import existing, no_space, supervise
 from wire.atomic import write_whole
+
+_EXAMPLES = """examples:
+  tools/launch --actors 4 --learner 4           train the default task
+  tools/launch --config configs/slate-cpu.toml --actors 2 --learner 2
+  tools/launch --set scheduler.updates=20 --set learner.lr=1e-4
+  tools/launch --resume runs/NAME-TIME          go on after a stop or a crash
+  tools/launch --status runs/NAME-TIME          what it does, or why it ended
+  tools/launch --track wandb --quiet            W&B, and hardly a line here
+  tools/launch --json 2> words | jq '."score/reward"'
+"""
 
 
 def arguments(options: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="tools/launch", description="Train; everything is set up on the first start.")
+    parser = argparse.ArgumentParser(
+        prog="tools/launch",
+        description="Train; everything is set up on the first start.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="TOML file (default: %(default)s)")
     parser.add_argument("--actors", type=int, help="actor processes (actors.count)")
     parser.add_argument("--learner", type=int, help="learner ranks (learner.count)")
@@ -38,12 +55,28 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
     parser.add_argument("--status", type=Path, metavar="RUN", help="explain a live, stopped or broken run on one page")
-    parser.add_argument("--json", action="store_true", help="with --status: for machines")
+    parser.add_argument(
+        "--track",
+        action="append",
+        metavar="NAME",
+        help=f"{' or '.join(tracking.TRACKERS)} (scheduler.trackers); repeatable",
+    )
+    parser.add_argument("--quiet", action="store_true", help="print the run folder, faults and the end only")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print each record as a line of JSON on stdout, all else on stderr; with --status: the page as JSON",
+    )
     parser.add_argument("--run-folder", type=Path, help="where to put the run (default: runs/<name>-<time>)")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
     )
-    return parser.parse_args(options)
+    parsed = parser.parse_args(options)
+    if parsed.quiet and (parsed.dry_run or parsed.status):
+        parser.error("--quiet has no effect with --dry-run and --status, which print one page: remove it")
+    if parsed.json and parsed.dry_run:
+        parser.error("--json has no effect with --dry-run, which prints no records: remove it")
+    return parsed
 
 
 def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
@@ -53,6 +86,8 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         overrides.append(f"actors.count={options.actors}")
     if options.learner is not None:
         overrides.append(f"learner.count={options.learner}")
+    if options.track:
+        overrides.append(f"scheduler.trackers={options.track}")
     if options.resume is None:
         config = load(options.config, overrides)
         stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -84,12 +119,15 @@ def main(command: list[str] | None = None) -> int:
     try:
         config, run = resolve(options)
         _check_place(run)
+        tracking.check_installed(config.scheduler.trackers)
         if options.dry_run:
             return dry_run(config, run)
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP, and so do we then
                 signal.signal(number, signal.default_int_handler)
-        assets = prepare(config)
+        records = _records() if options.json else None
+        with _silence() if options.quiet else contextlib.nullcontext():
+            assets = prepare(config)
     except (ConfigError, OSError, ValueError, MemoryError) as error:
         print(f"tools/launch: {error}", file=sys.stderr)
         return 2
@@ -98,7 +136,7 @@ def main(command: list[str] | None = None) -> int:
         return 130
     run = run.resolve()
     try:
-        return _launch(config, assets, run)
+        return _launch(config, assets, run, Screen(config.scheduler.updates, options.quiet, records))
     except (OSError, ValueError) as error:
         print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
         return 2
@@ -114,7 +152,29 @@ def _told(error: OSError | ValueError, run: Path) -> str:
     return str(error)
 
 
-def _launch(config: Config, assets: Assets, run: Path) -> int:
+def _records() -> TextIO:
+    """Return the stdout of now as a stream for records alone. From now on, what this process and its children write there goes to stderr."""
+    sys.stdout.flush()
+    records = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return records
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Have what this process and its children write to stdout go nowhere."""
+    sys.stdout.flush()
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)
+
+
+def _launch(config: Config, assets: Assets, run: Path, screen: Screen) -> int:
     """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and ValueError with the remedy."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
@@ -125,19 +185,17 @@ def _launch(config: Config, assets: Assets, run: Path) -> int:
         write_whole(run / "config.json", config)
         environment.write(run)
         (run / health.PAUSED).unlink(missing_ok=True)  # whoever launches wants the run to go on
-        if sys.stdout.isatty():  # the scheduler writes to a pipe and cannot ask for the terminal's width itself
-            os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
-        _announce(config, Path(assets.model), run)
-        return supervise(run, lambda: processes.make(config, assets, run))
+        _announce(config, Path(assets.model), run, screen)
+        return supervise(run, lambda: processes.make(config, assets, run), screen)
 
 
-def _announce(config: Config, model: Path, run: Path) -> None:
-    """Print the warnings about a config, its number type and the run folder. model: the policy's folder."""
-    for doubt in rules.doubts(config):
-        print(f"warning: {doubt}")
-    if warning := processes.memory_warning(config, model):
-        print(warning)
-    print(f"{processes.number_type(config, model)}\nrun folder {run}", flush=True)
+def _announce(config: Config, model: Path, run: Path, screen: Screen) -> None:
+    """Show the warnings about a config, its number type and the run folder. model: the policy's folder."""
+    number_type = processes.number_type(config, model)
+    lines = [f"warning: {doubt}" for doubt in rules.doubts(config)]
+    for line in [*lines, *filter(None, [processes.memory_warning(config, model)]), number_type]:
+        screen.say(line, "fault" if line.startswith("warning: ") else "detail")
+    screen.say(f"run folder {run}", "summary")
 
 
 def dry_run(config: Config, run: Path) -> int:
@@ -150,6 +208,6 @@ def dry_run(config: Config, run: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
-    _announce(config, model, run)
+    _announce(config, model, run, Screen(config.scheduler.updates))
     print(f"processes:\n{processes.describe(plan, config, model)}{known}")
     return 0

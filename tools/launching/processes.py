@@ -16,6 +16,7 @@ from judges.serve import PLAYERS, JudgeProcess, built_in_service
 from learner import schemes
 from learner.config import LearnerConfig, LearnerProcess
 from scheduler.config import SchedulerProcess
+from scheduler.tracking import KEYS
 from tools.launching.assets import Assets
 from tools.launching.config import Config
 from tools.launching.judge_model import JudgeModelProcess
@@ -45,6 +46,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     for name, body in files.items():
         (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
     needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
+    needed["scheduler"] |= KEYS  # it starts the trackers
     everybody = frozenset().union(*needed.values())
     return [msgspec.structs.replace(p, withheld=everybody - needed[p.file]) for p in _plan(config, files, run)]
 

@@ -16,6 +16,7 @@ from judges.serve import KINDS, make_worker, service_of
 from learner import corrections
 from learner.config import LearnerConfig
 from scheduler.config import UNJUDGED
+from scheduler.tracking import TRACKERS
 from tools.launching.method import Served, check_method
 from tools.launching.settings import Config
 from wire.options import known
@@ -38,6 +39,7 @@ def check(config: Config) -> None:
     if "/" not in encoder and not Path(encoder).is_dir():
         expected = [RetrieverConfig().encoder]
         known(f"retriever.encoder = {encoder!r}", encoder, expected, ", a folder, or a hub name with its owner")
+    _check_exports(config)
     served = _check_judges(config)
     _check_engine(config)
     _check_environment(config, served)
@@ -47,6 +49,17 @@ def check(config: Config) -> None:
         raise ValueError(
             f"deterministic = true with scheduler.max_staleness = {s.max_staleness} and actors.engine = {a.engine!r}: expected 0 and 'local',"
             " since otherwise what is trained depends on time"
+        )
+
+
+def _check_exports(config: Config) -> None:
+    """Check the names of the trackers and the address for Prometheus."""
+    for name in config.scheduler.trackers:
+        known(f"scheduler.trackers names {name!r}", name, TRACKERS)
+    host, _, port = config.scheduler.prometheus.rpartition(":")
+    if config.scheduler.prometheus and not (host and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(
+            f"scheduler.prometheus = {config.scheduler.prometheus!r}: expected host:port, such as '127.0.0.1:9100', or port 0 for any free one"
         )
 
 

@@ -6,7 +6,6 @@ journal and checkpoint, as by ``--resume``; only before the training has begun a
 would repeat (tools/launching/failures.py), ends the run, and the launcher prints the cause.
 """
 
-import contextlib
 import faulthandler
 import os
 import shutil
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from scheduler import health
 from tools.bootstrap import ROOT
@@ -26,6 +24,7 @@ from tools.launching import leftovers, watchdog
 from tools.launching.failures import Cause, Rate, Resumes, cause_of, remedy
 from tools.launching.processes import Process, forget_meeting
 from tools.launching.record import Recorder
+from tools.launching.screen import Screen
 from tools.launching.watchdog import SCHEDULER, Watchdog
 from wire.process import die_with
 
@@ -45,15 +44,6 @@ _FULL_BYTES = 2**24
 """Bytes of free space below which the disk counts as full: the weights of one version, or minutes of logs, do not fit into less."""
 _TAIL_BYTES = 2**18
 """Bytes at the end of a log that are searched for the last traceback."""
-
-
-def say(line: str) -> None:
-    """Print a line at once. A terminal that is gone (a closed window, ``| head``) stops no run."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def existing(path: Path) -> Path:
@@ -146,11 +136,11 @@ class Supervisor:
     """Owns the child processes of one start of a run; a resumed run gets a new Supervisor.
 
     Life cycle, all inside ``watch``: start every process, restart workers that die or hang, stop every process. For example
-    ``Supervisor(run, plan, Signals(), Recorder(run)).watch()`` returns 0 after a finished run.
+    ``Supervisor(run, plan, Signals(), Recorder(run), Screen(updates)).watch()`` returns 0 after a finished run.
     """
 
-    def __init__(self, run: Path, plan: list[Process], signals: Signals, recorder: Recorder):
-        self.run, self.plan, self.signals, self.recorder = run, plan, signals, recorder
+    def __init__(self, run: Path, plan: list[Process], signals: Signals, recorder: Recorder, screen: Screen):
+        self.run, self.plan, self.signals, self.recorder, self.screen = run, plan, signals, recorder, screen
         self.children: dict[str, Child] = {}
         self.watchdog = Watchdog(run)
         self._look_at = 0.0
@@ -165,7 +155,8 @@ class Supervisor:
         (self.run / "logs").mkdir(exist_ok=True)
         copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
         scheduler = self._hire(self.plan[0])
-        self._relay = threading.Thread(target=_relay, args=(scheduler.process.stdout, copy), daemon=True)
+        assert scheduler.process.stdout is not None
+        self._relay = threading.Thread(target=self.screen.relay, args=(scheduler.process.stdout, copy), daemon=True)
         self._relay.start()
         while not endpoint.exists() and scheduler.process.poll() is None and not self.signals.interrupted.is_set():
             self._look(time.monotonic())
@@ -194,7 +185,7 @@ class Supervisor:
         scheduler = self.children[SCHEDULER].process
         while scheduler.poll() is None:
             if self.signals.interrupted.wait(0.2):
-                say("\nstopping (press Ctrl-C again to kill) ...")
+                self.screen.say("\nstopping (press Ctrl-C again to kill) ...")
                 self.recorder.stopping()
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_DFL)
@@ -232,7 +223,7 @@ class Supervisor:
 
     def announce(self, child: Child, cause: Cause, then: str) -> None:
         """Print and record a death that does not end the run, and what follows."""
-        say(f"{child.spec.name}: {cause.text}; {then} (log: {shown(child.log)})")
+        self.screen.say(f"{child.spec.name}: {cause.text}; {then} (log: {shown(child.log)})")
         self.recorder.failed(child.spec.name, cause.text, child.log, then)
 
     def _ranks(self) -> list[Child]:
@@ -287,7 +278,7 @@ class Supervisor:
             if child.process.poll() is None:
                 answered = bool(watchdog.stacks(child.process.pid, child.log))
                 kind = f"its stacks are in {shown(child.log)}" if answered else watchdog.state(child.process.pid)
-                say(f"{name}: {kind}")
+                self.screen.say(f"{name}: {kind}")
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
@@ -323,13 +314,13 @@ class Supervisor:
             time.sleep(0.05)
 
 
-def supervise(run: Path, make: Callable[[], list[Process]]) -> int:
+def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen) -> int:
     """Run the plan that ``make`` returns to its end, resuming the run where that helps. Return the exit status. Raises OSError."""
     signals, recorder = Signals(), Recorder(run)
     signals.listen()
     resumes, again = Resumes(_checkpoint(run), _done(run)), f"tools/launch --resume {shown(run)}"
     while not signals.interrupted.is_set():
-        supervisor = Supervisor(run, make(), signals, recorder)
+        supervisor = Supervisor(run, make(), signals, recorder, screen)
         ended = supervisor.watch()
         if ended == 0:
             recorder.end("finished")
@@ -344,14 +335,14 @@ def supervise(run: Path, make: Callable[[], list[Process]]) -> int:
             advice = no_space(run) if full or cause.full_disk else remedy(cause, again)
             recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")
             recorder.end("failed", advice)
-            say(f"\n{ended.spec.name} failed: {cause.text}\nremedy: {advice}\nlog: {shown(ended.log)}")
+            screen.say(f"\n{ended.spec.name} failed: {cause.text}\nremedy: {advice}\nlog: {shown(ended.log)}")
             return 1
         recorder.record.resumes += 1
         supervisor.announce(ended, cause, f"resuming the run in {pause:.0f} s")
         signals.interrupted.wait(pause)
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"  # the summary counts from this start
     recorder.end("stopped", again)
-    say(f"stopped; go on with: {again}")
+    screen.say(f"stopped; go on with: {again}", "summary")
     return INTERRUPTED
 
 
@@ -369,19 +360,3 @@ def _checkpoint(run: Path) -> str:
 def shown(path: Path) -> Path:
     """Return ``path`` relative to the current folder where possible."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _relay(source: IO[bytes] | None, copy: IO[bytes]) -> None:
-    """Copy the scheduler's lines to the terminal and to a file. Neither a closed terminal (``| head``) nor a full disk stops the copy."""
-    assert source is not None
-    read = True
-    with copy:
-        for line in source:
-            if read:
-                try:
-                    sys.stdout.buffer.write(line)
-                    sys.stdout.flush()
-                except OSError:
-                    read = False
-            with contextlib.suppress(OSError):
-                copy.write(line)

@@ -227,7 +227,13 @@ def test_one_task_is_compared_at_two_versions(run: Path, capsys: pytest.CaptureF
 def test_the_seconds_of_a_trees_calls_are_columns_and_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = [("generate", 1, 2.0), ("generate", 1, 0.5), ("judge.exact_match", 1, 0.25), ("generate", 3, 4.0), ("train", None, 9.0)]  # fmt: skip
     lines = [
-        json.dumps({"name": name, "dur": 1e6 * s, "args": {"caller": f"tree {tree}, attempt 1 of 2" if tree else ""}})
+        json.dumps(
+            {
+                "name": name,
+                "dur": 1e6 * s,
+                "args": {"for": f"tree {tree}, attempt 1 of 2", "version": 1} if tree else {},
+            }
+        )
         for name, tree, s in calls
     ]
     (run / "trace.jsonl").write_text(",\n".join(lines) + ',\n{"name":"gener')  # a crash cut the last line off

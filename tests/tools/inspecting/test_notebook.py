@@ -1,8 +1,10 @@
 """A run in a notebook: what each call returns, and the example of the documentation."""
 
+import ast
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,6 +12,8 @@ import polars as pl
 import pytest
 from matplotlib.figure import Figure
 
+from actors.environments import registry
+from actors.environments.task_files import load_tasks
 from scheduler.journal import Journal
 from tests.tools.inspecting.test_replay import REWARDS, grown
 from tools.inspecting import notebook, replay
@@ -27,7 +31,12 @@ def run(llama: Path, tmp_path: Path) -> Path:
     tasks = [{"id": f"task{i}", "question": "capital of Peru?", "golden_answers": ["Lima"]} for i in range(2)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     files = str(folder / "tasks.jsonl")
-    plays = {"environment": "search_qa", "train": files, "heldout": files, "options": {"prompt": "question"}}
+    plays: dict[str, Any] = {
+        "environment": "search_qa",
+        "train": files,
+        "heldout": files,
+        "options": {"prompt": "question"},
+    }
     (folder / "processes" / "scheduler.json").write_text(json.dumps(plays))
     (folder / "config.json").write_text("{}")
     records = [
@@ -37,9 +46,11 @@ def run(llama: Path, tmp_path: Path) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     journal = Journal(folder / "journal.sqlite")
     tree = journal.tree(*journal.trees("id=1"))
-    tree.nodes[0].state = msgspec.to_builtins({"done": False})
-    for node, text in zip((1, 2, 3), ("<answer> Lima </answer>", "<answer> Cusco </answer>", "no tag"), strict=True):
-        tree.nodes[node].text = text
+    environment = registry.load("search_qa", plays["options"])
+    tree.nodes[0].state = msgspec.to_builtins(environment.initial(load_tasks(files)[0][1]))
+    for node, answer in zip((1, 2, 3), ("Lima", "Cusco", "Quito"), strict=True):
+        tree.nodes[node].text = text = f"<think> a city </think> <answer> {answer} </answer>"
+        tree.nodes[node].scores = {**tree.nodes[node].scores, "outcome": float("Lima" in text)}
     tree.changed = dict(tree.nodes)
     journal.save_nodes(tree)
     journal.close()
@@ -73,7 +84,7 @@ def test_the_weight_of_a_turn_is_what_the_correction_makes_of_its_ratios(run: Pa
         logs = newest[row["tree"], row["node"]] + 1.5  # each token was sampled with a log-probability of -1.5
         assert row["ratio"] == pytest.approx(math.exp(logs.mean()), rel=1e-4)
         assert row["weight"] == pytest.approx(1.0)
-        ratios = np.exp(logs) if level == "token" else np.array([math.exp(logs.sum())])
+        ratios = np.exp(logs) if level == "token" else np.array([math.exp(max(-20.0, logs.sum()))])
         assert upper["weight"] == pytest.approx(np.minimum(ratios, 0.5).mean(), rel=1e-3)
     with pytest.raises(ValueError, match="level = 'sequence': expected token or turn"):
         opened.weights("tis", "sequence")
@@ -83,7 +94,7 @@ def test_a_judge_scores_the_actions_of_a_tree(run: Path) -> None:
     opened = notebook.Run(run)
     scores = opened.judge("exact_match", tree=1)
     assert scores["node"].to_list() == [1, 2, 3]
-    assert scores["outcome"].to_list()[:2] == [1.0, 0.0]
+    assert scores["outcome"].to_list() == [1.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="tree = 9: the journal has no such train tree"):
         opened.judge("exact_match", tree=9)
     with pytest.raises(ValueError, match="tictactoe_mcts"):
@@ -96,14 +107,14 @@ def test_a_judge_scores_the_actions_of_a_tree(run: Path) -> None:
 def test_the_example_runs_from_its_first_cell_to_its_last(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parents[1])
     cells = [cell for cell in json.loads(EXAMPLE.read_text())["cells"] if cell["cell_type"] == "code"]
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     shown = []
     for cell in cells:
-        *body, last = "".join(cell["source"]).splitlines()
-        exec("\n".join(body), names)
-        shown.append(eval(last, names))
+        *body, last = ast.parse("".join(cell["source"])).body
+        assert isinstance(last, ast.Expr)
+        exec(compile(ast.Module(body, []), str(EXAMPLE), "exec"), names)
+        shown.append(eval(compile(ast.Expression(last.value), str(EXAMPLE), "eval"), names))
     assert [type(value) for value in shown] == [pl.DataFrame] * 5 + [Figure]
     assert not [line for cell in cells if cell["outputs"] for line in cell["outputs"]]
-    assert shown[2].item() == pytest.approx(
-        np.corrcoef(names["both"]["advantage"], names["both"]["advantage_grpo"])[0, 1]
-    )  # pyright: ignore
+    both = names["both"]
+    assert shown[2].item() == pytest.approx(np.corrcoef(both["advantage"], both["advantage_grpo"])[0, 1])

@@ -33,12 +33,14 @@ def tree(number: int, text: str, steps: int) -> Tree:
     grown = Tree(number, f"task{number}")
     tip = grown.add(None, "prompt", np.arange(4, dtype=np.int32), f"Question {number}?")
     for step in range(steps):
+        action = None
         for k in range(2):
             action = grown.add(
                 tip, "action", np.arange(3, dtype=np.int32), f"{text} {step}.{k}", chosen=bool(k), notes={"rules": "because"},
                 scores={"reward": k - 0.5, "advantage": 2.0 * k - 1}, logprobs=np.array([-0.1, -2.0, -0.3], np.float32),
                 versions=np.full(3, step, np.int32),
             )  # fmt: skip
+        assert action is not None
         tip = grown.add(action, "observation", np.arange(2, dtype=np.int32), f"found {step}", chosen=True)
     return grown
 

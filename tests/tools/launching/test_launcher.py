@@ -16,7 +16,8 @@ import pytest
 from tools.launching.assets import Assets
 from tools.launching.command import main
 from tools.launching.processes import Process
-from tools.launching.supervisor import _relay, supervise
+from tools.launching.screen import Screen
+from tools.launching.supervisor import supervise
 
 ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
 
@@ -161,7 +162,7 @@ def test_a_process_that_died_of_a_full_disk_says_so_though_its_log_cannot(
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     (tmp_path / "config.json").touch()
-    assert supervise(tmp_path, lambda: [ENDS_AT_ONCE]) == 1
+    assert supervise(tmp_path, lambda: [ENDS_AT_ONCE], Screen(0)) == 1
     cause, *rest = capsys.readouterr().out.strip().splitlines()
     assert cause == f"scheduler failed: {sys.executable}: No module named no_such_module"
     assert rest == [f"remedy: {remedy.format(run=tmp_path)}", f"log: {tmp_path}/logs/scheduler.log"]
@@ -176,20 +177,19 @@ class Full(io.BytesIO):
 
 @pytest.mark.parametrize("where", ["copy", "terminal"])
 def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take_them(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path
 ) -> None:
     """Else the scheduler would stand still at its next line."""
     source, sound = io.BytesIO(b"one\ntwo\n"), (tmp_path / "lines").open("wb", buffering=0)
     copy: IO[bytes] = Full() if where == "copy" else sound
     terminal = io.TextIOWrapper(Full() if where == "terminal" else sound, write_through=True)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    _relay(source, copy)
+    Screen(0, out=terminal).relay(source, copy)
     assert source.read() == b""
     assert (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
 
 
 def test_a_terminal_that_is_gone_stops_no_launcher() -> None:
-    code = "from tools.launching.supervisor import say; [say(f'line {i}') for i in range(3)]; say('x' * 100_000)"
+    code = "from tools.launching.screen import Screen; s = Screen(0); [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)

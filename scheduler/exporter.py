@@ -1,0 +1,82 @@
+"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and workers.
+
+A thread answers scrapes from objects that are never changed after they are published, so a scrape waits for nothing and nothing waits for it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from scheduler import terminal
+from scheduler.catalogue import declaration, exported
+from scheduler.health import Health
+from wire.atomic import write_whole
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+
+class Exporter:
+    """Serves from ``start`` to ``close``. metrics: returns the newest values by name; health: the newest report, or None before the first."""
+
+    def __init__(self, run: Path, metrics: Callable[[], Mapping[str, float]], health: Callable[[], Health | None]):
+        self.run, self._metrics, self._health = run, metrics, health
+        self._server: tuple[Any, Thread] | None = None
+
+    def start(self, address: str) -> None:
+        """Serve at host:port, and write the URL to RUN/prometheus. A place that is not free is told, and the run goes on without the endpoint."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        host, _, port = address.rpartition(":")
+        registry = CollectorRegistry()
+        registry.register(self)  # pyright: ignore[reportArgumentType]
+        try:
+            self._server = start_http_server(int(port), host, registry)
+        except OSError as error:
+            terminal.say(
+                f"no endpoint for Prometheus: scheduler.prometheus = {address!r} cannot be used ({error}): choose another port, or 0 for any"
+            )
+            return
+        url = f"http://{host}:{self._server[0].server_port}/metrics"
+        write_whole(self.run / "prometheus", url.encode())
+        print(f"metrics for Prometheus at {url}", flush=True)
+
+    def collect(self) -> "Iterator[GaugeMetricFamily]":
+        """Yield the gauges of one scrape."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        report = self._health()
+        gauges: dict[str, dict[str, float]] = {name: {"": value} for name, value in self._metrics().items()}
+        for name, values in (gauges | (_live(report) if report is not None else {})).items():
+            unit, meaning = declaration(name) or ("", "a plug-in's own")
+            gauge = GaugeMetricFamily(
+                exported(name), f"{meaning} [{unit}]", labels=["run"] if "" in values else ["run", "service"]
+            )
+            for service, value in values.items():
+                gauge.add_metric([self.run.name, service] if service else [self.run.name], value)
+            yield gauge
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _live(report: Health) -> dict[str, dict[str, float]]:
+    """The gauges of health: values by service, "" for those that have none."""
+    workers = Counter(service for worker in report.workers if worker.state == "here" for service in worker.services)
+    numbers = {
+        "done": report.done, "evaluations": report.evaluations, "growing": report.growing, "loop_lag": report.lag_s,
+        "idle": time.monotonic() - report.progress_at, "updates": report.updates, "version": report.version,
+    }  # fmt: skip
+    queues = report.queues.items()
+    live: dict[str, dict[str, float]] = {f"health/{name}": {"": float(number)} for name, number in numbers.items()}
+    live["health/running"] = {service: float(queue.running) for service, queue in queues}
+    live["health/waiting"] = {service: float(queue.waiting) for service, queue in queues}
+    return live | {"health/workers": {service: float(count) for service, count in workers.items()}}

@@ -1,0 +1,76 @@
+"""Every metric of a record is declared with its unit, and what is generated from the declarations is not stale."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from scheduler.catalogue import METRICS, PAGE, declaration, exported, with_table
+
+ROOT = Path(__file__).parent.parent.parent
+ROOMS = {name.partition("/")[0] for name in METRICS} - {"version", "health"}
+DASHBOARD = json.loads((ROOT / "configs" / "grafana.json").read_text())
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    assert PAGE.read_text() == with_table(PAGE.read_text()), "run: python -m scheduler.catalogue"
+
+
+def written_names() -> set[str]:
+    """The texts in the code of the rooms that look like a metric, with a star for what is filled in."""
+    names: set[str] = set()
+    for path in [*(ROOT / "scheduler").rglob("*.py"), *(ROOT / "learner").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "*" for part in node.values]
+                names.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return {name for name in names if re.fullmatch(rf"({'|'.join(sorted(ROOMS))})/[a-z0-9_*/]+", name)}
+
+
+def test_every_metric_that_the_code_writes_is_in_the_table() -> None:
+    names = written_names() - {"count/*", "watch/*_*", "watch/*_*/*"}  # the parts of these are listed below
+    assert len(names) > 80, "the names were not found"
+    assert sorted(name for name in names if declaration(name) is None) == []
+
+
+def test_every_count_of_the_code_is_in_the_table() -> None:
+    counted = set()
+    for path in (ROOT / "scheduler").rglob("*.py"):
+        counted |= set(re.findall(r"count(?:s|ers)\[\"([a-z_]+)\"\] \+?= ?", path.read_text()))
+    assert len(counted) > 20, "the counts were not found"
+    assert sorted(name for name in counted if declaration(f"count/{name}") is None) == []
+
+
+def test_no_row_of_the_table_is_of_nothing() -> None:
+    code = "".join(
+        path.read_text()
+        for room in ("scheduler", "learner")
+        for path in (ROOT / room).rglob("*.py")
+        if path.name != "catalogue.py"
+    )
+    for name in METRICS:
+        last = name.rpartition("/")[2].rpartition("*")[0 if name.endswith("*") else 2].strip("_*")
+        assert last in code, f"{name} is written nowhere"
+
+
+def test_names_of_families_are_declared_by_their_pattern() -> None:
+    assert declaration("heldout/em_half") == METRICS["heldout/*_half"]
+    assert declaration("watch/turn_3/entropy") == METRICS["watch/turn_*/entropy"]
+    assert declaration("watch/ratio_p99") == METRICS["watch/ratio_p*"]
+    assert declaration("learner/no_such_thing") is None
+    assert len({exported(name) for name in METRICS}) == len(METRICS)
+    assert all(unit and meaning for unit, meaning in METRICS.values())
+
+
+@pytest.mark.parametrize("panel", DASHBOARD["panels"], ids=lambda panel: panel["title"])
+def test_every_expression_of_the_dashboard_names_a_declared_metric(panel: dict) -> None:  # pyright: ignore[reportMissingTypeArgument]
+    names = {exported(name) for name in METRICS} | {exported(f"{room}/{name}") for room, name in (
+        ("score", "reward"), ("heldout", "em"), ("heldout", "success"), ("heldout", "return"),
+    )}  # fmt: skip
+    used = [name for target in panel["targets"] for name in re.findall(r"coppice_\w+", target["expr"])]
+    assert used
+    assert set(used) <= names

@@ -1,0 +1,246 @@
+"""What a user sees of a run, on terminals of real sizes and where there is none."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.terminals import output, seen
+from tools.launching.command import arguments, main
+from tools.launching.screen import WIDEST, Screen
+from tools.launching.table import _LEAST, BLOCK, COLUMNS, Progress, Table, spoken
+
+ROOT = Path(__file__).parent.parent.parent.parent
+UPDATES = 50
+SHOW = """
+import sys
+from tools.launching.screen import Screen
+Screen(int(sys.argv[1])).relay(sys.stdin.buffer if len(sys.argv) < 3 else open(sys.argv[2], "rb"), open(sys.argv[2] + ".out", "wb"))
+"""
+
+
+def record(version: int, **values: float) -> bytes:
+    names = {key: 0.5 for name, key, _ in COLUMNS if name not in ("process", "search")}
+    return (
+        json.dumps(
+            {"version": float(version), **names, "learner/groups": 3.0, **values} | {"version": version}
+        ).encode()
+        + b"\n"
+    )
+
+
+def lines(updates: int = UPDATES) -> bytes:
+    """The lines of a scheduler: a record per update, an evaluation, a warning that is wider than the terminal, and the end."""
+    told = [b"waiting for workers: 4 x generate\n"]
+    for version in range(1, updates + 1):
+        told.append(record(version))
+        if version == 10:
+            told.append(b'{"version":10.0,"heldout/em":0.5}\n')
+        if version == 30:
+            told.append(b"<4>warning, update 30: " + b"the gradient is large " * 20 + b"\n")
+    return b"".join([*told, b"<5>\n", b"<5>summary\n"])
+
+
+def shown(tmp_path: Path, size: tuple[int, int], **environment: str) -> tuple[str, list[str]]:
+    (tmp_path / "lines").write_bytes(lines())
+    command = [sys.executable, "-c", SHOW, str(UPDATES), str(tmp_path / "lines")]
+    written = output(command, *size, PYTHONPATH=str(ROOT), **environment)
+    return written, seen(written, *size)
+
+
+# ------------------------------------------------------------------------------------------ on a terminal
+
+
+@pytest.mark.parametrize("size", [(24, 80), (50, 200), (10, 40)])
+def test_a_terminal_shows_every_update_once_under_a_bar_that_moves_in_its_place(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    written, rows = shown(tmp_path, size)
+    assert "\x1b[32m" in written
+    assert "\x1b[33mwarning, update 30" in written
+    assert max(map(len, rows)) <= size[1]
+    table = [row for row in rows if row.strip().split(" ")[0].isdigit() and "updates" not in row]
+    assert max(map(len, table)) <= WIDEST
+    assert [int(row.split()[0]) for row in table] == list(range(1, UPDATES + 1))
+    bars = [place for place, row in enumerate(rows) if f"of {UPDATES} updates" in row]
+    for bar, after in zip(bars, [*bars[1:], len(rows)], strict=True):
+        assert rows[bar + 1].split()[0] == "update"
+        block = [row for row in rows[bar + 2 : after] if row in table]
+        assert 1 <= len(block) <= BLOCK
+        reached = int(rows[bar].split(f" of {UPDATES}")[0].split()[-1])
+        assert reached == int(block[-1].split()[0])  # the bar tells of the last row below it
+    assert rows[-2] == "summary"
+    assert "100%  done" in rows[bars[-1]]
+    assert not any("heldout" in row for row in rows)
+
+
+def test_a_terminal_without_colour_gets_no_code_at_all(tmp_path: Path) -> None:
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        written, rows = shown(tmp_path, (24, 80), **environment)
+        assert "\x1b" not in written
+        assert sum("of 50 updates" in row for row in rows) == -(-UPDATES // BLOCK)
+
+
+def test_a_pipe_gets_lines_of_at_most_a_hundred_columns_and_no_code(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"} | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "lines").write_bytes(lines())
+    command = [sys.executable, "-c", SHOW, str(UPDATES), str(tmp_path / "lines")]
+    written = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.decode()
+    assert "\x1b" not in written
+    table = [line for line in written.splitlines() if line.startswith("  ")]
+    assert max(map(len, table)) <= WIDEST
+    assert len(written.splitlines()) == 3 * 2 + UPDATES + 4  # bars and headings, rows, and four lines of words
+    copy = (tmp_path / "lines.out").read_text()
+    assert [line for line in written.splitlines() if "of 50 updates" not in line] == copy.splitlines()
+
+
+def test_an_exported_width_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    out = io.StringIO()
+    Screen(3, out=out).relay(io.BytesIO(record(1)), (tmp_path / "copy").open("wb"))
+    assert 100 < max(map(len, out.getvalue().splitlines())) <= 150
+
+
+# ------------------------------------------------------------------------------------------ less, and for machines
+
+
+def test_quiet_shows_faults_and_the_end_and_the_file_has_everything(tmp_path: Path) -> None:
+    out, copy = io.StringIO(), tmp_path / "copy"
+    Screen(UPDATES, quiet=True, out=out).relay(io.BytesIO(lines()), copy.open("wb"))
+    assert [line[:21] for line in out.getvalue().splitlines()] == ["warning, update 30: t", "", "summary"]
+    assert copy.read_text().count("\n") == 1 + UPDATES + 3 + 1 + 2
+
+
+def test_records_go_out_as_json_evaluations_too_and_words_elsewhere(tmp_path: Path) -> None:
+    out, records = io.StringIO(), io.StringIO()
+    Screen(UPDATES, records=records, out=out).relay(io.BytesIO(lines()), (tmp_path / "copy").open("wb"))
+    read = [json.loads(line) for line in records.getvalue().splitlines()]
+    assert len(read) == UPDATES + 1
+    assert {"version": 10.0, "heldout/em": 0.5} in read
+    assert len(out.getvalue().splitlines()) == 4
+
+
+def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_relay(tmp_path: Path) -> None:
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+    Screen(3, out=out).relay(
+        io.BytesIO('{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'.encode()), (tmp_path / "copy").open("wb")
+    )
+    assert written.getvalue().decode() == '{"version":1.0,"sco\nem 0.5 ?0.1\nnext\n'
+    assert (tmp_path / "copy").read_text() == '{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'
+
+
+CALL = "import sys; from tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
+SET_UP = (
+    "from tools.launching.assets import Assets; import subprocess;"
+    " command.prepare = lambda c: (subprocess.run(['echo', 'set up']), Assets('MODEL', 'T', 'H', 'I'))[1];"
+    ' command.supervise = lambda run, make, screen: screen._take(\'{"version":1.0,"learner/groups":3.0}\') and 0'
+)
+
+
+@pytest.mark.parametrize(
+    ("flag", "on_stdout", "on_stderr"),
+    [
+        ("--json", ['{"version":1.0,"learner/groups":3.0}'], ["set up", "number type float32", "run folder"]),
+        ("--quiet", ["run folder"], []),
+    ],
+)
+def test_a_launch_keeps_its_outlets_apart(
+    flag: str, on_stdout: list[str], on_stderr: list[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", CALL.format(SET_UP), "--run-folder", str(tmp_path / "run"), flag]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    for written, expected in ((done.stdout, on_stdout), (done.stderr, on_stderr)):
+        told = [line for line in written.splitlines() if not line.startswith("warning: this plan needs")]
+        assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize("flags", [["--quiet", "--dry-run"], ["--json", "--dry-run"], ["--quiet", "--status", "RUN"]])
+def test_a_flag_without_effect_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(flags)
+    assert f"{flags[0]} has no effect with --" in capsys.readouterr().err
+
+
+def test_the_help_fits_80_columns_and_its_examples_are_understood(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        arguments(["--help"])
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    examples = [line.split("  ")[1] for line in told.split("examples:")[1].splitlines() if line.strip()]
+    assert len(examples) >= 5
+    for example in examples:
+        assert arguments(example.partition(" 2>")[0].split()[1:])
+
+
+# ------------------------------------------------------------------------------------------ the table and the progress
+
+
+def test_the_table_tells_its_headings_again_when_a_column_comes() -> None:
+    table = Table()
+    values: dict[str, Any] = {"version": 1.0, "score/reward": 1.0}
+    assert table.lines(values, 100)[0].split() == ["update", "reward"]
+    assert table.lines(values, 100)[0] == ""
+    heading, row = table.lines(values | {"score/judge_valid": 0.5}, 100)
+    assert heading.split() == ["update", "reward", "judged"]
+    assert row.split()[2] == "0.50"
+
+
+def test_any_width_shows_as_many_columns_as_it_has_room_for_and_the_update_always() -> None:
+    names = {name: key for name, key, _ in COLUMNS}
+    values = dict.fromkeys(names.values(), 1.0)
+    for width in range(7, 200):
+        heading, row = Table().lines(values, width)
+        assert len(heading) == len(row) <= width
+        assert len(heading.split()) == min(len(names), (width + 2) // 9)
+        assert heading.split()[0] == "update"
+    assert sorted(_LEAST) == sorted(set(names) - {"update"})
+
+
+def test_the_time_left_is_of_the_pace_of_the_last_updates() -> None:
+    clock = [0.0]
+    progress = Progress(100, lambda: clock[0])
+    assert progress.line(80)[2] == "  0 of 100 updates    0%"
+    for version in range(1, 61):
+        clock[0] += 60.0 if version <= 30 else 2.0
+        progress.reached(version)
+    full, empty, words = progress.line(100)
+    assert (len(full), len(empty)) == (24, 16)
+    assert words == "  60 of 100 updates   60%  1 min 20 s left"
+    progress.reached(55)  # a crash took five back
+    assert progress.line(80)[2] == "  55 of 100 updates   55%"
+    assert progress.line(27)[:2] == ("", "")
+    assert len(progress.line(10)[2]) <= 10
+    assert [spoken(s) for s in (0.4, 59.4, 59.6, 3599, 3600, 90_000)] == [
+        "0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 00 min",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ trackers
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--track", "wandbb"], "did you mean 'wandb'? expected one of ['trackio', 'wandb']"),
+        (["--track", "wandb"], "'wandb', which is not installed: "),
+        (["--set", "scheduler.prometheus=9100"], "scheduler.prometheus = 9100: expected `str`"),
+        (["--set", "scheduler.prometheus=here:99999"], "expected host:port, such as '127.0.0.1:9100'"),
+    ],
+)
+def test_a_tracker_that_cannot_work_is_refused_before_the_set_up(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr("scheduler.tracking.importlib.util.find_spec", lambda name: None)
+    assert main([*flags, "--run-folder", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
