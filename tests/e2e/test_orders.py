@@ -59,8 +59,8 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(config: Path, tmp_path
         await until(lambda: process.poll() is not None)
     out = finish(process)
     assert process.returncode == 130, out
-    assert "  paused: no new tree begins; trees in flight finish" in out
-    assert "  resumed" in out
+    assert "paused: no new tree begins; trees in flight finish" in out
+    assert "resumed" in out
     gone(run)
     launched = record.read(run)
     assert launched is not None

@@ -91,7 +91,7 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     trace.write_text(before + began + again + "".join(rest) + '{"name":"gen')
     causes = critical.budget(run, runs.read(run).records)
     assert causes == {
-        "rollouts: generate": pytest.approx(2.0, abs=1e-3), UPDATES: pytest.approx(0.4, abs=1e-3), PUBLISHING: pytest.approx(0.1, abs=1e-3),
+        "rollouts: generate": pytest.approx(2.0, abs=1e-3), UPDATES: pytest.approx(0.42, abs=1e-3), PUBLISHING: pytest.approx(0.08, abs=1e-3),
     }  # fmt: skip
     assert sum(causes.values()) == pytest.approx(2.5, abs=1e-3)
 
