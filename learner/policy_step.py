@@ -16,6 +16,7 @@ from learner.model import Policy
 from learner.optimizer import Stepper
 from learner.passes import Plan, Rows, plan
 from learner.ranks import Ranks
+from learner.stopwatch import Stopwatch
 from learner.table import TurnTable
 
 MEASURES = 6
@@ -43,8 +44,12 @@ class Known(msgspec.Struct, frozen=True):
 class PolicyStep:
     """Makes the policy's optimizer steps. For each step, call ``plan`` and pass the result to ``step``."""
 
-    def __init__(self, policy: Policy, stepper: Stepper, correct: Corrected, config: LearnerConfig, ranks: Ranks):
+    def __init__(
+        self, policy: Policy, stepper: Stepper, correct: Corrected, config: LearnerConfig, ranks: Ranks,
+        timed: Stopwatch | None = None,
+    ):  # fmt: skip
         self.policy, self.stepper, self.correct, self.config, self.ranks = policy, stepper, correct, config, ranks
+        self.timed = timed or Stopwatch()
 
     def plan(self, known: Known, turns: list[int]) -> Plan | None:
         """Return the forwards of a step. Without a KL or entropy term, turns whose advantage is 0 have no gradient and are left out."""
@@ -74,7 +79,8 @@ class PolicyStep:
         if self.config.target_kl and metrics["learner/proximal_kl"] > self.config.target_kl:
             self.stepper.adamw.zero_grad(set_to_none=True)
             return metrics
-        norm = self.stepper.step(version)
+        with self.timed("step"):
+            norm = self.stepper.step(version)
         share = first / weight
         parts = share**2 if self.ranks.sharded else squares / weight**2
         metrics |= watch.gradient_noise(norm**2, square, share, parts)
@@ -96,7 +102,10 @@ class PolicyStep:
         index = known.rows.index(chosen)
         sampled = known.rows.sampled[index]
         index, live = index[sampled], torch.as_tensor(sampled, device=device)
-        current, entropy = (values[live] for values in self.policy.logprobs(known.rows.forest(chosen)))
+        with self.timed("pack"):
+            forest = known.rows.forest(chosen)
+        with self.timed("forward"):
+            current, entropy = (values[live] for values in self.policy.logprobs(forest))
 
         def here(column: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(column[index], device=device)
@@ -110,7 +119,8 @@ class PolicyStep:
             # d entropy = -E[(log pi + entropy) d log pi], estimated on the sampled tokens; unbiased if on-policy
             term = term - c.entropy_coef * (current.detach() + entropy) * (current - current.detach())
         objective = (scale * here(known.weights) * term).sum()
-        (-objective).backward()
+        with self.timed("backward"):
+            (-objective).backward()
         if noted is not None:
             _note(noted, index, current, entropy, kl, surrogate)
         moved = k3(here(known.proximal), current.detach()).sum()

@@ -21,6 +21,7 @@ from learner.policy_step import MEASURES, Known, PolicyStep, measured
 from learner.prm import ImplicitPrm
 from learner.ranks import Ranks
 from learner.selfcheck import check
+from learner.stopwatch import Stopwatch
 from learner.table import TurnTable, build
 from learner.targets import Estimate
 from wire.messages import TrainGroup, TreeNode
@@ -44,6 +45,7 @@ class Trainer:
         self.process, self.config, self.ranks = process, process.learner, ranks
         torch.set_num_threads(self.config.threads)
         c, folder, seed = self.config, process.model, process.seed
+        self.timed = Stopwatch()
         self.scheme = schemes.load(c.scheme, c.scheme_options)
         self.correct = corrections.load(c.correction, c.correction_options)
         self.aggregation: Aggregation = self.correct.aggregation(c.aggregation)
@@ -56,7 +58,7 @@ class Trainer:
         self.needs_reference |= c.kl_coef > 0 or c.kl_reward_coef > 0
         self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=self.needs_reference)
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
-        self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks)
+        self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
         self.critic = (
             Critic(folder, c, c.critic or CriticConfig(), ranks, seed) if "value" in self.scheme.needs.models else None
         )
@@ -97,27 +99,32 @@ class Trainer:
         metrics: dict[str, float] = {"learner/groups": len(batch.groups), "learner/questions": batch.questions}
         self.warnings = []
         if any(group.turns for group in batch.groups):
-            table, turns = build(batch.groups, nodes)
-            kept = self.scheme.trains(table)
-            trajectories = table.trajectories()
+            with self.timed("pack"):
+                table, turns = build(batch.groups, nodes)
+                kept = self.scheme.trains(table)
+                trajectories = table.trajectories()
             metrics["learner/left_out_trajectories"] = float(len(np.unique(trajectories.of[~kept])))
             if not kept.any():
                 metrics["learner/skipped"] = 1.0
             else:
-                rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
+                with self.timed("pack"):
+                    rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
                 metrics |= self._train(table.only(kept), rows, batch.questions)
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
         self.version = batch.version + 1
         self._busy_s, self._since = self.busy_s, None
-        metrics["learner/seconds"] = time.monotonic() - start
+        metrics |= self.timed.take() | {"learner/seconds": time.monotonic() - start}
         return metrics
 
     def _train(self, table: TurnTable, rows: Rows, questions: int) -> dict[str, float]:
         c = self.config
-        everything = plan(rows.trie, range(len(rows.paths)), c.micro_tokens, self.ranks)
+        with self.timed("pack"):
+            everything = plan(rows.trie, range(len(rows.paths)), c.micro_tokens, self.ranks)
         if not self.checked:
-            self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
-        columns, prm_metrics = self._token_columns(table, rows, everything)
+            with self.timed("check"):
+                self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
+        with self.timed("score"):
+            columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
         column, shapes = self.scheme.needs.reward_column, c.reward_scale != 1 or c.reward_clip or c.soft_overlong
         estimate = self.scheme(rewards.shaped(table, column, c) if shapes or c.kl_reward_coef else table)
@@ -160,7 +167,7 @@ class Trainer:
 
     def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Return the log-probabilities of all tokens under the current policy, float32 [tokens]."""
-        with self.policy.inference():
+        with self.timed("score"), self.policy.inference():
             return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
 
     def _known(
@@ -195,7 +202,8 @@ class Trainer:
         frozen = self.critic is not None and self.version < self.critic.config.policy_frozen_updates
         for epoch in range(c.epochs):
             for turns, scale in self._minibatches(table, known.weights, epoch):
-                steps = None if frozen else self.policy_step.plan(known, turns)
+                with self.timed("pack"):
+                    steps = None if frozen else self.policy_step.plan(known, turns)
                 untouched[turns] |= not stepped
                 if steps is not None and stopped:
                     stopped += 1
@@ -213,8 +221,9 @@ class Trainer:
                     chosen = np.isin(table.row(), turns) & (known.weights > 0)
                     steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
-                    for _ in range(self.critic.config.steps):
-                        metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
+                    with self.timed("critic"):
+                        for _ in range(self.critic.config.steps):
+                            metrics |= self.critic.learn(rows, steps, chosen, old, estimate.returns, self.version)
         if c.target_kl:
             metrics["learner/stopped_steps"] = float(stopped)
         metrics |= self.watch.noise_scale(metrics, questions)

@@ -36,7 +36,7 @@ class Event(msgspec.Struct, frozen=True):
     """One attempt of one call, for traces. Times are in seconds of the monotonic clock.
 
     outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited for it, in words, or "". version: the one that
-    the answer names, if it does (of ``train``: the version that trained the group).
+    the answer names, if it does (of ``train``: the version that trained the group). phases: the seconds of its parts, one after the other, if it tells them.
     """
 
     service: str
@@ -46,6 +46,7 @@ class Event(msgspec.Struct, frozen=True):
     outcome: str
     caller: str = ""
     version: int | None = None
+    phases: dict[str, float] = {}
 
 
 class Worker:

@@ -111,6 +111,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/run": ("seconds", "time since this start of the scheduler"),
     "time/spread": ("seconds", "time in which the new weights reached the actors"),
     "time/training": ("seconds", "time since the first tree of this start"),
+    "time/update_*": (
+        "seconds",
+        "part of the update on rank 0: pack (the table of turns and the trees' forests), check (of the packed forward, in the first update of a start),"
+        " score (passes before the steps: proximal and reference policy, critic, reward model with its steps), forward and backward (of the policy's"
+        " steps), step (optimizer, with the sum of the gradients over the ranks), critic (its steps)",
+    ),
     "watch/coefficient_mean": ("factor", "mean coefficient of the correction"),
     "watch/engine_gap_max": ("nats", "largest log-probability difference of engine and learner on fresh turns"),
     "watch/engine_gap_mean": ("nats", "mean log-probability difference of engine and learner on fresh turns"),

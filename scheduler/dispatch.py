@@ -328,7 +328,10 @@ class Dispatcher:
         if pending.place is not None:
             pending.place.ended(worker.name, result)
         version = getattr(result, "version", None)
-        event = Event(pending.service, worker.name, attempt.start, self.clock(), outcome, pending.caller, version)
+        phases = getattr(result, "phases", {})
+        event = Event(
+            pending.service, worker.name, attempt.start, self.clock(), outcome, pending.caller, version, phases
+        )
         worker.recent.append(event)
         if self.on_event is not None:
             self.on_event(event)

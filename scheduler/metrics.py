@@ -63,7 +63,15 @@ class Metrics:
         self._board = Board(run / "tensorboard")
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = time.monotonic()
-        began = {"name": STARTED, "ph": "i", "pid": "scheduler", "tid": "scheduler", "ts": self._start * 1e6, "s": "g"}
+        began = {
+            "name": STARTED,
+            "ph": "i",
+            "pid": "scheduler",
+            "tid": "scheduler",
+            "ts": self._start * 1e6,
+            "s": "g",
+            "args": {"epoch": time.time()},
+        }
         self._trace.write(msgspec.json.encode(began) + b",\n")
         self._seen: dict[str, Seen] = {}
         self._busy: defaultdict[str, float] = defaultdict(float)
@@ -163,8 +171,10 @@ class Metrics:
         return [self._seen[admission] for admission in offering if admission in self._seen]
 
     def event(self, event: Event) -> None:
-        """Write one attempt of a call as a Chrome trace event; trace viewers open the file. for: the caller; version: the one in the answer."""
-        known = {"outcome": event.outcome, "for": event.caller, "version": event.version}
+        """Write one attempt of a call as a Chrome trace event; trace viewers open the file. for: the caller; version: the one in the answer;
+        phases: seconds."""
+        phases = {name: round(seconds, 6) for name, seconds in event.phases.items()}
+        known = {"outcome": event.outcome, "for": event.caller, "version": event.version, "phases": phases}
         row = {
             "name": event.service,
             "ph": "X",
@@ -172,7 +182,7 @@ class Metrics:
             "tid": event.service,
             "ts": event.start * 1e6,
             "dur": (event.end - event.start) * 1e6,
-            "args": {name: value for name, value in known.items() if value not in ("", None)},
+            "args": {name: value for name, value in known.items() if value not in ("", None, {})},
         }
         self._trace.write(msgspec.json.encode(row) + b",\n")
 

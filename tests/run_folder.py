@@ -38,13 +38,24 @@ def make(
     (folder / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, list(changes))))
     environment.write(folder)
     journal, metrics = Journal(folder / "journal.sqlite"), Metrics(folder)
-    at = metrics._start
+    at, phases = (
+        metrics._start,
+        {"prefill": 0.24, "decode": 9.0},
+    )  # a worker whose clock runs ahead: a phase ends with its call
     for i, reward in enumerate(rewards):
         _grow(journal, i, reward, text, scores)
-        metrics.event(Event("generate", "actor-0", at, at + GENERATED_S, "ok", f"tree {i}, attempt 1 of 5"))
+        metrics.event(
+            Event("generate", "actor-0", at, at + GENERATED_S, "ok", f"tree {i}, attempt 1 of 5", phases=phases)
+        )
         at += GENERATED_S + WAITED_S
         metrics.event(Event("train", "learner", at - 0.21, at, "ok", version=i + 1))
-        values = {"learner/groups": 1.0, "learner/seconds": 0.21, "time/publish": 0.04, "time/run": 10.0 * i}
+        values = {
+            "learner/groups": 1.0,
+            "learner/seconds": 0.21,
+            "time/update_forward": 0.1,
+            "time/publish": 0.04,
+            "time/run": 10.0 * i,
+        }
         tokens = {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
         metrics.record(
             i + 1, {**values, **tokens, "learner/entropy": 0.5, **({"score/reward": reward} if scores else {})}

@@ -163,11 +163,15 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class GenerateResult(msgspec.Struct, frozen=True):
-    """The answer to ``generate``. Of the prompt_tokens, the prefix cache held cached_tokens; the engine prefilled the rest."""
+    """The answer to ``generate``. Of the prompt_tokens, the prefix cache held cached_tokens; the engine prefilled the rest.
+
+    phases: the seconds that the request spent in "queue", "prefill" and "decode", one after the other; {} if the engine cannot tell them apart.
+    """
 
     samples: list[Sample]
     prompt_tokens: int
     cached_tokens: int
+    phases: dict[str, float] = {}
 
 
 class LoadRequest(msgspec.Struct, frozen=True):

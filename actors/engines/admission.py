@@ -8,6 +8,7 @@ come, first served.
 """
 
 import collections
+import time
 
 from actors.engines.attend import Chunk, grouped
 from actors.engines.memory import Memory
@@ -95,6 +96,7 @@ class Admission:
             return False
         prefix, waiting.tails = shelves
         waiting.prefix, waiting.version = prefix.put(waiting), version
+        waiting.clock["prefill"] = time.monotonic()
         if match.length == len(prompt) and match.ending is None:  # the last token's hidden state is needed in any case
             match.length -= 1
         for piece in match.pieces:

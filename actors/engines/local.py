@@ -295,6 +295,7 @@ class LocalEngine:
                 return waiting.prefix.view(start, end).clone()
 
             self.memory.keep(waiting.prompt, read, waiting.ending)
+        waiting.clock["decode"] = time.monotonic()
         branches = [Running(waiting, index, waiting.tails.put(None)) for index in range(waiting.request.n)]
         for running in branches:
             running.tail.owner = running
@@ -353,7 +354,7 @@ class LocalEngine:
         self._open.discard(waiting)
         samples = [sample for sample in waiting.samples if sample is not None]
         if len(samples) == len(waiting.samples):
-            waiting.answer(GenerateResult(samples, len(waiting.prompt), waiting.cached))
+            waiting.answer(GenerateResult(samples, len(waiting.prompt), waiting.cached, waiting.phases()))
 
     def _abort(self, waiting: Waiting) -> None:
         self._admission.remove(waiting)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
@@ -49,6 +50,8 @@ class Waiting:
         self.keys = [key(base, index) for index in range(request.n)]
         self.cached = 0
         self.version = 0
+        self.clock: dict[str, float] = {"queue": time.monotonic()}
+        """When each phase began."""
         self.prefix: Stretch
         self.tails: Shelf
         self.ending: torch.Tensor | None = None
@@ -56,6 +59,13 @@ class Waiting:
     def where(self, start: int, end: int) -> np.ndarray:
         """Return the positions of prompt tokens, int64 [tokens] or [3, tokens]."""
         return np.arange(start, end) if self.positions is None else self.positions[:, start:end]
+
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of each phase that has ended, if now the last one ends."""
+        return {
+            name: end - start
+            for (name, start), end in zip(self.clock.items(), [*self.clock.values(), time.monotonic()][1:], strict=True)
+        }
 
     def answer(self, result: GenerateResult) -> None:
         """Give the caller the result, unless the caller has left."""

@@ -106,8 +106,11 @@ class SGLangEngine:
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
         self._enter()
         try:
+            begun = time.monotonic()
             prefix = None if request.n == 1 else await self._prefill(self._prompt(request), names[0] + _PREFIX)
+            prefilled = time.monotonic()
             answers = await self._ask(self._body(request, names))
+            ended = time.monotonic()
         except (Exception, asyncio.CancelledError):
             await asyncio.shield(self.way.abort(names if request.n == 1 else [*names, names[0] + _PREFIX]))
             raise
@@ -122,7 +125,8 @@ class SGLangEngine:
             if on_tokens is not None:
                 on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
         self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
-        return GenerateResult(samples, len(request.tokens), cached)
+        phases = {} if prefix is None else {"prefill": prefilled - begun, "decode": ended - prefilled}
+        return GenerateResult(samples, len(request.tokens), cached, phases)
 
     async def load(self, request: LoadRequest) -> LoadResult:
         """Verify the weights, update every server, and prove the update. After a failure this engine serves nothing until a load succeeds.

@@ -6,6 +6,7 @@ SGLang runs on a CPU here, with its own code and slow attention; one server serv
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,10 @@ async def test_logprobs_are_of_the_softmax_over_the_support_that_is_reported(
 async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engine: Engine) -> None:
     prompt = ids(4, 60)
     before = engine.stats().get("prefilled_tokens", 0.0)
+    start = time.monotonic()
     first = await engine.generate(GenerateRequest(prompt, 4, Sampling(6)))
+    assert 0 < sum(first.phases.values()) <= time.monotonic() - start
+    assert list(first.phases)[-2:] == ["prefill", "decode"] and min(first.phases.values()) >= 0
     computed = engine.stats()["prefilled_tokens"] - before
     assert first.cached_tokens == 0
     assert first.prompt_tokens == 60

@@ -6,7 +6,8 @@ The rule, for each moment, the first that applies:
 2. While the learner updates, publishes or writes a checkpoint, that is the cause. These intervals are counted back from the moment at which it
    answered the update's groups.
 3. Otherwise the learner waits for its next update, and that update waited for its last tree: the one whose last call ended last. If the last
-   tree has a call open, the call's service is the cause ("rollouts: generate"). If it has several, the one that ends last counts, because a tree
+   tree has a call open, the call's service is the cause ("rollouts: judge"), with its phase if the worker told it ("rollouts: generate
+   (prefill)"; phases are counted from the moment at which the call was sent). If it has several, the one that ends last counts, because a tree
    goes on only when it has all candidates of a turn.
 4. If the last tree has no call open, it waited for something else, and a call that another has open says for what: new weights on their way to an
    actor; a held-out evaluation; other trees, which had the workers. If none is open, the scheduler or the journal was at work, or the batch was
@@ -21,21 +22,20 @@ import contextlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from learner.stopwatch import PREFIX
 from scheduler.calls import STARTED
 from tools.inspecting import frames
 
-LEARNER = {
-    "learner/seconds": "learner: updates",
-    "time/publish": "learner: publishing weights",
-    "time/checkpoint": "learner: checkpoints",
-}
-"""The seconds in an update's record, in the order in which the learner spends them."""
+PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
+"""The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn and counted as one."""
+PUBLISH, CHECKPOINT = "learner: publishing weights", "learner: checkpoints"
 STARTING, WEIGHTS, HELDOUT, OTHERS, SCHEDULER = (
     "starting processes",
     "new weights",
@@ -46,7 +46,8 @@ STARTING, WEIGHTS, HELDOUT, OTHERS, SCHEDULER = (
 
 
 class Call(msgspec.Struct, frozen=True):
-    """An attempt of a call, in seconds. tree: the one that waited for it, or None. worker: who had it. outcome: as in the trace."""
+    """An attempt of a call, in seconds. tree: the one that waited for it, or None. worker: who had it. outcome: as in the trace. phases: its
+    parts as (name, start, end), if the worker told them."""
 
     service: str
     start: float
@@ -54,6 +55,12 @@ class Call(msgspec.Struct, frozen=True):
     tree: int | None = None
     worker: str = ""
     outcome: str = "ok"
+    phases: tuple[tuple[str, float, float], ...] = ()
+
+    def name(self, moment: float) -> str:
+        """Return what the call did at a moment: its service and, if known, its phase."""
+        phase = next((f" ({name})" for name, start, end in self.phases if start <= moment < end), "")
+        return self.service.partition(".")[0] + phase
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -65,13 +72,16 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the learner. heldout: trees of evaluations."""
+    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the learner. heldout: trees of evaluations.
+    streamed: when groups were sent to the learner. epoch: the time of day at ``began``, in seconds since 1970."""
 
     began: float
     until: float
     calls: list[Call]
     updates: list[Update]
     heldout: set[int]
+    streamed: list[float] = []
+    epoch: float | None = None
 
 
 def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -85,7 +95,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
 
     Raises ValueError if its trace cannot say, and OSError and sqlite3.Error if the trace or the journal cannot be read.
     """
-    began, calls, answered = _read(run / "trace.jsonl")
+    start = _newest(run / "trace.jsonl")
     with contextlib.closing(frames.opened(run)) as journal:
         heldout = {row.id for row in journal.trees("split!='train'")}
         trees: defaultdict[int, set[int]] = defaultdict(set)
@@ -95,40 +105,72 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
     updates = []
     for record in records:
         version = int(record["version"])
-        if (end := answered.get(version)) is not None:
-            lengths = [(cause, round(record.get(metric, 0.0), 6)) for metric, cause in LEARNER.items()]
-            start, work = end - sum(seconds for _, seconds in lengths), []
-            for cause, seconds in lengths:
-                work.append((cause, round(start, 6), round(start + seconds, 6)))  # microseconds, as in the trace
-                start += seconds
+        if (end := start.answered.get(version)) is not None:
+            lengths = _lengths(record)
+            work = list(_consecutive(round(end - sum(lengths.values()), 6), lengths))
             updates.append(Update(version, work, trees[version]))
-    until = max([*(call.end for call in calls), *answered.values(), began])
-    return Recorded(began, until, calls, updates, heldout)
+    until = max([*(call.end for call in start.calls), *start.answered.values(), start.began])
+    return Recorded(start.began, until, start.calls, updates, heldout, start.streamed, start.epoch)
 
 
-def _read(trace: Path) -> tuple[float, list[Call], dict[int, float]]:
-    """Return of a run's newest start: when it began, its calls but those to the learner, and when each of its updates answered. Raises ValueError."""
-    began, calls, answered, base = None, [], {}, 0
+def _lengths(record: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of an update's causes, in the order in which the learner spends them."""
+    parts = {f"learner: {part}": record[key] for part in PARTS if (key := f"{PREFIX}{part}") in record}
+    rest = max(0.0, record["learner/seconds"] - sum(parts.values()))
+    parts["learner: updates, other work" if parts else "learner: updates"] = rest
+    return parts | {PUBLISH: record.get("time/publish", 0.0), CHECKPOINT: record.get("time/checkpoint", 0.0)}
+
+
+class _Start(msgspec.Struct):
+    """What the trace says of one start. answered: when each of its updates was. streamed: when groups were sent to the learner."""
+
+    began: float
+    epoch: float | None
+    calls: list[Call] = []
+    answered: dict[int, float] = {}
+    streamed: list[float] = []
+    base: int = 0
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Note a line of the trace."""
+        start, known = round(row["ts"] / 1e6, 6), row.get("args", {})
+        end, version = round((row["ts"] + row["dur"]) / 1e6, 6), known.get("version", 0)
+        if row["name"] == "load" and not self.answered:
+            self.base = max(self.base, version)  # a resumed run gives the actors its newest weights first
+        if row["name"] == "train":
+            self.streamed.append(start)
+            if version > self.base:  # what an earlier start has trained is answered at once
+                self.answered.setdefault(version, end)
+        elif row["name"] != "close":
+            words = known.get("for", "").split(",")[0].split()
+            tree = int(words[1]) if words[:1] == ["tree"] else None
+            phases = tuple(_consecutive(start, known.get("phases", {}), end))
+            self.calls.append(Call(row["name"], start, end, tree, row["pid"], known["outcome"], phases))
+
+
+def _newest(trace: Path) -> _Start:
+    """Return a run's newest start. Raises ValueError if the trace cannot say."""
+    newest = None
     for line in trace.read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):  # cut off by a crash
             row = json.loads(line.removesuffix(","))
-            start, known = round(row["ts"] / 1e6, 6), row.get("args", {})
             if row["name"] == STARTED:
-                began, calls, answered, base = start, [], {}, 0
-            if began is None or row["name"] == STARTED:
-                continue
-            end, version = round((row["ts"] + row["dur"]) / 1e6, 6), known.get("version", 0)
-            if row["name"] == "load" and not answered:
-                base = max(base, version)  # a resumed run gives the actors its newest weights first
-            if row["name"] == "train" and version > base:  # what an earlier start has trained is answered at once
-                answered.setdefault(version, end)
-            elif row["name"] not in ("train", "close"):
-                words = known.get("for", "").split(",")[0].split()
-                tree = int(words[1]) if words[:1] == ["tree"] else None
-                calls.append(Call(row["name"], start, end, tree, row["pid"], known["outcome"]))
-    if began is None:
+                newest = _Start(round(row["ts"] / 1e6, 6), row.get("args", {}).get("epoch"))
+            elif newest is not None:
+                newest.take(row)
+    if newest is None:
         raise ValueError("its trace was recorded before calls said whom they serve")
-    return began, calls, answered
+    return newest
+
+
+def _consecutive(
+    start: float, lengths: Mapping[str, float], end: float = math.inf
+) -> Iterator[tuple[str, float, float]]:
+    """Return parts with their starts and ends, one after the other, none of them after ``end``, in microseconds as in the trace."""
+    for name, seconds in lengths.items():
+        after = min(end, round(start + seconds, 6))
+        yield name, start, after
+        start = after
 
 
 def shares(
@@ -147,7 +189,8 @@ def shares(
     changes: list[tuple[float, bool, Call | None]] = [(call.start, False, call) for call in calls]
     changes += [(call.end, True, call) for call in calls]
     changes.sort(key=lambda change: change[:2])
-    edges = sorted({since, until, *(t for t, _, _ in changes), *(t for work in works for t in work[1:])})
+    inside = {t for call in calls for _, *times in call.phases for t in times}
+    edges = sorted({since, until, *(t for t, _, _ in changes), *(t for work in works for t in work[1:])} | inside)
     first = min((call.start for call in calls), default=until)
     opened: defaultdict[int | None, list[Call]] = defaultdict(list)
     kinds: Counter[str] = Counter()
@@ -171,7 +214,7 @@ def shares(
         elif busy := [name for name, a, b in work if a <= start < b]:
             cause = busy[0]
         elif own:
-            cause = f"rollouts: {max(own, key=lambda c: c.end).service.partition('.')[0]}"
+            cause = f"rollouts: {max(own, key=lambda c: c.end).name(start)}"
         else:
             cause = next((kind for kind in (WEIGHTS, HELDOUT, OTHERS) if kinds[kind]), SCHEDULER)
         seconds[cause] += end - start

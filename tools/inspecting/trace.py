@@ -1,10 +1,12 @@
 """The command tools/trace: a window of a run for Perfetto (ui.perfetto.dev), in the JSON of Chrome's trace format.
 
-Each process is a row with as many lanes as it had calls at once. The learner's row has its updates. An arrow leads from every call that sampled
+Each process is a row with as many lanes as it had calls at once; in a call stand its phases (queue, prefill, decode), if the worker told them. The
+learner's row has its updates with their phases, and a mark (stream) for each group that was sent to it. An arrow leads from every call that sampled
 for a tree to the update that trained the tree.
 """
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from wire.atomic import write_whole
 EXAMPLES = """examples:
   tools/trace RUN --out trace.json               the newest start of a run
   tools/trace RUN --from 60 --to 90 --out t.json half a minute of it
+  tools/trace RUN --otlp http://127.0.0.1:4318   to a collector of OpenTelemetry
 then open the file at ui.perfetto.dev; nothing of it leaves your browser"""
 LEARNER = "learner"
 
@@ -34,9 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--to", dest="until", type=float, default=float("inf"), metavar="S", help="(default: its end)")
     parser.add_argument("--out", type=Path, default=Path("trace.json"), help="file to write (default %(default)s)")
+    parser.add_argument("--otlp", metavar="URL", help="send the whole start to this collector of OpenTelemetry instead")
     options = parser.parse_args(arguments)
     try:
         run = recorded(options.run, runs.read(options.run).records)
+        if options.otlp:
+            print(f"trace: {_send(run, options.run.resolve().name, options.otlp)} spans sent to {options.otlp}")
+            return 0
         events = window(run, run.began + options.since, run.began + options.until)
         if not any(event["ph"] == "X" for event in events):
             raise ValueError(
@@ -48,6 +55,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"trace: {options.out} ({len(events)} events; open it at ui.perfetto.dev)")
     return 0
+
+
+def _send(run: Recorded, name: str, url: str) -> int:
+    if importlib.util.find_spec("opentelemetry") is None:
+        raise ValueError(
+            f"--otlp needs OpenTelemetry: {sys.executable} -m pip install opentelemetry-exporter-otlp-proto-http"
+        )
+    from tools.inspecting import otlp
+
+    return otlp.send(run, name, url)
 
 
 def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
@@ -85,6 +102,10 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
                 **place,
             }
         )
+        events += [
+            {"ph": "X", "name": name, "ts": _us(a, run), "dur": round((b - a) * 1e6, 3), **place}
+            for name, a, b in getattr(what, "phases", ())
+        ]
         if isinstance(what, Call) and name == "generate" and what.tree in updates:
             trained = updates[what.tree].work[0][1]
             if start < trained <= until:
@@ -93,6 +114,11 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
                 events.append(
                     {"ph": "f", "bp": "e", "ts": _us(trained, run), **arrow, "pid": processes[LEARNER], "tid": 1}
                 )
+    events += [
+        {"ph": "i", "s": "t", "name": "stream", "ts": _us(at, run), "pid": processes[LEARNER], "tid": 1}
+        for at in run.streamed
+        if LEARNER in processes and since <= at <= until
+    ]
     return events
 
 

@@ -13,7 +13,7 @@ from tools.inspecting import critical, runs
 from tools.inspecting.critical import Call, Recorded, Update, shares
 from tools.inspecting.trace import main, window
 
-UPDATES, PUBLISHING, CHECKPOINTS = critical.LEARNER.values()
+UPDATES, PUBLISHING, CHECKPOINTS = "learner: updates", critical.PUBLISH, critical.CHECKPOINT
 
 
 def test_planted_delays_come_out_as_they_were_planted() -> None:
@@ -55,6 +55,15 @@ def test_of_several_calls_of_the_last_tree_the_one_that_ends_last_counts() -> No
     assert shares(calls, [update], set(), 0.0, 5.0) == {"rollouts: judge": 3.5, UPDATES: 1.0, "rollouts: generate": 0.5}
 
 
+def test_a_phase_of_a_call_and_of_an_update_is_a_cause_of_its_own() -> None:
+    phases = (("queue", 0.0, 0.25), ("prefill", 0.25, 1.0), ("decode", 1.0, 2.75))
+    update = Update(1, [("learner: pack", 3.0, 3.5), ("learner: backward", 3.5, 4.0)], {1})
+    assert shares([Call("generate", 0.0, 3.0, 1, phases=phases)], [update], set(), 0.0, 4.0) == {
+        "rollouts: generate (decode)": 1.75, "rollouts: generate (prefill)": 0.75, "rollouts: generate (queue)": 0.25,
+        "rollouts: generate": 0.25, "learner: pack": 0.5, "learner: backward": 0.5,
+    }  # fmt: skip
+
+
 TIMES = st.integers(0, 40).map(lambda i: i / 4)
 CALLS = st.builds(
     lambda service, times, tree: Call(service, min(times), max(times), tree),
@@ -91,7 +100,8 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     trace.write_text(before + began + again + "".join(rest) + '{"name":"gen')
     causes = critical.budget(run, runs.read(run).records)
     assert causes == {
-        "rollouts: generate": pytest.approx(2.0, abs=1e-3), UPDATES: pytest.approx(0.42, abs=1e-3), PUBLISHING: pytest.approx(0.08, abs=1e-3),
+        "rollouts: generate (decode)": pytest.approx(1.52, abs=1e-3), "rollouts: generate (prefill)": pytest.approx(0.48, abs=1e-3),
+        "learner: updates, other work": pytest.approx(0.22, abs=1e-3), "learner: forward": pytest.approx(0.2, abs=1e-3), PUBLISHING: pytest.approx(0.08, abs=1e-3),
     }  # fmt: skip
     assert sum(causes.values()) == pytest.approx(2.5, abs=1e-3)
 
@@ -124,7 +134,13 @@ def test_the_command_writes_a_trace_and_says_when_a_window_is_empty(
     run, out = make(tmp_path / "run"), tmp_path / "trace.json"
     assert main([str(run), "--out", str(out)]) == 0
     kinds = Counter(event["ph"] for event in json.loads(out.read_text())["traceEvents"])
-    assert kinds == {"M": 2, "X": 9, "s": 3, "f": 3}
+    assert kinds == {
+        "M": 2,
+        "X": 3 + 6 + 9,
+        "i": 3,
+        "s": 3,
+        "f": 3,
+    }  # calls, their phases, and the parts of the updates
     assert main([str(run), "--from", "100", "--to", "200", "--out", str(out)]) == 2
     assert "nothing ran between 100 s and 200 s; the start lasted 3.8 s" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 2

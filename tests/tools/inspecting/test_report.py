@@ -61,7 +61,8 @@ def test_a_page_has_every_section_with_what_the_run_recorded(
 def test_the_time_budget_of_the_page_adds_up(tmp_path: Path) -> None:
     rows = dict(cells(page_of(tmp_path, make(tmp_path / "a")), "Who waited for whom")[1:])
     assert rows == {
-        "rollouts: generate": "3.0 s (80.0%)", "learner: updates": "0.6 s (16.8%)", "learner: publishing weights": "0.1 s (3.2%)",
+        "rollouts: generate (decode)": "2.3 s (60.8%)", "rollouts: generate (prefill)": "0.7 s (19.2%)",
+        "learner: updates, other work": "0.3 s (8.8%)", "learner: forward": "0.3 s (8.0%)", "learner: publishing weights": "0.1 s (3.2%)",
         "sum": "3.8 s",
     }  # fmt: skip
 
