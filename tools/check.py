@@ -1,4 +1,4 @@
-"""The command tools/test: ruff, pyright, pytest. All of them run; the exit status is 1 if any failed.
+"""The command tools/test: ruff, pyright, the documentation as a site, pytest. All of them run; the exit status is 1 if any failed.
 
 With --quick the tests marked slow and the second numerical run are left out, and pytest runs in several processes, with pyright beside it.
 
@@ -49,6 +49,7 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
         "pyright": ["pyright", "--pythonpath", sys.executable],
+        "documentation": ["mkdocs", "build", "--strict"],
     }
     if QUICK in arguments:
         return checks | {"pytest": ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", *given]}
@@ -74,7 +75,7 @@ def main() -> int:
 
 def start(name: str, command: list[str], output: int | None = None) -> subprocess.Popen[str]:
     """Start a check of ``steps``."""
-    more = PLAIN_KERNELS if "plain" in name else {}
+    more = (PLAIN_KERNELS if "plain" in name else {}) | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement, on every build
     return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=os.environ | more, stdout=output, text=True)
 
 
