@@ -17,7 +17,8 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key_env: the variable that holds the servers' API key; a server that an actor starts gets a key of its own. weights: how a version is
     sent; "auto" decides by where the processes run. lora: whether an adapter is sent alone ("adapter") or the actor merges it into the base
     weights ("merged"). pause: during an update, "retract" recomputes the keys and values of running requests with the new weights, and
-    "in_place" keeps them. The timeouts (seconds) limit the start, one step of an update, and one generation.
+    "in_place" keeps them. start_timeout_s, update_timeout_s, request_timeout_s: limits, in seconds, on the start, one step of
+    an update, and one generation.
     """
 
     way: Literal["server", "inside", "url"] = "server"
@@ -39,7 +40,7 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors].
 
-    engine: "local" is the embedded engine, "sglang" the engine for GPUs, and "module:Class" your own engine with its engine_options. count: the
+    engine: "local" is the embedded engine, "sglang" the engine for GPUs, and "module:Class" your own engine. engine_options: its options. count: the
     number of actor processes. max_batch: samples that one actor decodes together. capacity: requests that an actor accepts at once.
     kv_cache_gib: all keys and values of the embedded engine, of running samples and of the prefix cache. max_context: most tokens of a prompt
     and its continuation. prefill_tokens: prompt tokens computed in one step. threads: compute threads of one actor. dtype: "auto" is model.dtype, or

@@ -70,7 +70,10 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
 
 
 class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [retriever]. backend: an index folder or the URL of a Search-R1 server; "" builds an index of data.corpus."""
+    """Section [retriever]. backend: an index folder or the URL of a Search-R1 server; "" builds an index of data.corpus.
+
+    encoder: the model of the embeddings: "minilm", a Hugging Face folder or a hub id (judges/retriever/encoder.py). threads: compute threads.
+    """
 
     backend: str = ""
     encoder: str = "minilm"

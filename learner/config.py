@@ -8,7 +8,10 @@ from wire.numbers import Count, Discount, Natural, NotNegative, Positive, Share
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Low-rank adapters on all linear layers. With rank 0, every weight trains instead."""
+    """Section [learner.lora], and lora of a critic or reward model: low-rank adapters on all linear layers.
+
+    rank: their rank; with 0, every weight trains instead. alpha: their products are scaled by alpha / rank.
+    """
 
     rank: Natural = 16
     alpha: Positive = 64.0
@@ -52,9 +55,10 @@ class SoftOverlong(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.critic]: the value model of schemes with targets (gae, ppr, sao, oprl on ppo), which starts from the policy's weights.
 
-    warmup_updates: the critic's learning rate rises linearly over them. policy_frozen_updates: the critic's warm-up, in which the critic trains
+    lr: the critic's learning rate. warmup_updates: it rises linearly over them. policy_frozen_updates: the critic's warm-up, in which the critic trains
     alone: the version advances, and the policy makes no step. steps: optimizer steps of the critic for each of the policy. value_clip: PPO's
-    value-clip range around the value before the update (methods.md 2.4).
+    value-clip range around the value before the update (methods.md 2.4). loss_factor: a factor of the critic's loss. grad_clip: the largest norm
+    of a gradient. lora: adapters; without the section, every weight trains.
     """
 
     lr: Positive = 1e-5
@@ -70,12 +74,14 @@ class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.prm]: the implicit reward model of oprl and prime, which starts from the policy's weights (methods.md 4.1, 4.5).
 
-    loss: "dpo" over all positive x negative pairs of a question, or "cross_entropy" against the outcome. outcome: the score column that is
-    compared with threshold; a trajectory above threshold is positive. score: a trajectory's score is the sum or the mean of its step scores.
+    beta: the factor of the log-ratio that is a token's reward. loss: "dpo" over all positive x negative pairs of a question, or "cross_entropy" against the outcome. outcome: the score column that is
+    compared with threshold. threshold: a trajectory above it is positive. score: a trajectory's score is the sum or the mean of its step scores.
     order: "score_first" scores the batch with the old model and then updates the model; "update_first" does the reverse. epochs, minibatches:
     an update makes epochs x minibatches optimizer steps, each on its share of the questions. reference: the log-probabilities that the engine
     recorded ("behaviour"), those of the policy before the update, computed by the learner ("recomputed"), or those of the policy at version 0
-    ("initial"). "auto" is "recomputed" where the learner computes in bfloat16, whose rounding differs from the engine's, else "behaviour".
+    ("initial"). "auto" is "recomputed" where the learner computes in bfloat16, whose rounding differs from the engine's, else "behaviour". lr: the reward model's
+    learning rate. warmup_updates: it rises linearly over them. grad_clip: the largest norm of a gradient. lora: adapters; without the section,
+    every weight trains.
     """
 
     beta: Positive = 0.05
@@ -97,7 +103,7 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.watch]: the limits at which the numerics watch warns. 0 switches a warning off.
 
     engine_gap: 99th percentile of |learner - engine log-probability| on turns that the version being trained sampled completely.
-    engine_gap_bfloat16 replaces it if the learner computes in bfloat16, whose rounding alone gives .17 to .20 with SmolLM2-135M.
+    engine_gap_bfloat16: replaces engine_gap if the learner computes in bfloat16, whose rounding alone gives .17 to .20 with SmolLM2-135M.
     sample_share: effective sample size / tokens. clip_share, mask_share: shares of the tokens. entropy: nats. kl: KL to the initial policy.
     grad_norm: a factor of the running median. turns: the factor by which the correct or the wrong trajectories may become longer or shorter
     than in the first updates (scheme ppr).
@@ -118,9 +124,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner].
 
     count: the number of ranks. sharding: whether each rank holds the whole model ("replicate") or a part of it ("fsdp"). scheme: a module of
-    learner/schemes; correction: a function of learner/corrections.py; *_options: their keyword arguments.
+    learner/schemes; correction: a function of learner/corrections.py; scheme_options, correction_options: their keyword arguments.
     aggregation: how token terms are weighted (learner/objective.py); "auto" is the aggregation with which the correction is defined ("trajectory"
     for gspo), and "turn" for the others. constant_tokens: the divisor of aggregation "constant".
+    mean_over_steps: divide the weight of each token by the number of its question's groups, such as SLATE's steps.
     epochs, minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the questions. target_kl: the update's
     remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0: never). kl_coef, kl_estimator: weight and
     estimator of the KL to the initial policy in the loss (learner/kl.py). kl_reward_coef: weight of the k1 KL that is subtracted from the
@@ -128,13 +135,15 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (learner/rewards.py). advantage_scale, advantage_clip: change the advantages after the scheme. A clip of 0 clips nothing. overlong_filter: a
     trajectory with an action that the token limit cut carries no loss. entropy_coef: weight of the entropy bonus. attention: the backend that
     computes attention over a forest ("auto": cascade on a CPU, flex on CUDA). micro_tokens: the largest number of packed tokens in one forward.
+    lr, betas, weight_decay: the settings of AdamW. grad_clip: the largest norm of a gradient; a larger gradient is scaled down to it.
     warmup_updates, lr_schedule, decay_updates, lr_min_ratio: the learning rate rises linearly, then stays constant, or falls linearly or by a
     cosine to lr_min_ratio x lr at decay_updates (0: at scheduler.updates). checkpoint_every: updates between checkpoints. keep: how many
     checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for longer. publish: where a version's
     complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs take them), or "both".
     publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the scheme needs; refused if it
     needs none. train_vision: train the vision tower of a model that reads pictures too; otherwise it stays as it is.
-    dtype: "auto" is model.dtype, or what the machine is faster in.
+    gradient_checkpointing: compute activations again in the backward instead of keeping them. dtype: "auto" is model.dtype, or what the machine is
+    faster in. threads: compute threads of one rank.
     """
 
     count: Count = 4

@@ -21,7 +21,10 @@ STARTED = "the scheduler has started"
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of one call."""
+    """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of one call.
+
+    heartbeat_s: time between two heartbeats of a worker. max_attempts: how often a call is made before its infrastructure fault is reported.
+    """
 
     heartbeat_s: Positive = 2.0
     dead_after_s: Positive = 20.0

@@ -40,10 +40,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler].
 
     strategy: a module of scheduler/strategies, or module:grow; strategy_options: the keyword arguments of grow. budget: the largest
-    number of steps, B. judge: the service judge.<judge>, or "none". max_action_tokens: the limit of one action. thinking: ask for a
-    thinking block, if the chat template has that switch. updates: how many the run makes. questions_per_update: trees per update.
+    number of steps, B. judge: the service judge.<judge>, or "none". temperature, top_p, top_k: how training rollouts are sampled (top_p 1 and
+    top_k 0 leave the distribution whole). max_action_tokens: the limit of one action. thinking: ask for a thinking block, if the chat template
+    has that switch. updates: how many the run makes. questions_per_update: trees per update.
     max_staleness: see scheduler/pacing.py. dynamic_sampling_budget: how many questions without any spread of the reward may be replaced for
-    an update (scheduler/dynamic_sampling.py; 0: none). Deadlines and timeouts are in seconds.
+    an update (scheduler/dynamic_sampling.py; 0: none). bind: the ZeroMQ address on which workers connect; port 0 is any free one.
+    generate_deadline_s: seconds until a generate call fails. judge_deadline_s: the same for calls of judges, retrievers, opponents and speakers.
+    startup_timeout_s: seconds for which the scheduler waits for the workers that the run needs.
     watchdog_s: the terminal says what waits for what when nothing has moved for so long; stall_s: then the stuck part is replaced
     (docs/reliability.md). trackers: "wandb", "trackio" or both; prometheus: host:port of an endpoint for Prometheus, with port 0 for any free
     one ("": none); see docs/metrics.md.

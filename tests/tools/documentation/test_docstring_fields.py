@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import griffe
+import pytest
 
 from tools.documentation.fields import Fields, described, readable
 
@@ -14,6 +15,16 @@ def loaded(module: str, place: Path = ROOT) -> griffe.Module:
     module_ = griffe.load(module, search_paths=[place], extensions=extensions, allow_inspection=False)
     assert isinstance(module_, griffe.Module)
     return module_
+
+
+def text_of(thing: griffe.Object) -> str:
+    return thing.docstring.value if thing.docstring else ""
+
+
+def fields(thing: griffe.Object) -> list[griffe.DocstringParameter]:
+    """The rows of the table below the text of a docstring."""
+    assert thing.docstring is not None
+    return thing.docstring.parsed[1].value
 
 
 def test_a_docstring_is_split_at_the_names_of_its_fields_and_nowhere_else() -> None:
@@ -44,13 +55,22 @@ def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Pat
         '        """Grow it. factor: of the radius. Raises nothing."""\n'
     )
     circle = loaded("shapes", tmp_path)["Circle"]
-    text, fields = circle.docstring.parsed
-    assert text.value == "A circle."
-    assert [(f.name, str(f.annotation), f.description, f.value and str(f.value)) for f in fields.value] == [
+    assert circle.docstring.parsed[0].value == "A circle."
+    assert [
+        (row.name, str(row.annotation), row.description, row.default and str(row.default)) for row in fields(circle)
+    ] == [
         ("radius", "float", "in metres.", None),
         ("name", "str", "How it is called.", "'c'"),
     ]
-    parameters = circle["grow"].docstring.parsed[1].value
-    assert [(p.name, str(p.default), p.description) for p in parameters] == [
-        ("factor", "2.0", "of the radius. Raises nothing.")
-    ]
+    parameters = [(row.name, str(row.default), row.description) for row in fields(circle["grow"])]
+    assert parameters == [("factor", "2.0", "of the radius. Raises nothing.")]
+
+
+@pytest.mark.parametrize(
+    "module", ["scheduler.config", "scheduler.calls", "actors.config", "judges.config", "learner.config"]
+)
+def test_every_key_of_a_config_section_is_described(module: str) -> None:
+    tables = {name: fields(one) for name, one in loaded(module).classes.items() if "Section [" in text_of(one)}
+    keys = {f"{name}.{row.name}": row for name, table in tables.items() for row in table}
+    assert keys
+    assert [key for key, row in keys.items() if not row.description and "Config" not in str(row.annotation)] == []
