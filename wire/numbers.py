@@ -5,10 +5,14 @@ from typing import Annotated
 from msgspec import Meta
 
 Positive = Annotated[float, Meta(gt=0)]
+"""A number of more than 0."""
 NotNegative = Annotated[float, Meta(ge=0)]
+"""A number of at least 0."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A number from 0 to 1, both included."""
 Discount = Annotated[float, Meta(ge=0, lt=1)]
 """A number of at least 0 and less than 1."""
 Count = Annotated[int, Meta(ge=1)]
+"""A whole number of at least 1."""
 Natural = Annotated[int, Meta(ge=0)]
+"""A whole number of at least 0."""
