@@ -49,7 +49,7 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
         "pyright": ["pyright", "--pythonpath", sys.executable],
-        "documentation": ["mkdocs", "build", "--strict"],
+        "documentation": ["mkdocs", "build", "--strict"],  # --quiet would keep warnings from failing it
     }
     if QUICK in arguments:
         return checks | {"pytest": ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", *given]}

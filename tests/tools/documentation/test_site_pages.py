@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from markdown import Markdown
+from playwright.sync_api import sync_playwright
 
 from tools.documentation.pages import ROOT, Links, notebook_page, page_of, rewritten, source_page, target
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REFERENCE = {"learner": ["learner.table", "learner.schemes"]}
 
 
@@ -91,14 +93,14 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "docs").mkdir()
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         (folder / name).write_text("# Text\n")
-    (folder / "code.py").write_text('"""Adds."""\n')
-    (folder / "docs" / "page.md").write_text("# Page\n\n## A part\n\n[code](../code.py), [home](../README.md)\n")
+    (folder / "adding.py").write_text('"""Adds."""\n')
+    (folder / "docs" / "page.md").write_text("# Page\n\n## A part\n\n[code](../adding.py), [home](../README.md)\n")
     config = (ROOT / "mkdocs.yml").read_text()
     start, end = config.index("\nnav:"), config.index("\ntheme:")
     nav = "\nnav: [README.md, page.md, CONTRIBUTING.md, CHANGELOG.md, reference/code.md]\n"
     config = config[:start] + nav + config[end:]
     start, end = config.index("  reference:"), config.index("\nplugins:")
-    (folder / "mkdocs.yml").write_text(config[:start] + "  reference: {code: [code]}\n" + config[end:])
+    (folder / "mkdocs.yml").write_text(config[:start] + "  reference: {code: [adding]}\n" + config[end:])
     return folder
 
 
@@ -119,13 +121,36 @@ def test_the_strict_build_refuses_a_broken_link_and_a_page_that_the_nav_forgets(
     (copy / "docs" / "forgotten.md").unlink(missing_ok=True)
     if "forgotten" in link:
         (copy / link).write_text("# Forgotten\n")
-    (copy / "README.md").write_text(f"# Home\n\n[link]({link})\n")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    result = subprocess.run(build, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    result = built(copy, f"# Home\n\n[link]({link})\n")
     assert (result.returncode != 0) == bool(warning), result.stderr
     assert warning in result.stderr
     if not warning:
         site = copy / ".cache" / "site"
         assert 'href="page.html#a-part"' in (site / "index.html").read_text()
-        assert 'href="reference/code.html#code"' in (site / "page.html").read_text()
+        assert 'href="reference/code.html#adding"' in (site / "page.html").read_text()
+
+
+def built(copy: Path, home: str) -> subprocess.CompletedProcess[str]:
+    (copy / "README.md").write_text(home)
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(build, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+def test_the_search_works_from_files_and_nothing_comes_from_a_network(copy: Path) -> None:
+    (copy / "docs" / "forgotten.md").unlink(missing_ok=True)
+    assert built(copy, "# Home\n\nSome quokkas live here.\n").returncode == 0
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        requests = list[str]()
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto((copy / ".cache" / "site" / "page.html").as_uri())
+        page.click(".md-search__input")
+        page.keyboard.type("quokkas")
+        page.wait_for_selector(".md-search-result__item a[href*='index.html']")
+        browser.close()
+    assert len(requests) > 3
+    assert [url for url in requests if not url.startswith(("file:", "data:", "about:"))] == []
