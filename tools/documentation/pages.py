@@ -59,7 +59,8 @@ def rewritten(link: str, document: str, reference: dict[str, list[str]]) -> str:
 def source_page(path: Path) -> str:
     """Return the page of a source file, or of a folder, which names its files. The search leaves it out."""
     kind = path.suffix.removeprefix(".")
-    text = path.read_text() if path.is_file() else "".join(f"{entry.name}\n" for entry in sorted(path.iterdir()))
+    names = [] if path.is_file() else sorted(entry.name for entry in path.iterdir() if entry.name != "__pycache__")
+    text = path.read_text() if path.is_file() else "\n".join(names)
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(ROOT)}\n\n~~~~~~~~ {kind}\n{text}\n~~~~~~~~\n"
 
 
@@ -71,8 +72,8 @@ def notebook_page(path: Path) -> str:
 
 def reference_page(page: str, names: list[str]) -> str:
     """Return the page whose contents mkdocstrings makes from the docstrings of ``names``."""
-    return f"# {page.capitalize()}\n\n" + "\n\n".join(
-        f"::: {name}\n    options:\n      toc_label: {name}" for name in names
+    return f"# {page.capitalize()}\n" + "".join(
+        f"\n::: {name}\n    options:\n      toc_label: {name}\n" for name in names
     )
 
 
@@ -86,9 +87,7 @@ class Links(Treeprocessor, Extension):
         self.reference = reference
 
     def extendMarkdown(self, md: Markdown) -> None:
-        md.treeprocessors.register(
-            self, "repository", 1
-        )  # after the links are read (20), before mkdocs resolves them (0)
+        md.treeprocessors.register(self, "repository", 1)  # after links are read (20), before mkdocs resolves them (0)
 
     def run(self, root: Element) -> None:
         for element in root.iter() if self.document else ():
@@ -126,7 +125,7 @@ def linked() -> set[str]:
     """Return the paths of everything in the repository that a document links to."""
     documents = [*OUTSIDE, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
     links = {(link, name) for name in documents for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())}
-    return {target(link, document) for link, document in links} - {""}
+    return {path for link, name in links if (path := target(link, name)) and not path.startswith("..")}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> None:
@@ -136,6 +135,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return html.replace(
-        '<details class="mkdocstrings-source"', '<details data-search-exclude class="mkdocstrings-source"'
-    )
+    """Keep the search from finding the source code that stands folded below each docstring."""
+    source = 'class="mkdocstrings-source"'
+    return html.replace(f"<details {source}", f"<details data-search-exclude {source}")

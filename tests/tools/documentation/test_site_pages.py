@@ -76,7 +76,7 @@ def test_links_and_pictures_are_rewritten_and_code_is_not() -> None:
 def test_the_page_of_a_source_file_shows_it_whole() -> None:
     path = ROOT / "docs" / "metrics.md"  # has fences of its own
     assert path.read_text() in source_page(path)
-    assert "test_site_pages.py\n" in source_page(Path(__file__).parent)
+    assert "\ntest_site_pages.py\n" in source_page(Path(__file__).parent)
 
 
 def test_the_page_of_a_notebook_shows_its_cells_in_order() -> None:
