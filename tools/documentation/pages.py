@@ -6,6 +6,7 @@ reference pages are those that ``extra.reference`` of mkdocs.yml lists: the titl
 """
 
 import json
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+log = logging.getLogger("mkdocs.hooks.pages")
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Documents outside docs/. mkdocs takes README.md as the first page of the site."""
@@ -134,7 +136,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     config.extra["links"].document = "" if generated else path if path in OUTSIDE else f"docs/{path}"
 
 
+def misread(html: str) -> str:
+    """Return the first item of a list that became part of a paragraph, as happens here but not on code hosts; "" if there is none."""
+    lost = re.search(r"<p>(?:(?!</p>).)*?^([-*] [^<\n]*)", html, re.DOTALL | re.MULTILINE)
+    return lost[1] if lost else ""
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep the search from finding the source code that stands folded below each docstring."""
+    if config.extra["links"].document and (lost := misread(html)):
+        log.warning(f"Doc file '{page.file.src_uri}' needs an empty line before the list that begins with: {lost}")
     source = 'class="mkdocstrings-source"'
     return html.replace(f"<details {source}", f"<details data-search-exclude {source}")

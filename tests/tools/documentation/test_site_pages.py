@@ -10,7 +10,7 @@ import pytest
 from markdown import Markdown
 from playwright.sync_api import sync_playwright
 
-from tools.documentation.pages import ROOT, Links, notebook_page, page_of, rewritten, source_page, target
+from tools.documentation.pages import ROOT, Links, misread, notebook_page, page_of, rewritten, source_page, target
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REFERENCE = {"learner": ["learner.table", "learner.schemes"]}
@@ -83,6 +83,20 @@ def test_the_page_of_a_notebook_shows_its_cells_in_order() -> None:
     page = notebook_page(ROOT / "docs" / "notebook.ipynb")
     assert page.startswith("# A run in a notebook\n")
     assert page.index("```python\nimport polars") < page.index("Curves.") < page.index("run.plot(")
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("Text:\n- item", "- item"),
+        ("Text:\n\n- item\n- item", ""),
+        ("Text:\n* item, `code`\n\nText.", "* item, "),
+        ("- item\n\n    ```\n    code\n    ```\n\n- item", ""),
+        ("```\n- code\n```\n\nText - with a dash.", ""),
+    ],
+)
+def test_a_list_that_the_site_would_show_as_text_is_found(text: str, lost: str) -> None:
+    assert misread(Markdown(extensions=["pymdownx.superfences"]).convert(text)) == lost
 
 
 @pytest.fixture(scope="module")
