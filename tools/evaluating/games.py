@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     _add_players(parser)
     _add_games(parser.add_argument_group("games"))
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="an evaluation in it is continued (default: evaluations/ENV-TIME)"
+        "--out", type=Path, help="folder; an evaluation in it is continued (default: evaluations/ENV-TIME)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--concurrency", type=int, default=16, help="games played at once (default: %(default)s)")

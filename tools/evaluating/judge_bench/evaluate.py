@@ -166,10 +166,7 @@ def add_judges(parser: argparse.ArgumentParser) -> None:
         "--option", action=_Judge, metavar="KEY=VALUE", help="option of the judge before it; repeatable"
     )
     parser.add_argument(
-        "--name",
-        action=_Judge,
-        metavar="NAME",
-        help="table name of the judge before it (default: its spec and options)",
+        "--name", action=_Judge, help="table name of the judge before it (default: its spec and options)"
     )
 
 
@@ -211,9 +208,7 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "tools/evaluate nvprocess", "Measure process judges on steps labelled good or bad.", EXAMPLES
     )
-    parser.add_argument(
-        "--bench", type=Path, default=SHIPPED, metavar="FILE", help="JSONL records (default: the shipped set)"
-    )
+    parser.add_argument("--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)")
     add_judges(parser)
     parser.add_argument(
         "--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help="random, first-turn, or constant S; may be repeated (majority is always added)"
@@ -225,10 +220,7 @@ def parser() -> argparse.ArgumentParser:
         help="good steps score above it (default: %(default)s)",
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="an evaluation in it is continued (default: evaluations/nvprocess-TIME)",
+        "--out", type=Path, help="folder; an evaluation in it is continued (default: evaluations/nvprocess-TIME)"
     )
     add_deadline(parser)
     parser.add_argument(

@@ -52,12 +52,8 @@ def parser() -> argparse.ArgumentParser:
     players.add_local(parser)
     players.add_actions(parser)
     how = parser.add_argument_group("methods")
-    how.add_argument(
-        "--method", metavar="NAMES", help=f"comma-separated, of {', '.join(methods.known())} (default: search)"
-    )
-    how.add_argument(
-        "--prompt", metavar="NAME", help="of search: short, search_r1 or a path (default: the run's, else search_r1)"
-    )
+    how.add_argument("--method", help=f"comma-separated, of {', '.join(methods.known())} (default: search)")
+    how.add_argument("--prompt", help="of search: short, search_r1 or a path (default: the run's, else search_r1)")
     how.add_argument("--topk", type=int, help="passages of a search (default: the run's, else 3)")
     how.add_argument(
         "--budget", action="append", type=_budget, default=[], metavar="[SET=]N",
@@ -67,14 +63,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
     retriever = "index folder, URL of a Search-R1 server, or the word default (default: the run's)"
     how.add_argument("--retriever", metavar="PLACE", help=retriever)
-    how.add_argument(
-        "--cache", type=Path, metavar="FILE", help="file that keeps found passages (default: OUT/retrieval.sqlite)"
-    )
+    how.add_argument("--cache", type=Path, help="file that keeps found passages (default: OUT/retrieval.sqlite)")
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="a table in it is continued and may get rows (default: evaluations/qa-TIME)",
+        "--out", type=Path, help="folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)"
     )
     parser.add_argument(
         "--measure",

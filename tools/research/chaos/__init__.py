@@ -39,10 +39,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=100, help="how many faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides all faults and their order (default: %(default)s)")
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where a run is kept that broke an invariant (default: a new folder in /tmp)",
+        "--out", type=Path, help="folder in which a run is kept that broke an invariant (default: a new folder in /tmp)"
     )
     parser.add_argument(
         "--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help="these kinds of faults alone (default: all)"
