@@ -21,7 +21,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--invite", metavar="SERVICE", help="print an invitation to offer judge.NAME, player.NAME or speaker.NAME"
     )
-    group.add_argument("--to", type=Path, help="write the invitation to this file, which only you can read")
+    group.add_argument(
+        "--to", type=Path, metavar="FILE", help="write the invitation to this file, which only you can read"
+    )
     group.add_argument("--host", default="", help="the name or address by which the guest reaches this machine")
     group.add_argument("--revoke", metavar="KEY", help="take an invitation back, by the name that --invite told")
 

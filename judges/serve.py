@@ -24,6 +24,7 @@ from wire import loop, options
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.keys import Invitation, PeerKeys
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayResult, SpeakResult
+from wire.options import command_parser
 from wire.process import begin
 from wire.service import Call, Handler, Service
 
@@ -227,26 +228,41 @@ def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
         raise FileNotFoundError(f"{run} is not a started run ({error}): start it with tools/launch first") from None
 
 
+EXAMPLES = """\
+  tools/serve my_judge:Brevity --run RUN              a judge of your own
+  tools/serve pprm --run RUN --option max_tokens=512  a built-in one
+  tools/serve --run RUN --invite judge.brevity --to invitation.json
+  tools/serve my_judge:Brevity --invite-file invitation.json"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/serve."""
+    parser = command_parser(
+        "tools/serve",
+        "Plug a judge, an opponent or a speaker into a live run,\nor invite one from another machine.",
+        EXAMPLES,
+    )
+    parser.add_argument("judge", nargs="?", metavar="JUDGE", help="module:Class, or a built-in name")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", type=Path, metavar="RUN", help="folder of the live run")
+    where.add_argument("--invite-file", type=Path, metavar="FILE", help="the invitation to a run on another machine")
+    option = "an argument of the class, its value in TOML; repeatable"
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    parser.add_argument("--name", default=None, help="worker name (default: the judge's, with -plugin)")
+    invitations.add_flags(parser)
+    return parser
+
+
 def plug_in(arguments: list[str] | None = None) -> int:
     """Run the command tools/serve and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="tools/serve",
-        description="Plug a judge, an opponent or a speaker into a live run, or invite one from another machine.",
-    )
-    parser.add_argument("judge", nargs="?", help="module:Class, or a built-in name")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--run", type=Path, help="folder of the live run")
-    where.add_argument("--invite-file", type=Path, help="the invitation to a run on another machine")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="constructor option")
-    parser.add_argument("--name", default=None, help="worker name (default: the judge's)")
-    invitations.add_flags(parser)
-    asked = parser.parse_args(arguments)
+    command = parser()
+    asked = command.parse_args(arguments)
     begin()
     try:
         if asked.invite or asked.revoke:
             return invitations.run(asked)
         if asked.judge is None:
-            parser.error("name the judge that is served, as module:Class or a built-in name")
+            command.error("name the judge that is served, as module:Class or a built-in name")
         endpoint, keys = _reached(asked)
         worker = make_worker(asked.judge, dict(options.option(text) for text in asked.option))
     except (OSError, ValueError) as error:

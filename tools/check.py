@@ -6,6 +6,7 @@ The numerical tests run twice: with the kernels that torch chooses for this proc
 another order and emulate bfloat16. So a bound that holds on one kind of machine only fails on every machine.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -14,7 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.bootstrap import ROOT
+from wire.options import command_parser
 
+EXAMPLES = """\
+  tools/test --quick                            without slow tests
+  tools/test tests/scheduler                    one folder
+  tools/test --quick tests/learner -k critic    other options are pytest's"""
 PLAIN_KERNELS = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
@@ -59,9 +65,21 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     return checks
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/test, for its help and for completion; pytest reads all arguments but --quick."""
+    parser = command_parser("tools/test", "Lint, type-check and test the project.", EXAMPLES)
+    parser.add_argument(QUICK, action="store_true", help="leave out slow tests and the second numerical run")
+    parser.add_argument("-k", metavar="WORDS", help="only the tests whose names match, as all options of pytest")
+    parser.add_argument("tests", nargs="*", metavar="TESTS", help="folders, files or single tests (default: tests)")
+    return parser
+
+
 def main() -> int:
     """Run every check; see steps for the arguments."""
     arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        parser().print_help()
+        return 0
     checks, failed = steps(arguments), list[str]()
     beside = start("pyright", checks.pop("pyright"), subprocess.PIPE) if QUICK in arguments else None
     for name, command in checks.items():

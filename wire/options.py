@@ -1,5 +1,6 @@
 """Options of plug-ins (schemes, corrections, environments, judges): keyword arguments from the config, checked before a run starts any work."""
 
+import argparse
 import difflib
 import importlib
 import inspect
@@ -15,6 +16,20 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Names the value of an option by its type, as short as ``N``, where the option does not name it."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return {int: "N", float: "X", Path: "PATH"}.get(action.type) or super()._get_default_metavar_for_optional(
+            action
+        )  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def command_parser(prog: str, description: str, examples: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a command, whose help ends with examples."""
+    return argparse.ArgumentParser(prog, usage, description, f"examples:\n{examples}", formatter_class=_Help)
 
 
 def known(setting: str, name: str, names: Iterable[str], otherwise: str = "") -> None:

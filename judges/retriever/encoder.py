@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from transformers import AutoModel, AutoTokenizer
 
 Role = Literal["query", "passage"]
 
@@ -34,6 +32,9 @@ class Encoder:
     """Embeds texts, with E5's prefixes if the model's name contains "e5"."""
 
     def __init__(self, encoder: str = "minilm", threads: int = 1):
+        import torch  # not at the top: commands that only read their options would wait for it
+        from transformers import AutoModel, AutoTokenizer
+
         torch.set_num_threads(threads)
         folder = model_folder(encoder)
         self.name = encoder
@@ -46,15 +47,17 @@ class Encoder:
     def dimensions(self) -> int:
         return int(self.model.config.hidden_size)
 
-    @torch.inference_mode()
     def embed(self, texts: list[str], role: Role) -> np.ndarray:
         """Return the embeddings of texts, float32 [texts, dimensions] of unit length."""
+        import torch
+
         if self.prefixed:
             texts = [f"{role}: {text}" for text in texts]
         batch = self.tokenizer(
             texts, padding=True, truncation=True, max_length=MOST_TOKENS[role], return_tensors="pt"
         ).to(self.device)
-        hidden = self.model(**batch).last_hidden_state
-        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        mean = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
-        return torch.nn.functional.normalize(mean, dim=-1).float().cpu().numpy()
+        with torch.inference_mode():
+            hidden = self.model(**batch).last_hidden_state
+            mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+            mean = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
+            return torch.nn.functional.normalize(mean, dim=-1).float().cpu().numpy()

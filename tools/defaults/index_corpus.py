@@ -7,6 +7,7 @@ from pathlib import Path
 
 from judges.retriever.encoder import Encoder
 from judges.retriever.index import BadCorpus, build, read_manifest, sha256
+from wire.options import command_parser
 
 
 def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
@@ -19,22 +20,40 @@ def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
     return out
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="tools/index", description="Build a retrieval index.")
-    parser.add_argument("corpus", type=Path, help="JSONL of {id, contents}; contents = quoted title, newline, text")
-    parser.add_argument("--out", required=True, type=Path)
+EXAMPLES = """\
+  tools/index corpus.jsonl --out FOLDER        with the installed encoder
+  tools/index wiki.jsonl --out FOLDER --encoder intfloat/e5-base-v2
+  tools/index corpus.jsonl --out FOLDER --skip-bad
+then train on it: tools/launch --set retriever.backend=FOLDER"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/index."""
+    parser = command_parser("tools/index", "Build a retrieval index of a corpus.", EXAMPLES)
+    corpus = "JSONL of {id, contents}; contents = quoted title, newline, text"
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help=corpus)
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="folder to write, new or empty")
     parser.add_argument(
-        "--encoder", default="minilm", help='"minilm", or a folder or hub name (a name with e5 gets E5 prefixes)'
+        "--encoder",
+        default="minilm",
+        metavar="NAME",
+        help="minilm (default), or a folder or hub name (a name with e5 gets E5 prefixes)",
     )
     parser.add_argument("--skip-bad", action="store_true", help="pass over malformed lines (they are printed)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    options = parser.parse_args()
+    threads = "compute threads (default: all processors, %(default)s)"
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help=threads)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    command = parser()
+    options = command.parse_args(arguments)
     start = time.monotonic()
     try:
         manifest = build(
             options.corpus, options.out, Encoder(options.encoder, options.threads), skip_bad=options.skip_bad
         )
     except (BadCorpus, OSError) as error:
-        parser.exit(2, f"tools/index: {error}\n")
+        command.exit(2, f"tools/index: {error}\n")
     print(f"{manifest.passages} passages in {options.out} after {time.monotonic() - start:.0f} s")

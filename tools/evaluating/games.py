@@ -30,6 +30,7 @@ from tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepa
 from wire.atomic import write_whole
 from wire.faults import InfrastructureFault
 from wire.messages import Sample
+from wire.options import command_parser
 
 
 class SeedResult(msgspec.Struct, frozen=True):
@@ -56,10 +57,22 @@ class Result(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------- command line
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools/evaluate", description="Measure a player on an environment that makes its own tasks (a game)."
+EXAMPLES = """\
+  tools/evaluate tictactoe --run RUN --games 200       a run's newest weights
+  tools/evaluate sudoku --run RUN --version best       its best ones
+  tools/evaluate minesweeper --baseline random         what chance reaches
+  tools/evaluate sokoban --endpoint http://127.0.0.1:30000/v1 --endpoint-model m
+tools/evaluate qa --help: question answering
+tools/evaluate nvprocess --help: judges of processes"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/evaluate ENV."""
+    parser = command_parser(
+        "tools/evaluate",
+        "Measure a player on an environment that makes its own tasks (a game).",
+        EXAMPLES,
+        "tools/evaluate ENV PLAYER [options]",
     )
     parser.add_argument("environment", metavar="ENV", help=f"one of {', '.join(registry.KNOWN)}, or module:Class")
     _add_players(parser)
@@ -69,16 +82,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--concurrency", type=int, default=16, help="games played at once (default: %(default)s)")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _add_players(parser: argparse.ArgumentParser) -> None:
     one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
-    one.add_argument("--model", help="a model folder, a built-in name or a hub id")
-    one.add_argument("--run", type=Path, help="a run folder: its newest weights, and its settings of ENV")
+    one.add_argument("--model", metavar="NAME", help="a model folder, a built-in name or a hub id")
+    one.add_argument(
+        "--run", type=Path, metavar="RUN", help="a run folder: its newest weights, and its settings of ENV"
+    )
     one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     one.add_argument(
-        "--baseline", choices=sorted(NO_MODEL), help="no model: a random or the first reply of those listed"
+        "--baseline", choices=sorted(NO_MODEL), help="no model: a random reply of those listed, or the first"
     )
     players.add_endpoint(parser)
     players.add_local(parser)
@@ -89,15 +104,29 @@ def _add_games(games: Any) -> None:
     games.add_argument("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
     games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS.start, help="first task seed (default: held-out)")
     games.add_argument("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
-    games.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="option of ENV, a TOML value")
-    games.add_argument("--opponent", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)")
-    games.add_argument("--simulations", type=int, help=f"simulations of the MCTS opponent ({SIMULATIONS})")
+    games.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="option of ENV, a TOML value; repeatable"
+    )
+    games.add_argument(
+        "--opponent", metavar="NAME", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)"
+    )
+    games.add_argument("--simulations", type=int, help=f"simulations of the MCTS opponent (default: {SIMULATIONS})")
     oracle = "label moves by the built-in oracle (default: yes)"
     games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
     games.add_argument(
-        "--oracle-option", action="append", default=[], metavar="KEY=VALUE", help="of the oracle or the outcome's judge"
+        "--oracle-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the oracle or of the outcome's judge; repeatable",
     )
-    games.add_argument("--speaker-option", action="append", default=[], metavar="KEY=VALUE", help="of a served partner")
+    games.add_argument(
+        "--speaker-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of a served partner; repeatable",
+    )
 
 
 # ---------------------------------------------------------------------------------------------- playing
@@ -226,7 +255,7 @@ def _against(s: Settings) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    flags = parse(arguments)
+    flags = parser().parse_args(arguments)
     try:
         match = prepare(flags)
         out = flags.out or Path("evaluations") / time.strftime(f"{match.environment.name}-%Y%m%d-%H%M%S")

@@ -30,10 +30,14 @@ def add_endpoint(parser: Any) -> None:
     remote.add_argument("--endpoint-model", metavar="NAME", help="the model to ask for")
     remote.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key")
     remote.add_argument(
-        "--endpoint-field", action="append", default=[], metavar="KEY=VALUE", help="more of each request"
+        "--endpoint-field",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a field of each request, its value in TOML; repeatable",
     )
-    remote.add_argument("--timeout", type=float, help="seconds of one attempt (300)")
-    remote.add_argument("--attempts", type=int, help="attempts of one request (6)")
+    remote.add_argument("--timeout", type=float, help="seconds of one attempt (default: 300)")
+    remote.add_argument("--attempts", type=int, help="attempts of one request (default: 6)")
 
 
 def add_local(parser: Any) -> None:
@@ -42,12 +46,15 @@ def add_local(parser: Any) -> None:
     local.add_argument(
         "--version",
         type=versions.argument,
+        metavar="VERSION",
         help="of --run: this version, or best (on its held-out tasks), instead of the newest; 0 is the start",
     )
     local.add_argument("--no-thinking", action="store_true", help="ask a chat template that knows the switch for none")
-    local.add_argument("--threads", type=int, help="compute threads (1)")
+    local.add_argument("--threads", type=int, help="compute threads (default: 1)")
     local.add_argument(
-        "--max-context", type=int, help=f"prompt and action, tokens (default: the run's, else {MAX_CONTEXT})"
+        "--max-context",
+        type=int,
+        help=f"tokens of a prompt and its action together (default: the run's, else {MAX_CONTEXT})",
     )
 
 
@@ -55,9 +62,11 @@ def add_actions(parser: Any) -> None:
     """Add the flags that say how actions are sampled."""
     actions = parser.add_argument_group("actions")
     actions.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    actions.add_argument("--top-p", type=float, default=1.0)
-    actions.add_argument("--top-k", type=int, default=0)
-    actions.add_argument("--max-tokens", type=int, help="of one action (default: the run's, else 500)")
+    nucleus = "sample from the likeliest tokens of this total probability (default: %(default)s, all)"
+    actions.add_argument("--top-p", type=float, default=1.0, help=nucleus)
+    top = "sample from so many likeliest tokens (default: %(default)s, all)"
+    actions.add_argument("--top-k", type=int, default=0, help=top)
+    actions.add_argument("--max-tokens", type=int, help="tokens of one action, at most (default: the run's, else 500)")
 
 
 # ---------------------------------------------------------------------------------------------- checks

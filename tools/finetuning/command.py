@@ -16,7 +16,7 @@ from tools.finetuning import training
 from tools.finetuning.judge import files, label
 from wire.atomic import write_whole
 from wire.faults import Fault
-from wire.options import option
+from wire.options import command_parser, option
 
 MODEL_MAKERS = ("train", "warm-start")
 """The commands whose --out is a new folder. The --out of the other commands is a file."""
@@ -24,7 +24,7 @@ MODEL_MAKERS = ("train", "warm-start")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up as Ctrl-C does
     try:
         if options.command not in MODEL_MAKERS:
@@ -46,90 +46,109 @@ def _left(options: argparse.Namespace) -> str:
     return f"the model is whole in {options.out}" if options.out.exists() else "nothing was saved"
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools/sft", description="From trajectories of runs to a fine-tuned judge (docs/sft.md)."
-    )
+EXAMPLES = """\
+  tools/sft collect RUN --out trajectories.jsonl
+  tools/sft label trajectories.jsonl --judge-a slate --judge-b slate_rules \\
+    --out labelled.jsonl --review review.txt
+  tools/sft review labelled.jsonl review.txt --out corrected.jsonl
+  tools/sft rows corrected.jsonl --balance --out rows.jsonl
+  tools/sft bench corrected.jsonl --size 100 --out bench.jsonl
+  tools/sft train --model FOLDER --rows rows.jsonl --out FOLDER --epochs 2
+  tools/sft warm-start --config configs/slate-tiny.toml --out FOLDER"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/sft."""
+    parser = command_parser("tools/sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_stages(commands)
     _add_training(commands)
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     one = commands.add_parser("collect", help="trajectories of search runs, from their journals")
-    one.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    one.add_argument("--split", choices=("train", "heldout"), default="train")
+    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    one.add_argument("--split", choices=("train", "heldout"), default="train", help="which tasks (default: train)")
     one.add_argument(
         "--prefix", default="", help="put before the ids, which begin with the folder's name (for runs of one name)"
     )
-    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=collect)
 
     one = commands.add_parser("label", help="two judges score every step; steps on which they differ are dropped")
-    one.add_argument("trajectories", type=Path)
+    one.add_argument("trajectories", type=Path, help="file of `collect`")
     for side in "ab":
         one.add_argument(f"--judge-{side}", required=True, metavar="SPEC", help="a built-in judge or module:Class")
         one.add_argument(
             f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help="its option, a TOML value"
         )
     one.add_argument(
-        "--most-difference", type=float, default=label.MOST_DIFFERENCE, help="between scores (default: %(default)s)"
+        "--most-difference",
+        type=float,
+        default=label.MOST_DIFFERENCE,
+        help="of two scores that count as equal (default: %(default)s)",
     )
     add_deadline(one)
-    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--out", required=True, type=Path, help="what is written")
     one.add_argument("--review", required=True, type=Path, help="the steps in a form to edit")
     one.set_defaults(run=label_)
 
     one = commands.add_parser("review", help="apply the corrections of an edited review file")
-    one.add_argument("labelled", type=Path)
-    one.add_argument("review", type=Path)
-    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("labelled", type=Path, help="file of `label`")
+    one.add_argument("review", type=Path, help="the review file, edited")
+    one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=review)
 
     one = commands.add_parser("rows", help="training rows of a process reward model")
     one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
     one.add_argument("--balance", action="store_true", help="as many rows of good steps as of bad ones")
     one.add_argument("--most", type=int, default=0, help="take at most so many rows at random (default: all)")
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=rows)
 
     one = commands.add_parser("bench", help="a balanced benchmark of process judges")
     one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
-    one.add_argument("--size", required=True, type=int, help="trajectories")
+    one.add_argument("--size", required=True, type=int, help="trajectories in the benchmark")
     one.add_argument(
         "--threshold", default=str(THRESHOLD), help="good scores exceed it: a number, or mean (default: %(default)s)"
     )
     excluded = "leave out these labelled trajectories and every other trajectory of their questions"
     one.add_argument("--exclude", type=Path, action="append", default=[], help=excluded)
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=bench)
 
 
 def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     one = commands.add_parser("train", help="fine-tune a model on rows of {prompt or messages, completion}")
     one.add_argument("--model", required=True, help="a model folder, a built-in name or a hub id")
-    one.add_argument("--rows", required=True, type=Path)
-    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own")
+    one.add_argument("--out", required=True, type=Path, help="what is written")
     length = one.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=float, default=3, help="(default: %(default)s)")
+    length.add_argument("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
     length.add_argument("--steps", type=int, help="instead of epochs")
     one.add_argument("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
-    one.add_argument("--lr", type=float, default=2e-5, help="(default: %(default)s)")
-    one.add_argument("--schedule", choices=("cosine", "constant", "linear"), default="cosine")
+    one.add_argument("--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)")
+    one.add_argument(
+        "--schedule",
+        choices=("cosine", "constant", "linear"),
+        default="cosine",
+        help="of the learning rate (default: cosine)",
+    )
     one.add_argument("--warmup-ratio", type=float, default=0.1, help="share of the steps (default: %(default)s)")
     one.add_argument("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
-    one.add_argument("--lora-alpha", type=float, default=32.0)
+    one.add_argument("--lora-alpha", type=float, default=32.0, help="scale of LoRA (default: %(default)s)")
     one.add_argument(
         "--packing",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="read a batch as one forest, shared prefixes once",
     )
-    one.add_argument("--forward-tokens", type=int, default=8192, help="per forward pass (default: %(default)s)")
+    one.add_argument(
+        "--forward-tokens", type=int, default=8192, help="tokens of one forward pass (default: %(default)s)"
+    )
     one.add_argument(
         "--max-tokens", type=int, help="longer rows are left out and counted (default: the model's context)"
     )
@@ -142,14 +161,16 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         default=True,
         help="add the model's end token to completions (not useful for actions, which end by themselves)",
     )
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    one.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="compute threads (default: all, %(default)s)"
+    )
     one.set_defaults(run=training.train)
 
     one = commands.add_parser("warm-start", help="the supervised warm start of a run's policy, as a folder")
-    one.add_argument("--config", required=True, type=Path)
-    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    one.add_argument("--out", required=True, type=Path)
+    one.add_argument("--config", required=True, type=Path, help="TOML file of the run to come")
+    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable")
+    one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=training.warm_start)
 
 

@@ -19,6 +19,7 @@ from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Tree
 from wire import digest, frontier
+from wire.options import command_parser
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -180,11 +181,23 @@ def _faults(tree: Tree) -> Iterator[str]:
             yield f"node {node.id} has log-probabilities that are no logarithms of probabilities"
 
 
+EXAMPLES = """\
+  tools/audit RUN && echo sound        the exit status is 1 if a rule is broken
+docs/troubleshooting.md says what each rule means"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/audit."""
+    parser = command_parser(
+        "tools/audit", "Check from a run's files that every task was trained exactly once.", EXAMPLES
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, also of a live run")
+    return parser
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status: 1 if an invariant is broken."""
-    parser = argparse.ArgumentParser(prog="tools/audit", description="Was every task of a run trained exactly once?")
-    parser.add_argument("run", type=Path, help="run folder")
-    run = parser.parse_args(arguments).run
+    run = parser().parse_args(arguments).run
     try:
         violations = audit(run)
     except FileNotFoundError as error:

@@ -14,10 +14,11 @@ import polars as pl
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 from tools.inspecting import drawing, frames, page, replay, tokens
+from wire.options import command_parser
 
-EXAMPLES = """examples:
+EXAMPLES = """\
   tools/dump RUN                               the last finished tree
-  tools/dump RUN --list                        one line per tree, the newest first
+  tools/dump RUN --list                        one line per tree, newest first
   tools/dump RUN --where "reward > 0.5 AND version > 3"
                                                trees by their columns, in SQL
   tools/dump RUN --text "capital of Peru"      trees with such a text
@@ -52,16 +53,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools/dump",
-        description="Find prefix trees and print them; * marks the candidate that was continued.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/dump."""
+    parser = command_parser(
+        "tools/dump",
+        "Find prefix trees and print them; * marks the candidate that was continued.",
+        EXAMPLES,
+        "tools/dump RUN [which trees] [how]",
     )
-    parser.add_argument("run", type=Path, help="run folder, or a journal file")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
     which = parser.add_argument_group("which trees (default: the last finished one)")
-    which.add_argument("--tree", type=int, metavar="N", help="this tree")
+    which.add_argument("--tree", type=int, help="this tree")
     which.add_argument("--heldout", action="store_true", help="trees of held-out evaluations")
     which.add_argument("--where", metavar="SQL", help="a condition on the columns of --columns")
     which.add_argument("--text", metavar="REGEX", help="trees in which the text of a node matches")
@@ -91,15 +93,20 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokens", action="store_true", help="the log-probability of every sampled token")
     parser.add_argument("--full", action="store_true", help="whole texts, with the judges' explanations")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    command = parser()
+    options = command.parse_args(arguments)
     if len(asked := [name for name in (*frames.RANKS, "sort", "sample") if getattr(options, name) is not None]) > 1:
-        parser.error(f"--{' and --'.join(asked)} put the trees in different orders: give one of them")
+        command.error(f"--{' and --'.join(asked)} put the trees in different orders: give one of them")
     if options.newest and not (options.html or options.tokens):
-        parser.error("--newest has an effect with --html or --tokens")
+        command.error("--newest has an effect with --html or --tokens")
     if options.reverse and not options.sort:
-        parser.error("--reverse has no effect without --sort")
+        command.error("--reverse has no effect without --sort")
     if options.diff and _several(options):
-        parser.error("--diff names its two trees: leave the options that look for others out")
+        command.error("--diff names its two trees: leave the options that look for others out")
     return options
 
 

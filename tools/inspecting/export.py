@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError
 
-from actors.engines import weights
 from learner.config import LearnerProcess
 from tools.evaluating import versions
 from wire import published, vision
 from wire.atomic import drafted
 from wire.faults import InfrastructureFault
+from wire.options import command_parser
 
 BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "special*", "preprocessor_config.json")
 """The other files of the model folder that belong to the policy: tokenizer, chat template, generation settings, image processor."""
@@ -27,6 +26,10 @@ def export(run: Path, folder: Path, version: int | str | None = None, dtype: str
     The folder appears whole or not at all. Raises ValueError if ``run`` is not a run, has no such version (the message names the others)
     or ``folder`` is not empty, InfrastructureFault if the weights fail their digest, OSError if the disk cannot take them.
     """
+    import torch  # here, because --help should not wait for it
+
+    from actors.engines import weights
+
     file = run / "processes" / "learner.json"
     if not file.is_file():
         raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
@@ -53,14 +56,29 @@ def _save(model: Any, source: Path, folder: Path) -> None:
             shutil.copy(path, folder / path.name)
 
 
+EXAMPLES = """\
+  tools/export RUN --out FOLDER                     the newest weights
+  tools/export RUN --out FOLDER --version best      the best on held-out tasks
+  tools/export RUN --out FOLDER --dtype bfloat16    half the size"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/export."""
+    parser = command_parser("tools/export", "Write the policy of a run as a Hugging Face folder.", EXAMPLES)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write, new or empty")
+    version = "policy version, a number or best (default: the newest)"
+    parser.add_argument("--version", type=versions.argument, metavar="VERSION", help=version)
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="float32", help="number type of the files (default: %(default)s)"
+    )
+    return parser
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="tools/export", description="A run's policy as a Hugging Face folder.")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--version", type=versions.argument, help="policy version, or best (default: the newest)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         version = export(options.run, options.out, options.version, options.dtype)
     except (OSError, ValueError, InfrastructureFault) as error:

@@ -24,7 +24,8 @@ from judges.base import Judge, checked
 from judges.serve import make_worker
 from learner.config import LearnerProcess
 from scheduler.journal import Journal, TreeRow
-from tools.inspecting import frames, judged, replay, runs, sections
+from tools.evaluating import judged
+from tools.inspecting import frames, replay, runs, sections
 
 
 class Run:

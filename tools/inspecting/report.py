@@ -7,11 +7,12 @@ from pathlib import Path
 from tools.inspecting import sections
 from tools.inspecting.figures import save
 from tools.inspecting.runs import Run, check_metrics, grouped, read
+from wire.options import command_parser
 
-EXAMPLES = """examples:
+EXAMPLES = """\
   tools/report runs/slate-tiny-20261123-090049    report.html of one run
   tools/report A=slate B=slate C=slate D=grpo     three seeds against one run
-  tools/report RUN --out report.html --png FOLDER with every figure as a PNG
+  tools/report RUN --out report.html --png FOLDER  every figure as a PNG, too
   tools/report RUN --out curves.png --metric learner/kl --metric score/reward
   tools/report A B --against time/run             curves against seconds"""
 SUFFIXES = (".html", ".png", ".svg")
@@ -38,19 +39,23 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools/report",
-        description="Show runs on one HTML page, or as a picture. The page needs no network and no\n"
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/report."""
+    parser = command_parser(
+        "tools/report",
+        "Show runs on one HTML page, or as a picture. The page needs no network and no\n"
         "other file. Runs may be live, stopped, failed or old.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EXAMPLES,
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN[=NAME]", help="run folders; those of one NAME are seeds of one group"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="FILE.html, .png or .svg (default %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="FILE.html, .png or .svg (default: %(default)s)",
     )
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="with a page: write each of its figures here as well"
@@ -59,13 +64,21 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--metric", action="append", default=[], metavar="NAME", help="draw this metric of metrics.jsonl; repeatable"
     )
     parser.add_argument(
-        "--against", choices=["version", "time/run"], default="version", help="updates (default) or seconds"
+        "--against",
+        choices=["version", "time/run"],
+        default="version",
+        help="curves against updates (default) or seconds",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    command = parser()
+    options = command.parse_args(arguments)
     if options.out.suffix not in SUFFIXES:
-        parser.error(f"--out {options.out}: expected a name that ends with {', '.join(SUFFIXES)}")
+        command.error(f"--out {options.out}: expected a name that ends with {', '.join(SUFFIXES)}")
     if options.png and options.out.suffix != ".html":
-        parser.error(f"--png has no effect with --out {options.out}: it writes the figures of a page")
+        command.error(f"--png has no effect with --out {options.out}: it writes the figures of a page")
     return options
 
 

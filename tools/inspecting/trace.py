@@ -14,31 +14,41 @@ from typing import Any
 from tools.inspecting import runs
 from tools.inspecting.critical import Call, Recorded, recorded
 from wire.atomic import write_whole
+from wire.options import command_parser
 
-EXAMPLES = """examples:
-  tools/trace RUN --out trace.json               the newest start of a run
-  tools/trace RUN --from 60 --to 90 --out t.json half a minute of it
-  tools/trace RUN --otlp http://127.0.0.1:4318   to a collector of OpenTelemetry
+EXAMPLES = """\
+  tools/trace RUN --out trace.json                the newest start of a run
+  tools/trace RUN --from 60 --to 90 --out t.json  half a minute of it
+  tools/trace RUN --otlp http://127.0.0.1:4318    to a collector of OpenTelemetry
 then open the file at ui.perfetto.dev; nothing of it leaves your browser"""
 LEARNER = "learner"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="tools/trace",
-        description="Write a window of a run as a trace that Perfetto shows.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/trace."""
+    parser = command_parser("tools/trace", "Write a window of a run as a trace that Perfetto shows.", EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, also of a live run")
     parser.add_argument(
-        "--from", dest="since", type=float, default=0.0, metavar="S", help="seconds since its newest start"
+        "--from", dest="since", type=float, default=0.0, help="seconds since its newest start (default: 0)"
     )
-    parser.add_argument("--to", dest="until", type=float, default=float("inf"), metavar="S", help="(default: its end)")
-    parser.add_argument("--out", type=Path, default=Path("trace.json"), help="file to write (default %(default)s)")
+    parser.add_argument(
+        "--to",
+        dest="until",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="seconds since its newest start (default: its end)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="file to write (default: %(default)s)"
+    )
     parser.add_argument("--otlp", metavar="URL", help="send the whole start to this collector of OpenTelemetry instead")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parser().parse_args(arguments)
     try:
         run = recorded(options.run, runs.read(options.run).records)
         if options.otlp:

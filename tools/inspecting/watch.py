@@ -24,8 +24,9 @@ from textual.widgets import Footer, OptionList, Static
 from tools.inspecting import drawing, frames, watched
 from tools.inspecting.watched import Look, Reader
 from tools.launching import control, screen
+from wire.options import command_parser
 
-EXAMPLES = """examples:
+EXAMPLES = """\
   tools/watch RUN                  the run folder, live, stopped or broken
   tools/watch RUN/journal.sqlite   a journal alone: its trees
   tools/watch RUN | cat            one page, where there is no terminal"""
@@ -258,16 +259,18 @@ class Watch(App[None]):
         self.asked.set()
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/watch."""
+    parser = command_parser(
+        "tools/watch", "A live view of a run; keys open a tree, pause, resume, drain a worker, stop.", EXAMPLES
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
+    return parser
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="tools/watch",
-        description="A live view of a run; keys open a tree, pause, resume, drain a worker, stop.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, help="run folder, or a journal file")
-    run: Path = parser.parse_args(arguments).run.resolve()
+    run: Path = parser().parse_args(arguments).run.resolve()
     if not (run.is_file() or (run / "config.json").exists() or (run / "journal.sqlite").exists()):
         print(f"tools/watch: {run}: expected the folder of a run (runs/NAME-TIME) or a journal file", file=sys.stderr)
         return 2

@@ -23,8 +23,9 @@ from tools.launching.prepare import prepare
 from tools.launching.screen import Screen
 from tools.launching.supervisor import existing, no_space, supervise
 from wire.atomic import write_whole
+from wire.options import command_parser
 
-_EXAMPLES = """examples:
+_EXAMPLES = """\
   tools/launch --actors 4 --learner 4           train the default task
   tools/launch --config configs/slate-cpu.toml --actors 2 --learner 2
   tools/launch --set scheduler.updates=20 --set learner.lr=1e-4
@@ -35,47 +36,43 @@ _EXAMPLES = """examples:
 """
 
 
-def arguments(options: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools/launch",
-        description="Train; everything is set up on the first start.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/launch."""
+    parser = command_parser(
+        "tools/launch", "Train a policy, or go on with a run; everything is set up on the first start.", _EXAMPLES
     )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="TOML file (default: %(default)s)")
-    parser.add_argument("--actors", type=int, help="actor processes (actors.count)")
-    parser.add_argument("--learner", type=int, help="learner ranks (learner.count)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a key, e.g. learner.lr=1e-6; null takes a key or section away",
-    )
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
-    parser.add_argument("--status", type=Path, metavar="RUN", help="explain a live, stopped or broken run on one page")
-    parser.add_argument(
-        "--track",
-        action="append",
-        metavar="NAME",
-        help=f"{' or '.join(tracking.TRACKERS)} (scheduler.trackers); repeatable",
-    )
-    parser.add_argument("--quiet", action="store_true", help="print the run folder, faults and the end only")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print each record as a line of JSON on stdout, all else on stderr; with --status: the page as JSON",
-    )
-    parser.add_argument("--run-folder", type=Path, help="where to put the run (default: runs/<name>-<time>)")
-    parser.add_argument(
+    new = parser.add_argument_group("what to train")
+    default = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
+    new.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=default)
+    new.add_argument("--actors", type=int, help="actor processes (default: the config's actors.count)")
+    new.add_argument("--learner", type=int, help="learner ranks (default: the config's learner.count)")
+    change = "change a key, e.g. learner.lr=1e-6; null takes a key or section away; repeatable"
+    new.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=change)
+    place = "where to put the run (default: runs/<name>-<time>)"
+    new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
+    new.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
     )
-    parsed = parser.parse_args(options)
+    old = parser.add_argument_group("a run that is there")
+    old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
+    old.add_argument("--status", type=Path, metavar="RUN", help="explain a live, stopped or broken run on one page")
+    shown = parser.add_argument_group("what is shown")
+    track = f"also send the records to {' or '.join(tracking.TRACKERS)} (scheduler.trackers); repeatable"
+    shown.add_argument("--track", action="append", metavar="NAME", help=track)
+    shown.add_argument("--quiet", action="store_true", help="print the run folder, faults and the end only")
+    records = "print each record as a line of JSON on stdout, all else on stderr; with --status: the page as JSON"
+    shown.add_argument("--json", action="store_true", help=records)
+    return parser
+
+
+def arguments(options: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    command = parser()
+    parsed = command.parse_args(options)
     if parsed.quiet and (parsed.dry_run or parsed.status):
-        parser.error("--quiet has no effect with --dry-run and --status, which print one page: remove it")
+        command.error("--quiet has no effect with --dry-run and --status, which print one page: remove it")
     if parsed.json and parsed.dry_run:
-        parser.error("--json has no effect with --dry-run, which prints no records: remove it")
+        command.error("--json has no effect with --dry-run, which prints no records: remove it")
     return parsed
 
 

@@ -9,15 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from aiohttp import web
-
 from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from actors.serving.server import Server, runner
 from tools.defaults.models import DEFAULT, ensure_model
 from tools.defaults.settings import cache_folder
 from wire import loop
 from wire.faults import InfrastructureFault
+from wire.options import command_parser
 
 _DEFAULTS = ActorsConfig()
 _CONTEXT = 4096
@@ -38,6 +35,11 @@ async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None
 
 
 async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
+    from aiohttp import web  # here, because what follows imports torch, for which --help should not wait
+
+    from actors.engines.local import LocalEngine
+    from actors.serving.server import Server, runner
+
     config = ActorsConfig(
         threads=options.threads,
         max_context=options.max_context,
@@ -61,8 +63,8 @@ async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> Non
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    command = parser()
+    options = command.parse_args(arguments)
     try:
         check(options)
         api_key = _api_key(options.api_key_env)
@@ -74,9 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
         _quiet()
         loop.run(serve(options, ensure_model(options.model, cache_folder()), api_key))
     except (ValueError, OSError, MemoryError) as error:
-        parser.exit(1, f"tools/serve-model: {error}\n")
+        command.exit(1, f"tools/serve-model: {error}\n")
     except InfrastructureFault as fault:
-        parser.exit(1, f"tools/serve-model: {fault}; its traceback is above. Start the server again\n")
+        command.exit(1, f"tools/serve-model: {fault}; its traceback is above. Start the server again\n")
     return 0
 
 
@@ -111,25 +113,34 @@ def _quiet() -> None:
     logging.disable_progress_bar()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tools/serve-model", description="Serve a model over the OpenAI-compatible protocol (docs/serve-model.md)."
+EXAMPLES = """\
+  tools/serve-model FOLDER                        at http://127.0.0.1:30000/v1
+  tools/serve-model FOLDER --port 0 --threads 2   any free port, two threads
+  tools/serve-model FOLDER --host 0.0.0.0 --api-key-env MY_KEY"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/serve-model."""
+    parser = command_parser(
+        "tools/serve-model", "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md).", EXAMPLES
     )
-    parser.add_argument("model", nargs="?", default=DEFAULT, help=f"a folder, a hub id or a known name ({DEFAULT})")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one (30000)")
-    parser.add_argument("--name", default="", help="what clients call the model (the folder's name)")
+    known = f"a folder, a hub id or a known name (default: {DEFAULT})"
+    parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=known)
+    host = "address to listen at; others than this machine's own need --api-key-env (default: %(default)s)"
+    parser.add_argument("--host", default="127.0.0.1", help=host)
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--name", default="", help="what clients call the model (default: the folder's name)")
     parser.add_argument(
         "--api-key-env", default="", metavar="NAME", help="variable that holds the key clients must send"
     )
+    context = "tokens of a prompt and its answer together, at most (default: %(default)s)"
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=cores, help="compute threads (all cores)")
-    parser.add_argument("--max-context", type=int, default=_CONTEXT, help=f"prompt and answer in tokens ({_CONTEXT})")
-    batch = _DEFAULTS.max_batch
-    parser.add_argument("--max-batch", type=int, default=batch, help=f"samples that decode together ({batch})")
-    parser.add_argument(
-        "--kv-cache-gib", type=float, default=_CACHE_GIB, help=f"keys and values, running and cached ({_CACHE_GIB:g})"
-    )
+    parser.add_argument("--threads", type=int, default=cores, help="compute threads (default: all cores)")
+    parser.add_argument("--max-context", type=int, default=_CONTEXT, help=context)
+    batch = "samples that decode together (default: %(default)s)"
+    parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, help=batch)
+    cache = f"GiB of keys and values, running and cached (default: {_CACHE_GIB:g})"
+    parser.add_argument("--kv-cache-gib", type=float, default=_CACHE_GIB, help=cache)
     return parser
 
 

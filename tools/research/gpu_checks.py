@@ -23,6 +23,7 @@ import msgspec
 import psutil
 
 from tools.bootstrap import ROOT
+from wire.options import command_parser
 
 WHOLE_S = 570.0
 """Seconds for all checks. Ten minutes are then enough, including the time that a hanging check takes to end."""
@@ -226,17 +227,27 @@ def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
     return [possible[name] for name in names] or list(possible.values())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 if all checks passed."""
-    import torch
+EXAMPLES = """\
+  tools/gpu_check                             everything that fits this GPU
+  tools/gpu_check tree-training contract      two of them
+  tools/gpu_check --record docs/gpu.md        write the results into the page"""
 
-    parser = argparse.ArgumentParser(
-        prog="tools/gpu_check", description="Every GPU check of the project, with time limits."
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(c.name for c in CHECKS)}; default all")
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/gpu_check."""
+    parser = command_parser("tools/gpu_check", "Run every check that needs a GPU, each with a time limit.", EXAMPLES)
+    names = f"any of {', '.join(c.name for c in CHECKS)} (default: all)"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     replaced = "replace the marked section of FILE (docs/gpu.md) instead of printing it"
     parser.add_argument("--record", type=Path, metavar="FILE", help=replaced)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status: 0 if all checks passed."""
+    options = parser().parse_args(arguments)
+    import torch
+
     python = os.environ.get("COPPICE_SGLANG_PYTHON", "")
     sglang = bool(python) or importlib.util.find_spec("sglang") is not None
     try:

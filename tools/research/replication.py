@@ -23,6 +23,7 @@ from tools.bootstrap import ROOT
 from tools.inspecting.figures import save
 from tools.inspecting.intervals import interval, shown
 from tools.launching.config import ConfigError, load, saved
+from wire.options import command_parser
 
 STEPS = ("count/environment_steps", "count/continuation_steps")
 """Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs the same."""
@@ -296,18 +297,35 @@ def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
     return figure
 
 
+EXAMPLES = """\
+  tools/replicate vpr-tictactoe                   all arms and seeds of a study
+  tools/replicate slate --seeds 1 --only ARM      one arm once
+  tools/replicate ppr --set scheduler.updates=20  shorter runs
+  tools/replicate ppr --report                    the table of what has finished"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/replicate."""
+    parser = command_parser(
+        "tools/replicate", "Run an experiment of several arms and seeds; print its table, draw its curves.", EXAMPLES
+    )
+    parser.add_argument("study", choices=sorted(STUDIES), metavar="STUDY", help=f"one of {', '.join(sorted(STUDIES))}")
+    out = "folder of the runs (default: runs/replication/STUDY)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
+    parser.add_argument("--seeds", type=int, help="seeds per arm (default: the study's)")
+    cores, parallel = os.cpu_count() or 1, "runs at once (default: the number of processors, %(default)s)"
+    parser.add_argument("--parallel", type=int, default=cores, help=parallel)
+    parser.add_argument("--only", action="append", metavar="ARM", help="run only this arm; repeatable")
+    every = "change a key in every run; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=every)
+    parser.add_argument("--measure", metavar="NAME", help="held-out measure to report (default: the study's)")
+    parser.add_argument("--report", action="store_true", help="start nothing, report the finished runs")
+    return parser
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="tools/replicate", description="Run an experiment of several arms and seeds.")
-    parser.add_argument("study", choices=sorted(STUDIES))
-    parser.add_argument("--out", type=Path, help="folder of the runs (default runs/replication/STUDY)")
-    parser.add_argument("--seeds", type=int, help="seeds per arm")
-    parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="runs at once (default %(default)s)")
-    parser.add_argument("--only", action="append", metavar="ARM", help="run only this arm; repeatable")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key in every run")
-    parser.add_argument("--measure", help="held-out measure to report (default: the study's)")
-    parser.add_argument("--report", action="store_true", help="start nothing, report the finished runs")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     study = STUDIES[options.study]
     if unknown := set(options.only or []) - set(study.arms):
         print(f"tools/replicate: no arm {sorted(unknown)}; the arms are {list(study.arms)}", file=sys.stderr)

@@ -438,7 +438,7 @@ def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_
 
 def test_an_option_without_a_value_is_refused_with_the_usage(capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        evaluate.parse(["--judge", "pprm_rules", "--option", "view"])
+        evaluate.parser().parse_args(["--judge", "pprm_rules", "--option", "view"])
     assert capsys.readouterr().err.endswith("error: option 'view': expected KEY=VALUE\n")
 
 

@@ -30,7 +30,7 @@ from tools.evaluating.folder import locked
 from tools.evaluating.judge_bench import evaluate, record
 from tools.evaluating.judge_bench.judging import Answer, Answers
 from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory
-from tools.finetuning.command import main, parse
+from tools.finetuning.command import main, parser
 from tools.finetuning.judge import label, rows
 from tools.finetuning.judge.judgement import two_lines
 from tools.finetuning.judge.review import corrected, read_corrections
@@ -728,6 +728,6 @@ def test_the_commands_of_the_docs_are_commands(name: str) -> None:
     assert said
     for tool, *arguments in said:
         if tool == "tools/sft":
-            parse([found for found in arguments if not found.startswith("[") and found != "..]"])
+            parser().parse_args([found for found in arguments if not found.startswith("[") and found != "..]"])
         else:
-            evaluate.judges_of(evaluate.parse(arguments[1:]))
+            evaluate.judges_of(evaluate.parser().parse_args(arguments[1:]))

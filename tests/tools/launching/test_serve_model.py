@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.launching.serve_model import _parser, is_loopback, main
+from tools.launching.serve_model import is_loopback, main, parser
 
 pytestmark = pytest.mark.slow
 
@@ -87,5 +87,5 @@ def test_only_addresses_of_this_machine_need_no_key() -> None:
 
 def test_the_docs_name_every_option_and_no_other() -> None:
     text = (Path(__file__).parents[3] / "docs" / "serve-model.md").read_text()
-    options = {word for action in _parser()._actions for word in action.option_strings} - {"-h", "--help"}
+    options = {word for action in parser()._actions for word in action.option_strings} - {"-h", "--help"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) == options

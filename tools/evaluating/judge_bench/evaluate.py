@@ -21,7 +21,7 @@ from tools.evaluating.judge_bench import judging, record
 from tools.evaluating.judge_bench.judging import Answers, Asked
 from tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
 from wire.atomic import write_whole
-from wire.options import option
+from wire.options import command_parser, option
 
 COMMAND = "tools/evaluate nvprocess"
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
@@ -162,7 +162,9 @@ def add_judges(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--judge", action=_Judge, metavar="SPEC", help="a built-in judge or module:Class; may be repeated"
     )
-    parser.add_argument("--option", action=_Judge, metavar="KEY=VALUE", help="option of the judge before it")
+    parser.add_argument(
+        "--option", action=_Judge, metavar="KEY=VALUE", help="option of the judge before it; repeatable"
+    )
     parser.add_argument(
         "--name", action=_Judge, help="table name of the judge before it (default: its spec and options)"
     )
@@ -171,7 +173,7 @@ def add_judges(parser: argparse.ArgumentParser) -> None:
 def add_deadline(parser: argparse.ArgumentParser) -> None:
     """Add --deadline, the time that a judge may take for one step."""
     parser.add_argument(
-        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help="time for one step with all its attempts (default: %(default)g)"
+        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help="seconds for one step with all its attempts (default: %(default)g)"
     )  # fmt: skip
 
 
@@ -196,17 +198,27 @@ def _title(spec: str, options: dict[str, Any]) -> str:
     return " ".join([spec, *models, *plain])
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools/evaluate nvprocess", description="Measure process judges on steps labelled good or bad."
+EXAMPLES = """\
+  tools/evaluate nvprocess --judge slate_rules --baseline random
+  tools/evaluate nvprocess --judge my_judge:Brevity --name mine --bench f.jsonl"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/evaluate nvprocess."""
+    parser = command_parser(
+        "tools/evaluate nvprocess", "Measure process judges on steps labelled good or bad.", EXAMPLES
     )
     parser.add_argument("--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)")
     add_judges(parser)
     parser.add_argument(
         "--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help="random, first-turn, or constant S; may be repeated (majority is always added)"
     )  # fmt: skip
-    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="good steps score above it (%(default)s)")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=THRESHOLD,
+        help="good steps score above it (default: %(default)s)",
+    )
     parser.add_argument(
         "--out", type=Path, help="folder; an evaluation in it is continued (default: evaluations/nvprocess-TIME)"
     )
@@ -215,7 +227,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--count-failed", action="store_true", help="steps an endpoint refuses or fails on count as wrong (default: the command fails)"
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def baselines_of(flags: argparse.Namespace) -> list[str]:
@@ -241,7 +253,7 @@ def _is_score(text: str) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
-    flags = parse(arguments)
+    flags = parser().parse_args(arguments)
     try:
         check_threshold(flags.threshold)
         if flags.deadline <= 0:

@@ -17,47 +17,66 @@ from tools.evaluating.qa.rows import Row, read_rows
 from tools.evaluating.qa.scoring import MEASURES
 from tools.evaluating.qa.sets import QuestionSet, read_sets
 from tools.evaluating.qa.table import markdown, notes
+from wire.options import command_parser
+
+EXAMPLES = """\
+  tools/evaluate qa --run RUN                          the built-in questions
+  tools/evaluate qa --run RUN --version 0 --questions 200
+  tools/evaluate qa --model FOLDER --set dev=dev.jsonl --retriever FOLDER
+  tools/evaluate qa --model FOLDER --method cot,rag,search --measure f1"""
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools/evaluate qa",
-        description="Measure question answering: a table of methods and models by question sets.",
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/evaluate qa."""
+    parser = command_parser(
+        "tools/evaluate qa",
+        "Measure question answering: a table of methods and models by question sets.",
+        EXAMPLES,
+        "tools/evaluate qa [questions] [players] [methods] [options]",
     )
     questions = parser.add_argument_group("questions (default: the built-in held-out ones, as one_hop and two_hop)")
     questions.add_argument(
         "--set", action="append", default=[], metavar="NAME=SOURCE",
-        help="a .jsonl or .parquet file, or a hub data set owner/name[/folder][:split]; paper: the papers' seven",
+        help="a .jsonl or .parquet file, or a hub data set owner/name[/folder][:split]; paper: the papers' seven"
     )  # fmt: skip
     questions.add_argument("--questions", type=int, help="size of each set's fixed subset (default: all)")
     questions.add_argument("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
     who = parser.add_argument_group("players (at least one; --model and --run may be repeated)")
-    who.add_argument("--model", action="append", default=[], help="a model folder, a built-in name or a hub id")
-    who.add_argument("--run", type=Path, action="append", default=[], help="a run: its newest weights and its settings")
+    who.add_argument(
+        "--model", action="append", default=[], metavar="NAME", help="a model folder, a built-in name or a hub id"
+    )
+    own = "a run folder: its newest weights and its settings"
+    who.add_argument("--run", type=Path, action="append", default=[], metavar="RUN", help=own)
     who.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     players.add_endpoint(parser)
     players.add_local(parser)
     players.add_actions(parser)
     how = parser.add_argument_group("methods")
-    how.add_argument("--method", help=f"comma-separated, of {','.join(methods.known())} (default: search)")
+    how.add_argument("--method", help=f"comma-separated, of {', '.join(methods.known())} (default: search)")
     how.add_argument("--prompt", help="of search: short, search_r1 or a path (default: the run's, else search_r1)")
     how.add_argument("--topk", type=int, help="passages of a search (default: the run's, else 3)")
     how.add_argument(
         "--budget", action="append", type=_budget, default=[], metavar="[SET=]N",
-        help="turns of search, searches of the others (default: the run's, else 4); for one set with its name before it",
+        help="turns of search, searches of the others (default: the run's, else 4); for one set with its name before it"
     )  # fmt: skip
     forced = "search: force an answer when the budget is used up (default: as the run's strategy does, else yes)"
     how.add_argument("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
-    how.add_argument("--retriever", help="index folder, URL of a Search-R1 server, or default (else: the run's)")
+    retriever = "index folder, URL of a Search-R1 server, or the word default (default: the run's)"
+    how.add_argument("--retriever", metavar="PLACE", help=retriever)
     how.add_argument("--cache", type=Path, help="file that keeps found passages (default: OUT/retrieval.sqlite)")
     parser.add_argument(
         "--out", type=Path, help="folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)"
     )
-    parser.add_argument("--measure", choices=MEASURES, default="em", help="what the table shows (default: %(default)s)")
+    parser.add_argument(
+        "--measure",
+        choices=MEASURES,
+        default="em",
+        metavar="NAME",
+        help=f"what the table shows, one of {', '.join(MEASURES)} (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--concurrency", type=int, default=16, help="questions at once (default: %(default)s)")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def check(flags: argparse.Namespace) -> None:
@@ -100,7 +119,7 @@ def _budget(text: str) -> tuple[str, int]:
 
 def main(arguments: list[str]) -> int:
     """Run the command. Returns its exit status."""
-    flags = parse(arguments)
+    flags = parser().parse_args(arguments)
     try:
         sets, rows, retriever = prepare(flags)
         for note in [note for one in sets for note in one.notes]:

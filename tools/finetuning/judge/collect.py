@@ -17,7 +17,7 @@ from actors.environments.task_files import listed, load_tasks
 from scheduler.journal import Journal
 from scheduler.tree import Tree
 from tools.evaluating.judge_bench.record import Step, Trajectory, recorded
-from tools.inspecting import judged
+from tools.evaluating import judged
 
 
 def task_files(folder: Path) -> list[Path]:

@@ -6,22 +6,37 @@ A benchmark is a module here with ``run(**settings) -> dict``, whose result hold
 import argparse
 import importlib
 import json
-import pkgutil
 import sys
+from pathlib import Path
 from typing import Any
 
-from wire.options import checked, option
+from wire.options import checked, command_parser, option
+
+EXAMPLES = """\
+  tools/bench prefill tree_training               two of them
+  tools/bench memory --json                       with every measured value
+  tools/bench decode --set rounds=1               an unknown setting is refused"""
+
+
+def _known() -> list[str]:
+    """The names of the benchmarks: the modules that define ``run``. They are read and not imported, which would cost seconds."""
+    here = Path(__file__).parent
+    return sorted(path.stem for path in here.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/bench."""
+    parser = command_parser("tools/bench", "Measure benchmarks, each as a ratio with a goal.", EXAMPLES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(_known())} (default: all)")
+    parser.add_argument("--json", action="store_true", help="also print every measured value")
+    setting = "change a setting of the benchmarks, such as rounds=1 or model=NAME; an unknown one is refused with those that exist"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an unknown name or setting."""
-    known = sorted(m.name for m in pkgutil.iter_modules(__path__) if hasattr(_module(m.name), "run"))
-    parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks as ratios.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(known)}; default all")
-    parser.add_argument("--json", action="store_true", help="also print every measured value")
-    setting = "change a setting of the benchmarks, such as rounds=1 or model=NAME; an unknown one is refused with those that exist"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    options = parser.parse_args(arguments)
+    options, known = parser().parse_args(arguments), _known()
     names = options.names or known
     try:
         if unknown := set(names) - set(known):

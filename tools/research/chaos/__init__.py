@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from tools.research.chaos.plan import KINDS
+from wire.options import command_parser
 
 OWN = "COPPICE_CHAOS_MOUNTS"
 """The variable that says, once this command was started anew, whether it may mount a disk that nobody else sees: "1" or "0"."""
@@ -26,23 +27,37 @@ _SETTINGS = {
 """Libraries read these when they are loaded, which happens once for all processes of the runs."""
 
 
-def arguments(options: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="tools/chaos", description="Strike a run with faults; nothing may be lost.")
-    parser.add_argument("--faults", type=int, default=100, metavar="N", help="how many faults (default: %(default)s)")
+EXAMPLES = """\
+  tools/chaos --list                          every kind of fault and its share
+  tools/chaos --faults 1000 --seed 1          ten runs of 100 faults each
+  tools/chaos --faults 20 --only journal checkpoint"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/chaos."""
+    parser = command_parser("tools/chaos", "Strike a small run with faults, and check that nothing is lost.", EXAMPLES)
+    parser.add_argument("--faults", type=int, default=100, help="how many faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides all faults and their order (default: %(default)s)")
     parser.add_argument(
-        "--out", type=Path, help="where a run is kept that broke an invariant (default: a new folder in /tmp)"
+        "--out", type=Path, help="folder in which a run is kept that broke an invariant (default: a new folder in /tmp)"
     )
-    parser.add_argument("--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help="these kinds of faults alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help="these kinds of faults alone (default: all)"
+    )
     parser.add_argument("--list", action="store_true", help="print the kinds of faults and end")
-    parsed = parser.parse_args(options)
+    return parser
+
+
+def arguments(options: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    command = parser()
+    parsed = command.parse_args(options)
     if sys.platform != "linux":
-        parser.error(f"its faults need Linux, and this is {sys.platform}")
+        command.error(f"its faults need Linux, and this is {sys.platform}")
     if parsed.faults < 1:
-        parser.error(f"--faults {parsed.faults}: expected at least 1")
+        command.error(f"--faults {parsed.faults}: expected at least 1")
     if parsed.out is not None and parsed.out.exists() and not (parsed.out.is_dir() and not any(parsed.out.iterdir())):
-        parser.error(f"--out {parsed.out}: expected a folder that is empty or not there")
+        command.error(f"--out {parsed.out}: expected a folder that is empty or not there")
     return parsed
 
 

@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wire.options import command_parser
+
 PAPERS = ("slate", "ppr", "vpr", "oprl", "staleness")
 BATCHES = 40  # enough to know the spread of the batch means to one ninth of its value
 STANDARD_ERRORS = 4.5  # with 40 batches, a correct value deviates by more than this less than once in 10,000 times
@@ -80,15 +82,24 @@ def magnitude(error: float) -> str:
     return "0" if error == 0 else f"{error:.0e}"
 
 
+EXAMPLES = """\
+  tools/theory                                    everything
+  tools/theory slate vpr --seed 1                 two papers, other draws
+  tools/theory staleness --figures docs/figures   with its plots"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of tools/theory."""
+    parser = command_parser("tools/theory", "Measure the claims of four papers, and the bias of corrections.", EXAMPLES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(PAPERS)} (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every random draw (default: 0)")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="also write the plots (SVG) to this folder")
+    return parser
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure the claims of the named papers (default: all). Return 1 if a row disagrees, 2 for an unknown name."""
-    parser = argparse.ArgumentParser(
-        prog="tools/theory", description="Claims of four papers and the bias of corrections, measured."
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(PAPERS)}; default all")
-    parser.add_argument("--seed", type=int, default=0, help="seed of every random draw; default 0")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="also write the plots (SVG) to this folder")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     unknown = set(options.names) - set(PAPERS)
     if unknown:
         print(f"tools/theory: unknown {sorted(unknown)}; expected names from {list(PAPERS)}", file=sys.stderr)

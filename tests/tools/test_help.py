@@ -1,0 +1,79 @@
+"""The help of every tool fits into 80 columns, explains each option and ends with examples that the tool would accept."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+import tools.evaluating
+from tools import shells
+from tools.bootstrap import ROOT
+
+
+def whole(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its subcommands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from whole(command)
+
+
+def printed() -> dict[str, argparse.ArgumentParser]:
+    """The parsers whose help a person can see, by the words before --help. That of tools/evaluate is made for shells only."""
+    tools_ = [parser for parser in shells.parsers() if parser.prog != "tools/evaluate"]
+    tools_ += [tools.evaluating._module(name).parser() for name in ("tictactoe", *tools.evaluating.MODULES)]
+    return {parser.prog: parser for tool in tools_ for parser in whole(tool)}
+
+
+PARSERS = printed()
+TOOLS = {name: parser for name, parser in PARSERS.items() if not name.startswith("tools/sft ")}
+
+
+def examples(parser: argparse.ArgumentParser) -> list[str]:
+    """The commands of a help's examples, without what they do, which stands behind two spaces."""
+    _, _, text = parser.format_help().partition("\nexamples:\n")
+    lines = re.findall(r"^  (tools/.*)$", text.replace("\\\n    ", ""), re.MULTILINE)
+    return [line.split("  ")[0] for line in lines]
+
+
+def words(command: str) -> list[str]:
+    """The arguments of a command, up to a pipe or another sign of the shell."""
+    said = shlex.split(command)
+    end = next((place for place, word in enumerate(said) if word in ("|", "&&", ">", "2>")), len(said))
+    return said[:end]
+
+
+def test_every_executable_has_a_help() -> None:
+    executables = {path.name for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix}
+    assert {name.removeprefix("tools/").split()[0] for name in PARSERS} == executables
+    assert len(executables) > 15
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_help_fits_into_80_columns_and_explains_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = PARSERS[name]
+    assert [line for line in parser.format_help().splitlines() if len(line) > 80] == []
+    silent = [action.dest for action in parser._actions if not action.help]
+    assert [name for name in silent if name != "command"] == [], "say what it does"
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_help_says_what_the_tool_does_and_ends_with_examples(name: str) -> None:
+    parser = TOOLS[name]
+    assert parser.description
+    assert parser.description.endswith(".")
+    assert examples(parser), "the help ends with `examples:`"
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_examples_of_a_help_are_accepted(name: str) -> None:
+    for command in examples(TOOLS[name]):
+        assert command.startswith(name)
+        try:
+            TOOLS[name].parse_args(words(command)[len(name.split()) :])
+        except SystemExit:
+            pytest.fail(f"{command}: the parser refuses it")

@@ -1,0 +1,87 @@
+"""tools/completion prints scripts with which real shells complete the commands of tools/."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import shells
+from tools.bootstrap import ROOT
+
+pytestmark = pytest.mark.slow
+CASES = [
+    ("tools/dump --ht", "--html"),
+    ("./tools/dump --ht", "--html"),
+    (f"{ROOT}/tools/dump --ht", "--html"),
+    ("tools/evaluate tictacto", "tictactoe"),
+    ("tools/evaluate qa --forc", "--forced"),
+    ("tools/sft train --schedule cosi", "cosine"),
+    ("tools/completion fis", "fish"),
+    ("tools/launch --config configs/slate-tin", "configs/slate-tiny.toml"),
+    ("tools/launch --config slate-tin", "configs/slate-tiny.toml"),
+    ("tools/index READ", "README.md"),
+    ("tools/dump runs/on", "runs/one"),
+    ("tools/launch --resume on", "runs/one"),
+]
+ONLY_BASH = {"tools/launch --config slate-tin", "tools/launch --resume on"}
+"""There a word stands for a path that it does not begin."""
+BASH = """
+source "$1"
+COMP_LINE=$2 COMP_WORDS=($2) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+[[ $(complete -p "${COMP_WORDS[0]}") =~ -F\\ ([^ ]+) ]] && "${BASH_REMATCH[1]}" 2>/dev/null
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the project's, with a run, and the three scripts."""
+    place = tmp_path_factory.mktemp("project")
+    (place / "runs" / "one").mkdir(parents=True)
+    for name in ("tools", "configs", "README.md"):
+        (place / name).symlink_to(ROOT / name)
+    for shell in shells.PREAMBLE:
+        (place / f"script.{shell}").write_text(shells.script(shell))
+    return place
+
+
+def completed(command: list[str], folder: Path) -> list[str]:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return [line.split("\t")[0].rstrip("/") for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("typed", "expected"), CASES)
+def test_bash_completes(typed: str, expected: str, folder: Path) -> None:
+    assert completed(["bash", "-c", BASH, "bash", "script.bash", typed], folder) == [expected]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(("typed", "expected"), [case for case in CASES if case[0] not in ONLY_BASH])
+def test_fish_completes(typed: str, expected: str, folder: Path) -> None:
+    if typed.startswith(("./", "tools/")):  # fish completes what it can run: the project's own commands
+        typed = typed.replace("tools/", f"{ROOT}/tools/", 1).removeprefix("./")
+    assert expected in completed(["fish", "--no-config", "-c", f"source script.fish; complete -C '{typed}'"], folder)
+
+
+ZSH = """
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell "PS1=; autoload -Uz compinit; compinit -u -D; eval \\"\\$(<script.zsh)\\"; print READ''Y"
+zpty -r shell output '*READY*'
+zpty -w -n shell "$1"$'\\t'
+zpty -r -m shell output "*$2*" && print FOUND
+zpty -d shell
+"""
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize("typed", ["tools/dump --ht", f"{ROOT}/tools/dump --ht"])
+def test_zsh_completes(typed: str, folder: Path) -> None:
+    assert completed(["zsh", "-f", "-c", ZSH, "zsh", typed, "--html"], folder)[-1:] == ["FOUND"]
+
+
+def test_the_scripts_need_no_torch() -> None:
+    code = "import sys, tools.shells; tools.shells.script('bash'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300, check=False).returncode == 0
