@@ -16,8 +16,8 @@ from actors.environments.search_qa import SearchQA
 from actors.environments.task_files import listed, load_tasks
 from scheduler.journal import Journal
 from scheduler.tree import Tree
-from tools.evaluating.judge_bench.record import Step, Trajectory, recorded
 from tools.evaluating import judged
+from tools.evaluating.judge_bench.record import Step, Trajectory, recorded
 
 
 def task_files(folder: Path) -> list[Path]:
