@@ -19,7 +19,7 @@ from wire.options import command_parser
 EXAMPLES = """\
   tools/trace RUN --out trace.json                the newest start of a run
   tools/trace RUN --from 60 --to 90 --out t.json  half a minute of it
-  tools/trace RUN --otlp http://127.0.0.1:4318    to a collector of OpenTelemetry
+  tools/trace RUN --otlp http://127.0.0.1:4318    to an OpenTelemetry collector
 then open the file at ui.perfetto.dev; nothing of it leaves your browser"""
 LEARNER = "learner"
 
