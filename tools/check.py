@@ -1,6 +1,6 @@
 """The command tools/test: ruff, pyright, the documentation as a site, pytest. All of them run; the exit status is 1 if any failed.
 
-With --quick the tests marked slow and the second numerical run are left out, and pytest runs in several processes, with pyright beside it.
+With --quick the tests marked slow, the site and the second numerical run are left out, and pytest runs in several processes, with pyright beside it.
 
 The numerical tests run twice: with the kernels that torch chooses for this processor, and with those for any processor, which sum in
 another order and emulate bfloat16. So a bound that holds on one kind of machine only fails on every machine.
@@ -55,10 +55,10 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
         "pyright": ["pyright", "--pythonpath", sys.executable],
-        "documentation": ["mkdocs", "build", "--strict"],  # --quiet would keep warnings from failing it
     }
     if QUICK in arguments:
         return checks | {"pytest": ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", *given]}
+    checks["documentation"] = ["mkdocs", "build", "--strict"]  # --quiet would keep warnings from failing it
     checks["pytest"] = ["pytest", *given]
     if plain := numerical(given):
         checks["pytest, plain kernels"] = ["pytest", *plain]
@@ -68,7 +68,7 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/test, for its help and for completion; pytest reads all arguments but --quick."""
     parser = command_parser("tools/test", "Lint, type-check and test the project.", EXAMPLES)
-    parser.add_argument(QUICK, action="store_true", help="leave out slow tests and the second numerical run")
+    parser.add_argument(QUICK, action="store_true", help="leave out slow tests, the site, the second numerical run")
     parser.add_argument("-k", metavar="WORDS", help="only the tests whose names match, as all options of pytest")
     parser.add_argument("tests", nargs="*", metavar="TESTS", help="folders, files or single tests (default: tests)")
     return parser

@@ -38,9 +38,9 @@ def test_plain_kernels_are_used() -> None:
     assert made.stdout.strip() in ("DEFAULT", "NO AVX")
 
 
-def test_a_quick_check_leaves_out_the_slow_tests_and_the_second_numerical_run() -> None:
+def test_a_quick_check_leaves_out_the_slow_tests_the_site_and_the_second_numerical_run() -> None:
     whole, quick = steps(["-x"]), steps(["-x", QUICK])
-    assert set(whole) - set(quick) == {"pytest, plain kernels"}
+    assert set(whole) - set(quick) == {"documentation", "pytest, plain kernels"}
     assert quick["pytest"] == ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", "-x"]
     assert 1 <= PROCESSES <= 4
     assert whole["pytest"] == ["pytest", "-x"]
