@@ -149,7 +149,7 @@ async def test_a_call_may_have_a_patience_of_its_own() -> None:
         with pytest.raises(InfrastructureFault, match=r"no reply within 0\.05 s"):
             await c.get("/slow")
         slow = asyncio.create_task(c.get("/slow", timeout_s=60))
-        assert await c.get("/fast") == 1
+        assert await c.get("/fast", timeout_s=60) == 1
         await asyncio.sleep(0.1)  # twice the client's own patience
         gate.set()
         assert await slow == 1
