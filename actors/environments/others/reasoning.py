@@ -1,0 +1,69 @@
+"""The task sets of reasoning-gym: one question, one answer, a score between 0 and 1.
+
+``pip install reasoning-gym``; data.environment = "reasoning_gym", data.options.name = "basic_arithmetic".
+"""
+
+import re
+from typing import Any
+
+import msgspec
+
+from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The state: the seed of the question."""
+
+    seed: int
+
+
+class ReasoningGym(Environment):
+    """name: a set. config: its settings. Every task is the first of the set with the task's own seed."""
+
+    name = "reasoning_gym"
+    measured = ("success",)
+    headline = "return"
+    stop = ["</answer>"]
+    rewarded_by_judge = False
+    gives_step_rewards = True
+
+    def __init__(self, name: str, config: dict[str, Any] | None = None):
+        try:
+            import reasoning_gym
+        except ModuleNotFoundError:
+            raise ValueError("reasoning-gym is not installed: pip install reasoning-gym") from None
+        self._set = lambda seed: reasoning_gym.create_dataset(name, seed=seed, size=1, **(config or {}))
+        try:
+            self._set(0)[0]
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ValueError(f"name = {name!r}, config = {config or {}}: {error}") from None
+        self.set = name
+
+    def task(self, seed: int) -> Task:
+        """Return the question of ``seed``."""
+        entry = self._set(seed)[0]
+        return Task(f"{self.set}-{seed}", entry["question"], [str(entry["answer"])], seed=seed)
+
+    def initial(self, task: Task) -> Asked:
+        """Return the state."""
+        return Asked(task.seed)
+
+    def prompt(self, task: Task, state: Asked) -> list[dict[str, Any]]:
+        """Return one user message."""
+        how = "Think, then write the answer alone between <answer> and </answer>."
+        return [{"role": "user", "content": f"{how}\n{SPLIT}\n{task.question}"}]
+
+    def read(self, state: Asked, text: str) -> Action:
+        """Return the last answer."""
+        answers = _ANSWER.findall(text)
+        return Action("answer", text, answer=answers[-1].strip()) if answers else Action("invalid", text)
+
+    async def step(self, state: Asked, action: Action, tools: Tools) -> Transition:
+        """Score the answer, with the library's partial credit. A reply without an answer scores 0."""
+        score = 0.0
+        if action.answer is not None:
+            questions = self._set(state.seed)
+            score = float(questions.score_answer(action.answer, questions[0]))
+        return Transition(state, "", True, score, {"success": float(score >= 1)}, score)

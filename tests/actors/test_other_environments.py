@@ -1,0 +1,185 @@
+"""What every adapter of another library's environments promises: pure steps, states that can be stored, and episodes that do not disturb each other."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments.base import Environment
+from actors.environments.others.gymnasium_text import Gymnasium
+from actors.environments.others.mutable import Mutable, Turned
+from actors.environments.others.reasoning import ReasoningGym
+from actors.environments.others.textarena_games import TextArena
+
+
+class Drawn(Mutable):
+    """A game of a library as many are: its object changes, and it draws from the process's random state, also while it is played."""
+
+    name = "drawn"
+
+    def __init__(self, copies: bool = True):
+        super().__init__(horizon=6)
+        self.copies = copies
+
+    def begin(self, seed: int) -> tuple[Any, str]:
+        random.seed(seed)
+        return [random.random()], "begin"
+
+    def turn(self, environment: Any, action: str) -> Turned:
+        if action == "bad":
+            raise ValueError("no such action")
+        environment.append(environment[-1] * random.random() + len(action))
+        return Turned(str(environment), random.random(), False)
+
+
+class Talk:
+    """The tools of an environment, of which a second player speaks."""
+
+    def __init__(self, seed: int = 0):
+        self.rng = random.Random(seed)
+
+    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+        await asyncio.sleep(0)
+        return f"<action>[{len(messages[-1]['content']) % 9}]"  # determined by what it sees
+
+
+ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
+    "drawn": (Drawn, ["a", "bb", "ccc"]),
+    "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
+    "FrozenLake": (lambda: Gymnasium("FrozenLake-v1"), ["right", "down", "left"]),
+    "Taxi": (lambda: Gymnasium("Taxi-v4"), ["south", "east", "pickup"]),
+    "CliffWalking": (lambda: Gymnasium("CliffWalking-v1"), ["up", "right", "down"]),
+    "Blackjack": (lambda: Gymnasium("Blackjack-v1"), ["hit", "hit", "stick"]),
+    "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
+    "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
+    "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
+    "reasoning": (lambda: ReasoningGym("basic_arithmetic"), ["3", "x"]),
+}
+
+
+@pytest.fixture(params=ADAPTED)
+def adapted(request: pytest.FixtureRequest) -> tuple[Callable[[], Environment], list[str]]:
+    """A way to make the environment, and actions to play."""
+    for package in ("gymnasium", "textarena", "reasoning_gym"):
+        pytest.importorskip(package)
+    return ADAPTED[request.param]
+
+
+def reply(action: str) -> str:
+    return f"<action>{action}</action><answer>{action}</answer>"
+
+
+async def episode(
+    environment: Any, seed: int, actions: list[str], between: Callable[[], Any] | None = None
+) -> list[Any]:
+    """Play actions until the end. Returns all states and transitions."""
+    task = environment.task(seed)
+    state = await environment.open(environment.initial(task), Talk())
+    seen: list[Any] = [task, state, environment.prompt(task, state)]
+    for action in actions:
+        if between is not None:
+            await between()
+        transition = await environment.step(state, environment.read(state, reply(action)), Talk())
+        seen.append(transition)
+        state = transition.state
+        if transition.done:
+            break
+    return seen
+
+
+async def test_an_episode_is_determined_by_seed_and_actions_whatever_is_played_between(
+    adapted: tuple[Callable[[], Environment], list[str]],
+) -> None:
+    make, actions = adapted
+    environment, other = make(), make()
+    random.seed(1)
+    alone = await episode(environment, 7, actions)
+    random.seed(2)
+
+    async def between() -> None:
+        random.random()
+        await episode(environment, 8, actions)
+        await episode(other, 9, actions[::-1])
+
+    before = random.getstate()
+    assert await episode(environment, 7, actions) == alone  # from the cache
+    assert random.getstate() == before, "an episode changed the process's random state"
+    assert await episode(environment, 7, actions, between) == alone
+    assert await episode(make(), 7, actions, between) == alone  # another process
+
+
+async def test_a_step_changes_no_state_and_a_stored_state_goes_on(
+    adapted: tuple[Callable[[], Environment], list[str]],
+) -> None:
+    make, actions = adapted
+    environment: Any = make()
+    _, state, _, *transitions = await episode(environment, 7, actions)
+    for transition, action in zip(transitions, actions, strict=False):
+        bytes_ = msgspec.json.encode(state)
+        for anew in (environment, make()):
+            stored = msgspec.json.decode(bytes_, type=type(state))
+            assert (stored, hash(stored)) == (state, hash(state))
+            assert await anew.step(stored, anew.read(stored, reply(action)), Talk()) == transition
+        assert msgspec.json.encode(state) == bytes_
+        state = transition.state
+
+
+async def test_a_step_that_is_cancelled_leaves_nothing_behind() -> None:
+    pytest.importorskip("textarena")
+    environment = TextArena("TicTacToe-v0", players=2)
+    task = environment.task(3)
+    state = environment.initial(task)
+    expected = await environment.step(state, environment.read(state, reply("[4]")), Talk())
+    for copies in (True, False):
+        environment.copies = copies
+        step = asyncio.create_task(environment.step(state, environment.read(state, reply("[4]")), Talk()))
+        await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        assert await environment.step(state, environment.read(state, reply("[4]")), Talk()) == expected
+
+
+async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -> None:
+    for copies, played in ((True, 2 + 4), (False, 2 + 1 + 3 * 3)):
+        environment: Any = Drawn(copies)
+        state = environment.initial(environment.task(5))
+        for action in ("a", "b"):
+            state = (await environment.step(state, environment.read(state, reply(action)), Talk())).state
+        children = [await environment.step(state, environment.read(state, reply("c")), Talk()) for _ in range(4)]
+        assert len({child.state.seen for child in children}) == 1
+        assert environment.played == played
+
+
+async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with_what_it_earned() -> None:
+    environment: Any = Drawn()
+    state = environment.initial(environment.task(5))
+    first = await environment.step(state, environment.read(state, reply("a")), Talk())
+    for text in ("no block", "<action> </action>", reply("bad")):
+        last = await environment.step(first.state, environment.read(first.state, text), Talk())
+        assert (last.done, last.outcome, last.measures) == (True, first.reward, {"success": 0.0})
+
+
+async def test_the_horizon_ends_an_episode() -> None:
+    environment: Any = Drawn()
+    seen = await episode(environment, 5, ["a"] * 9)
+    assert [transition.done for transition in seen[3:]] == [False] * 5 + [True]
+    assert seen[-1].outcome == pytest.approx(sum(transition.reward for transition in seen[3:]))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Gymnasium("Taxi-v3"), "Taxi"),
+        (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
+        (lambda: ReasoningGym("no_such_set"), "no_such_set"),
+        (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
+    ],
+)
+def test_an_environment_that_is_not_there_is_named(make: Callable[[], Environment], said: str) -> None:
+    for package in ("gymnasium", "textarena", "reasoning_gym"):
+        pytest.importorskip(package)
+    with pytest.raises(ValueError, match=said):
+        make()
