@@ -183,3 +183,14 @@ def test_an_environment_that_is_not_there_is_named(make: Callable[[], Environmen
         pytest.importorskip(package)
     with pytest.raises(ValueError, match=said):
         make()
+
+
+async def test_first_states_that_are_made_in_threads_do_not_disturb_each_other() -> None:
+    expected = {seed: Drawn().initial(Drawn().task(seed)) for seed in range(40)}
+    environment = Drawn()
+    tasks = [environment.task(seed) for seed in expected]
+    made = await asyncio.gather(*(asyncio.to_thread(environment.initial, task) for task in tasks))
+    played = [await environment.step(state, environment.read(state, reply("a")), Talk()) for state in made]
+    for seed, transition in zip(expected, played, strict=True):
+        alone: Any = Drawn()
+        assert transition == await alone.step(expected[seed], alone.read(None, reply("a")), Talk())

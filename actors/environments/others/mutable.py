@@ -11,6 +11,7 @@ import contextlib
 import copy
 import random
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ import numpy as np
 from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from wire.numbers import Count
 
+_ONE = threading.RLock()
+"""Held while an object is played, and while a cache changes: first states are made in threads, and there is one random state of the process."""
 KEPT = 256
 """Objects in the cache; the one that was used longest ago leaves."""
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
@@ -56,13 +59,14 @@ class _Live:
     @contextlib.contextmanager
     def playing(self) -> Iterator[None]:
         """Have the process's random state be this object's."""
-        before = random.getstate(), np.random.get_state()
-        _roll(self.dice)
-        try:
-            yield
-        finally:
-            self.dice = random.getstate(), np.random.get_state()
-            _roll(before)
+        with _ONE:
+            before = random.getstate(), np.random.get_state()
+            _roll(self.dice)
+            try:
+                yield
+            finally:
+                self.dice = random.getstate(), np.random.get_state()
+                _roll(before)
 
 
 def _roll(dice: tuple[Any, Any]) -> None:
@@ -170,20 +174,21 @@ class Mutable(Environment):
             return self.turn(live.environment, action)
 
     def _keep(self, key: tuple[int, tuple[str, ...]], live: _Live) -> None:
-        self._cache[key] = live
-        self._cache.move_to_end(key)
-        while len(self._cache) > KEPT:
-            self._cache.popitem(last=False)
+        with _ONE:
+            self._cache[key] = live
+            self._cache.move_to_end(key)
+            while len(self._cache) > KEPT:
+                self._cache.popitem(last=False)
 
     def _at(self, state: Played) -> _Live:
         """Return an object that stands in ``state`` and that nobody else has."""
         key = state.seed, state.actions
-        kept = self._cache.get(key)
-        if kept is not None and self.copies:
-            self._cache.move_to_end(key)
-            return copy.deepcopy(kept)
-        if kept is not None:
-            return self._cache.pop(key)
+        with _ONE:
+            if key in self._cache and self.copies:
+                self._cache.move_to_end(key)
+                return copy.deepcopy(self._cache[key])
+            if key in self._cache:
+                return self._cache.pop(key)
         live, _ = self._begun(state.seed)
         for action in state.actions:
             self._turn(live, action)
