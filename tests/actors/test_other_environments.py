@@ -150,7 +150,7 @@ async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -
             state = (await environment.step(state, environment.read(state, reply(action)), Talk())).state
         children = [await environment.step(state, environment.read(state, reply("c")), Talk()) for _ in range(4)]
         assert len({child.state.seen for child in children}) == 1
-        assert environment.played == played
+        assert environment.turns == played
 
 
 async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with_what_it_earned() -> None:

@@ -49,7 +49,7 @@ class Turned(msgspec.Struct, frozen=True):
     waits: bool = False
 
 
-class _Live:
+class Live:
     """An object of the library, with the random states of Python and numpy that it has left behind."""
 
     def __init__(self, seed: int):
@@ -89,10 +89,10 @@ class Mutable(Environment):
     copies = True
     rules = ""
 
-    def __init__(self, horizon: Count):
-        self.horizon = horizon
-        self._cache: collections.OrderedDict[tuple[int, tuple[str, ...]], _Live] = collections.OrderedDict()
-        self.played = 0
+    def __init__(self, horizon: Count, kept: Count = KEPT):
+        self.horizon, self.kept = horizon, kept
+        self._cache: collections.OrderedDict[tuple[int, tuple[str, ...]], Live] = collections.OrderedDict()
+        self.turns = 0
         """Actions that were played by the library, those of the way back to a state included."""
 
     # ------------------------------------------------------------------------------------------ of each library
@@ -118,8 +118,9 @@ class Mutable(Environment):
     def initial(self, task: Task) -> Played:
         """Return the state before the first action."""
         live, seen = self._begun(task.seed)
-        self._keep((task.seed, ()), live)
-        return Played(task.seed, seen)
+        state = Played(task.seed, seen)
+        self.keep(state, live)
+        return state
 
     def prompt(self, task: Task, state: Played) -> list[dict[str, Any]]:
         """Return one user message: the rules, then what the policy sees."""
@@ -138,21 +139,23 @@ class Mutable(Environment):
         """Play the action on a copy of the object that stands in ``state``."""
         if action.answer is None:
             return self.outgrown(state)
-        live = self._at(state)
+        live = await self.standing(state)
         try:
-            turned = self._turn(live, action.answer)
+            turned = await self.played(live, action.answer)
         except ValueError:
+            self.forget(live)
             return self.outgrown(state)
         turned, answers = await self.others(live, turned, tools)
         actions = (*state.actions, action.answer, *answers)
         after = Played(state.seed, turned.seen, actions, state.earned + turned.reward, state.turns + 1)
         if turned.done or after.turns >= self.horizon:
             success = float(after.earned > 0) if turned.success is None else turned.success
+            self.forget(live)
             return Transition(after, turned.seen, True, after.earned, {"success": success}, turned.reward)
-        self._keep((state.seed, actions), live)
+        self.keep(after, live)
         return Transition(after, turned.seen, False, reward=turned.reward)
 
-    async def others(self, live: "_Live", turned: Turned, tools: Tools) -> tuple[Turned, tuple[str, ...]]:
+    async def others(self, live: "Live", turned: Turned, tools: Tools) -> tuple[Turned, tuple[str, ...]]:
         """Let other players act until it is the policy's turn. Returns what the policy then sees, with the sum of the rewards, and their actions."""
         return turned, ()
 
@@ -162,26 +165,8 @@ class Mutable(Environment):
 
     # ------------------------------------------------------------------------------------------ objects
 
-    def _begun(self, seed: int) -> tuple[_Live, str]:
-        live = _Live(seed)
-        with live.playing():
-            live.environment, seen = self.begin(seed)
-        return live, seen
-
-    def _turn(self, live: _Live, action: str) -> Turned:
-        self.played += 1
-        with live.playing():
-            return self.turn(live.environment, action)
-
-    def _keep(self, key: tuple[int, tuple[str, ...]], live: _Live) -> None:
-        with _ONE:
-            self._cache[key] = live
-            self._cache.move_to_end(key)
-            while len(self._cache) > KEPT:
-                self._cache.popitem(last=False)
-
-    def _at(self, state: Played) -> _Live:
-        """Return an object that stands in ``state`` and that nobody else has."""
+    async def standing(self, state: Played) -> "Live":
+        """Return an object that stands in ``state`` and that nobody else has: a copy, or one that is played from the beginning."""
         key = state.seed, state.actions
         with _ONE:
             if key in self._cache and self.copies:
@@ -189,7 +174,34 @@ class Mutable(Environment):
                 return copy.deepcopy(self._cache[key])
             if key in self._cache:
                 return self._cache.pop(key)
-        live, _ = self._begun(state.seed)
+        live = await self.began(state.seed)
         for action in state.actions:
-            self._turn(live, action)
+            await self.played(live, action)
         return live
+
+    async def began(self, seed: int) -> "Live":
+        """Return an object at the beginning."""
+        return self._begun(seed)[0]
+
+    async def played(self, live: "Live", action: str) -> Turned:
+        """Play an action."""
+        self.turns += 1
+        with live.playing():
+            return self.turn(live.environment, action)
+
+    def keep(self, state: Played, live: "Live") -> None:
+        """Keep an object that stands in ``state``."""
+        with _ONE:
+            self._cache[state.seed, state.actions] = live
+            self._cache.move_to_end((state.seed, state.actions))
+            while len(self._cache) > self.kept:
+                self.forget(self._cache.popitem(last=False)[1])
+
+    def forget(self, live: "Live") -> None:
+        """An object has left the cache, or its episode has ended."""
+
+    def _begun(self, seed: int) -> "tuple[Live, str]":
+        live = Live(seed)
+        with live.playing():
+            live.environment, seen = self.begin(seed)
+        return live, seen

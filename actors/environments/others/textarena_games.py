@@ -6,7 +6,7 @@
 from typing import Any
 
 from actors.environments.base import POLICY, Task, Tools
-from actors.environments.others.mutable import Mutable, Played, Turned, _Live
+from actors.environments.others.mutable import Live, Mutable, Played, Turned
 from wire.numbers import Count, Share
 
 REPLY_TOKENS = 256
@@ -58,13 +58,14 @@ class TextArena(Mutable):
 
     async def open(self, state: Played, tools: Tools) -> Played:
         """Return the state at the policy's first turn."""
-        live = self._at(state)
+        live = await self.standing(state)
         waits = live.environment.state.current_player_id != live.environment.policy
         turned, actions = await self.others(live, Turned(state.seen, 0.0, False, waits=waits), tools)
-        self._keep((state.seed, actions), live)
-        return Played(state.seed, turned.seen, actions, turned.reward)
+        first = Played(state.seed, turned.seen, actions, turned.reward)
+        self.keep(first, live)
+        return first
 
-    async def others(self, live: _Live, turned: Turned, tools: Tools) -> tuple[Turned, tuple[str, ...]]:
+    async def others(self, live: Live, turned: Turned, tools: Tools) -> tuple[Turned, tuple[str, ...]]:
         actions: list[str] = []
         while turned.waits and not turned.done:
             messages = self.prompt(Task(""), Played(0, turned.seen))
@@ -76,5 +77,5 @@ class TextArena(Mutable):
             )
             action = self.read(Played(0, ""), reply + self.stop[0]).answer or reply
             actions.append(action)
-            turned = self._turn(live, action)
+            turned = await self.played(live, action)
         return turned, tuple(actions)
