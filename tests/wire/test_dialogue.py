@@ -1,0 +1,134 @@
+"""Equal conversations have equal digests however they are written, and what follows a reply is what the whole rendering has there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.chat_template import ChatTemplate
+from wire.dialogue import Renderer, histories, text_of
+
+QWEN = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{%- for m in messages %}
+{%- if m.role == 'tool' %}<|im_start|>user
+<tool_response>{{ m.content }}</tool_response><|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}
+<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endif %}{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PLAIN = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def renderer(folder: Path, source: str) -> Renderer:
+    (folder / "chat_template.jinja").write_text(source)
+    return Renderer(ChatTemplate(folder))
+
+
+def call(name: str, written: Any, id: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": written}}
+
+
+ASKED: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call("look", '{"a": 1, "b": [2]}', "call_1"), call("look", "{}", "x")],
+    },
+    {"role": "tool", "tool_call_id": "x", "content": "second"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "first"},
+]
+
+
+def test_a_history_is_known_again_however_a_client_has_written_it() -> None:
+    written_again: list[dict[str, Any]] = [
+        {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], "name": "s"},
+        {"role": "user", "content": "Where?"},
+        {
+            "role": "assistant", "content": "", "refusal": None, "reasoning_content": "hm", "provider_specific_fields": {},
+            "tool_calls": [call("look", '{"b":[2],"a":1}', "c9"), call("look", {}, "y")],
+        },
+        {"role": "tool", "tool_call_id": "y", "content": "second", "name": "look"},
+        {"role": "tool", "tool_call_id": "c9", "content": [{"type": "text", "text": "first"}]},
+    ]  # fmt: skip
+    assert histories(ASKED, TOOLS) == histories(written_again, TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        (0, {"content": "Be brief. "}),
+        (1, {"role": "system"}),
+        (2, {"content": "text"}),
+        (2, {"tool_calls": [call("look", '{"a": 1, "b": [3]}', "call_1"), call("look", "{}", "x")]}),
+        (2, {"tool_calls": [call("look", '{"a": 1, "b": [2]}', "call_1")]}),
+        (3, {"tool_call_id": "call_1"}),
+        (4, {"content": "First"}),
+    ],
+)
+def test_another_history_has_other_digests_from_its_first_difference_on(place: int, change: dict[str, Any]) -> None:
+    other = [message | change if i == place else message for i, message in enumerate(ASKED)]
+    same = [a == b for a, b in zip(histories(ASKED, TOOLS), histories(other, TOOLS), strict=True)]
+    assert same == [True] * (place + 1) + [False] * (len(ASKED) - place)
+    assert not set(histories(ASKED)) & set(histories(ASKED, TOOLS)), "the tools are part of the history"
+
+
+WORDS = st.text(alphabet="ab <|>\n{}", max_size=6)
+MESSAGES = st.lists(
+    st.builds(
+        lambda role, content: {"role": role, "content": content},
+        st.sampled_from(["user", "assistant", "system"]),
+        WORDS,
+    ),
+    max_size=4,
+)
+
+
+@given(MESSAGES, MESSAGES)
+def test_different_conversations_have_different_digests(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    assert (histories(one)[-1] == histories(other)[-1]) == (one == other)
+
+
+@pytest.mark.parametrize("source", [QWEN, PLAIN], ids=["with tools", "without tools"])
+def test_what_follows_a_reply_is_what_the_whole_rendering_has_there(tmp_path: Path, source: str) -> None:
+    rendered = renderer(tmp_path, source)
+    reply = "I look.\n"
+    history = [*ASKED[:2], {"role": "assistant", "content": reply}]
+    for tail in (
+        [{"role": "user", "content": "And?"}],
+        ASKED[3:],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    ):
+        whole = rendered.whole([*history, *tail], TOOLS)
+        prompt = rendered.whole(history[:2], TOOLS)
+        assert whole == prompt + reply + rendered.after(tail, TOOLS)
+
+
+def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
+    text = renderer(tmp_path, PLAIN).whole(ASKED, TOOLS)
+    assert json.dumps(TOOLS[0]) in text.split("<|im_end|>")[0] and "Be brief." in text.split("<|im_end|>")[0]
+    assert '<tool_call>\n{"name": "look", "arguments": {"a": 1, "b": [2]}}\n</tool_call>' in text
+    assert "<|im_start|>user\n<tool_response>\nsecond\n</tool_response><|im_end|>" in text
+    assert "<|im_start|>system" in renderer(tmp_path, PLAIN).whole(ASKED[1:2], TOOLS)
+
+
+def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not write replies as they are"):
+        renderer(tmp_path, PLAIN.replace("{{ m.content }}", "{{ m.content | upper }}")).after(ASKED[:1])
+
+
+def test_contents_of_other_kinds_are_refused() -> None:
+    for content in (3, [{"type": "image_url"}], {"text": "x"}, ["x"]):
+        with pytest.raises(ValueError, match="`content`"):
+            text_of(content)

@@ -1,0 +1,84 @@
+"""Tool calls are read as each family writes them; whatever else stands there makes the reply invalid."""
+
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from wire.tool_calls import FAMILIES, Parsed, ToolCall, family_of, parse
+
+ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'
+CALL = ToolCall("look", '{"a": "</x> é"}')
+
+
+@pytest.mark.parametrize(
+    ("family", "reply", "expected"),
+    [
+        ("hermes", "Just text.", Parsed("Just text.")),
+        ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>", Parsed("I look.", [CALL])),
+        ("hermes", f"<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", Parsed("", [CALL, CALL])),
+        ("llama3", '<|python_tag|>{"name": "look", "parameters": {"a": "</x> é"}}', Parsed("", [CALL])),
+        ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
+    ],
+)
+def test_calls_are_read_as_their_family_writes_them(family: str, reply: str, expected: Parsed) -> None:
+    assert parse(reply, family, ["look"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (f"<tool_call>{ONE}</tool_call> and more", "expected <tool_call> and nothing else there, got 'and more'"),
+        (f"<tool_call>{ONE}", "nothing else there"),
+        ("<tool_call>{}</tool_call>", 'expected an object of "name" and "arguments"'),
+        ("<tool_call>not json</tool_call>", "Expecting value"),
+        ('<tool_call>{"name": "go", "arguments": {}}</tool_call>', "'go' was not offered; there are look"),
+        ('<tool_call>{"name": "look", "arguments": "{}"}</tool_call>', "expected an object"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion"),
+        ("<tool_call>", "without a call"),
+    ],
+)
+def test_a_call_that_cannot_be_read_makes_the_reply_invalid_and_is_explained(reply: str, problem: str) -> None:
+    parsed = parse(reply, "hermes", ["look"])
+    assert (parsed.text, parsed.calls) == (reply, [])
+    assert problem in parsed.problem
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        f"[TOOL_CALLS][{ONE}",
+        f"[TOOL_CALLS][{ONE}]]",
+        f"[TOOL_CALLS][{ONE}] more",
+        f"[TOOL_CALLS][{ONE},]",
+        "[TOOL_CALLS][]",
+    ],
+)
+def test_a_list_that_does_not_end_or_goes_on_is_invalid(reply: str) -> None:
+    assert parse(reply, "mistral", ["look"]).problem
+
+
+def test_without_tools_a_mark_is_text() -> None:
+    assert parse(f"<tool_call>{ONE}</tool_call>", "hermes", []).calls == []
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.text(), st.dictionaries(st.text(), st.integers() | st.text()))
+def test_what_is_read_is_what_was_written(family: str, text: str, arguments: dict[str, object]) -> None:
+    kind = FAMILIES[family]
+    written = json.dumps({"name": "look", kind.key: arguments})
+    calls = {
+        "hermes": f"<tool_call>{written}</tool_call>",
+        "llama3": f"<|python_tag|>{written}",
+        "mistral": f"[TOOL_CALLS][{written}]",
+    }
+    parsed = parse(text + calls[family], family, ["look"])
+    assume(kind.mark not in text + calls[family][: len(kind.mark) - 1])
+    assert (parsed.text, parsed.problem) == (text.rstrip(), "")
+    assert [json.loads(call.arguments) for call in parsed.calls] == [arguments]
+
+
+def test_the_family_is_that_of_the_template() -> None:
+    assert [family_of(t) for t in ("..<tool_call>..", "..<|python_tag|>..", "..[TOOL_CALLS][..", "none")] == [
+        "hermes", "llama3", "mistral", "hermes"
+    ]  # fmt: skip

@@ -1,0 +1,134 @@
+"""Conversations of agents as they come over HTTP: which of them are the same, and what stands between two replies in the policy's tokens.
+
+An agent sends its whole history with every call, as messages that it has stored in its own way: arguments of calls parsed and written again, ids of
+calls of its own, "" for null. ``histories`` tells equal histories whatever way they are written, so that a reply that was sampled is known again
+and its sampled tokens are taken, never a second rendering of its text.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from wire.chat_template import ChatTemplate
+
+Message = dict[str, Any]
+REPLY = "\u2063reply\u2063"
+"""Stands for a sampled reply where the text after it is rendered. No tokenizer sees it."""
+
+
+def text_of(content: Any) -> str:
+    """Return a message's content as text: null is "", and the texts of parts are joined. Raises ValueError for other kinds of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise ValueError("`content`: expected a text, null, or a list of text parts")
+
+
+def histories(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Return a digest of every beginning of a conversation, the empty one first. Equal digests mean equal roles, texts, calls and tools.
+
+    The arguments of calls count as parsed JSON, ids of calls by their order, and what a reply has besides its text and its calls does not count.
+    """
+    state = hashlib.blake2b(_written(list(tools)), digest_size=16)
+    digests, ids = [state.hexdigest()], dict[str, int]()
+    for message in messages:
+        state.update(_written(_canonical(message, ids)))
+        digests.append(state.hexdigest())
+    return digests
+
+
+def _canonical(message: Message, ids: dict[str, int]) -> list[Any]:
+    calls = []
+    for call in message.get("tool_calls") or []:
+        ids.setdefault(str(call.get("id")), len(ids))
+        calls.append([call["function"]["name"], arguments(call["function"].get("arguments"))])
+    answered = message.get("tool_call_id")
+    return [
+        message.get("role"),
+        text_of(message.get("content")),
+        calls,
+        None if answered is None else ids.get(str(answered), answered),
+    ]
+
+
+def arguments(written: Any) -> Any:
+    """Return the arguments of a call as the JSON value that they mean, or as they are if they are no JSON."""
+    if not isinstance(written, str):
+        return written
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written
+
+
+def _written(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+class Renderer:
+    """Renders conversations with a model's chat template. Where the template knows no tools, they stand in the system message and calls in the
+    texts, in the notation of Hermes, which Qwen's templates have too: ``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
+
+    def __init__(self, template: ChatTemplate):
+        self.template = template
+        self.knows_tools = "tools" in template.variables
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """Return the prompt of a conversation. Raises ValueError when the template refuses it."""
+        return self._rendered(self._plain(messages, tools), tools)
+
+    def after(self, tail: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """Return the text that follows a reply's own text: what ends the reply, the messages of ``tail``, and the opening of the next reply.
+
+        Raises ValueError when the template refuses these messages by themselves, or does not write a reply's text as it is.
+        """
+        dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
+        _, found, after = self._rendered([*dummy, *self._plain(tail, ())], tools).partition(REPLY)
+        if not found:
+            raise ValueError("the chat template does not write replies as they are")
+        return after
+
+    def _plain(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+        plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
+        if self.knows_tools:
+            return [{**m, "tool_calls": _parsed(m["tool_calls"])} if m.get("tool_calls") else m for m in plain]
+        plain = [_as_text(message) for message in plain]
+        if not tools:
+            return plain
+        system = plain[0]["content"] if plain and plain[0]["role"] == "system" else ""
+        rest = plain[1:] if system or (plain and plain[0]["role"] == "system") else plain
+        return [{"role": "system", "content": f"{system}\n\n{_described(tools)}".strip()}, *rest]
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        return self.template.render(messages, {"tools": list(tools)} if tools and self.knows_tools else {})
+
+
+def _parsed(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls with their arguments as values, as templates expect them."""
+    return [
+        {**call, "function": {**call["function"], "arguments": arguments(call["function"].get("arguments"))}}
+        for call in calls
+    ]
+
+
+def _as_text(message: Message) -> Message:
+    """A message without calls, which stand in its text."""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [
+        f"<tool_call>\n{json.dumps({'name': call['function']['name'], 'arguments': arguments(call['function'].get('arguments'))})}\n</tool_call>"
+        for call in message.get("tool_calls") or []
+    ]
+    return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *calls]))}
+
+
+def _described(tools: Sequence[dict[str, Any]]) -> str:
+    listed = "\n".join(json.dumps(tool) for tool in tools)
+    return (
+        f"You may call functions. They are:\n<tools>\n{listed}\n</tools>\nFor each call write a JSON object with its name and arguments:\n"
+        '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
+    )

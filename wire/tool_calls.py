@@ -1,0 +1,93 @@
+"""Tool calls in a model's reply: which family writes them how, and a strict reading. A call that cannot be read is the policy's, and is said to be so.
+
+A reply is text, then calls. Each family has a mark with which a call begins; a reply without the mark has no calls. From the mark on everything must be
+calls in the family's notation, of tools that were offered, with an object of arguments: otherwise the reply is invalid, and no call of it counts.
+"""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call. arguments: JSON text of an object, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class Parsed(msgspec.Struct, frozen=True):
+    """A reply. text: before the calls. problem: why its calls cannot be read, "" if they can; then ``text`` is the whole reply."""
+
+    text: str
+    calls: list[ToolCall] = []
+    problem: str = ""
+
+
+class Family(msgspec.Struct, frozen=True):
+    """How a family writes calls: ``mark`` before the first, ``closing`` after each, ``between`` them, ``end`` at last. key: of the arguments."""
+
+    mark: str
+    closing: str = ""
+    between: str = ""
+    end: str = ""
+    key: str = "arguments"
+
+    def values(self, text: str) -> list[Any]:
+        """Return the JSON values of all calls in ``text``, which begins with the mark. Raises ValueError if anything else stands there."""
+        values, rest = list[Any](), text.removeprefix(self.mark).strip()
+        while rest and not (self.end and rest == self.end):
+            rest = _without(rest, self.between, optional=not values)
+            value, place = _DECODER.raw_decode(rest)
+            values.append(value)
+            rest = _without(rest[place:].lstrip(), self.closing)
+        if not values or rest != self.end:
+            raise ValueError(f"{self.mark} without a call" if not values else f"expected {self.end} at the end")
+        return values
+
+
+_DECODER = json.JSONDecoder()
+
+
+def _without(text: str, beginning: str, optional: bool = False) -> str:
+    if not text.startswith(beginning) and not optional:
+        raise ValueError(f"expected {beginning} and nothing else there, got {text[:40]!r}")
+    return text.removeprefix(beginning).lstrip()
+
+
+FAMILIES = {
+    "hermes": Family("<tool_call>", closing="</tool_call>", between="<tool_call>"),
+    "llama3": Family("<|python_tag|>", between=";", key="parameters"),
+    "mistral": Family("[TOOL_CALLS][", between=",", end="]"),
+}
+"""By name. Qwen, SmolLM3 and others write calls as Hermes does."""
+
+
+def family_of(template: str) -> str:
+    """Return the family of a chat template's source; "hermes" if it knows no tools, because they are then described in that notation."""
+    return next((name for name, family in FAMILIES.items() if family.mark in template), "hermes")
+
+
+def parse(reply: str, family: str, offered: Collection[str]) -> Parsed:
+    """Read a reply whose special tokens are still in it. offered: names of the tools."""
+    kind = FAMILIES[family]
+    place = reply.find(kind.mark) if offered else -1
+    if place < 0:
+        return Parsed(reply)
+    try:
+        calls = [_call(value, kind.key, offered) for value in kind.values(reply[place:])]
+    except (ValueError, RecursionError) as error:
+        return Parsed(reply, problem=str(error))
+    return Parsed(reply[:place].rstrip(), calls)
+
+
+def _call(value: Any, key: str, offered: Collection[str]) -> ToolCall:
+    if not isinstance(value, dict) or set(value) != {"name", key}:
+        raise ValueError(f'expected an object of "name" and "{key}", got {json.dumps(value)[:80]}')
+    if value["name"] not in offered:
+        raise ValueError(f"tool {value['name']!r} was not offered; there are {', '.join(sorted(offered))}")
+    if not isinstance(value[key], dict):
+        raise ValueError(f'"{key}" of {value["name"]}: expected an object')
+    return ToolCall(value["name"], json.dumps(value[key], ensure_ascii=False))
