@@ -81,7 +81,9 @@ class Transition(msgspec.Struct, frozen=True):
     observation: the text that answers the action. If turns are appended, the policy reads it next ("" when done). If each turn is a fresh
     prompt, it is kept in the tree for readers only ("" keeps nothing). outcome: the episode's return, if the episode ends here and its rules
     alone decide the return. measures: named results of a finished episode, such as success and completion. reward: the environment's own
-    reward of this step, which becomes the action's column "step_reward".
+    reward of this step, which becomes the action's column "step_reward". messages: chat messages in the place of the observation, which follow
+    the reply to which they belong: the action's own, or that of the episode's earlier action number ``after``. An ``after`` of None
+    says that the next prompt is ``Environment.prompt`` of the state, which begins a branch at the root.
     """
 
     state: Any
@@ -90,6 +92,8 @@ class Transition(msgspec.Struct, frozen=True):
     outcome: float | None = None
     measures: dict[str, float] = {}
     reward: float | None = None
+    messages: list[dict[str, Any]] | None = None
+    after: int | None = None
 
 
 class Tools(Protocol):
@@ -98,6 +102,10 @@ class Tools(Protocol):
     rng: random.Random
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]: ...
+
+    def spent(self) -> tuple[int, int, int]:
+        """Return the tokens of the prompt of the action that is stepped, of those the cached ones, and of the action."""
+        ...
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """Return the move of the opponent that is served as ``player.<player>``."""
@@ -144,6 +152,13 @@ class Environment(Protocol):
     def initial(self, task: Task) -> Any:
         """Return the first state. This may take long (a generated puzzle)."""
         ...
+
+    begins_with_prompt: bool = True
+    """If False, the prompt is known only after ``open``, also where turns are appended."""
+
+    def tools(self, state: Any) -> list[dict[str, Any]]:
+        """Return the functions that the policy may call in ``state``, in the form of chat completions."""
+        return []
 
     async def open(self, state: Any, tools: Tools) -> Any:
         """Return the state in which the policy acts first (after the move of an opponent that begins)."""

@@ -1,0 +1,265 @@
+"""Any agent as an environment: its calls to the policy are the turns, and whatever it does between two calls is what the environment does.
+
+An agent is a live process, and a state says how to come back to it: the task and the replies that it was given. A state whose process is still
+waiting goes on at once; any other is reached by replay, in which a new process is given the recorded replies to the requests that it makes again. So
+every strategy works that works for games, also those that go back to an earlier turn, for agents that ask the same when they are told the same.
+
+The tree holds what the policy read and sampled, token by token: of a request that continues a conversation, only what the agent has added after the
+sampled reply is rendered; a request that continues none (another agent inside, a rewritten prompt) begins a branch.
+"""
+
+import asyncio
+import collections
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.environments.agents.episode import Ended, Episode, Limits, command
+from actors.environments.agents.gateway import Asked, Gateway, Reply
+from actors.environments.base import Action, Environment, Task, Tools, Transition
+from wire.dialogue import Message, histories
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import JudgedTurn
+from wire.numbers import Count, NotNegative, Positive
+from wire.tool_calls import parse
+
+KEPT = 64
+"""Waiting processes that are kept; the one that waits longest is ended, and reached again by replay."""
+OVER = "The budget of this episode is used up."
+"""What a call beyond the budget is answered. It is no reply of the policy and in no tree."""
+MOST_OVER = 16
+"""Calls beyond the budget after which an agent is ended."""
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """A request and its reply. asked, after: digests of the conversation before and after the reply (``wire.dialogue.histories``)."""
+
+    asked: str
+    reply: str
+    after: str
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """A state: an agent that waits for a reply. asked: the digest of what it asks. offered: names of the tools. messages, tools: the whole request
+    where it begins a branch, otherwise empty."""
+
+    task: dict[str, Any]
+    record: tuple[Exchange, ...] = ()
+    asked: str = ""
+    offered: tuple[str, ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.asked, self.record))
+
+
+class Agent(Environment):
+    """run: "module:function", called with the task (id, question, golds, seed) in a process of its own, or a command line, which finds them as JSON in
+    its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY. horizon: calls of an episode. outcome_judge: the
+    judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
+    seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool calls (``wire.tool_calls``)."""
+
+    name = "agent"
+    fresh = False
+    measured = ("success", "crashed")
+    headline = "return"
+    begins_with_prompt = False
+
+    def __init__(
+        self,
+        run: str,
+        horizon: Count = 20,
+        outcome_judge: str = "",
+        seconds: Positive = 600.0,
+        memory_gib: NotNegative = 0.0,
+        output_mib: Positive = 4.0,
+        family: str = "hermes",
+    ):
+        plain = ":" in run and not any(character.isspace() for character in run)
+        self.command = command(run) if plain else shlex.split(run)
+        self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
+        self.limits = Limits(seconds, memory_gib, output_mib)
+        self.gateway = Gateway()
+        self._started: asyncio.Task[None] | None = None
+        self._waiting: collections.OrderedDict[Standing, tuple[Episode, Asked]] = collections.OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+        self.replayed = 0
+        """Replies that were given again."""
+
+    def initial(self, task: Task) -> Standing:
+        """Return the state before the agent has begun."""
+        return Standing({"id": task.id, "question": task.question, "golds": task.golds, "seed": task.seed})
+
+    async def open(self, state: Standing, tools: Tools) -> Standing:
+        """Start the agent, and return the state of its first request. Raises DataFault if it ends without one."""
+        episode, asked = await self._begun(state)
+        first = _standing(state, (), asked, whole=True)
+        self._keep(first, episode, asked)
+        return first
+
+    def prompt(self, task: Task, state: Standing) -> list[dict[str, Any]]:
+        """Return the conversation of a request that begins a branch."""
+        return list(state.messages)
+
+    def tools(self, state: Standing) -> list[dict[str, Any]]:
+        """Return the tools of a request that begins a branch."""
+        return list(state.tools)
+
+    def read(self, state: Standing, text: str) -> Action:
+        """Return the reply. Its tool calls must be readable and of tools that were offered."""
+        return Action("invalid" if parse(text, self.family, state.offered).problem else "reply", text, answer=text)
+
+    async def step(self, state: Standing, action: Action, tools: Tools) -> Transition:
+        """Give the agent a reply, and return what it asks next, or how its episode ended."""
+        episode, asked = await self._stand(state)
+        parsed = parse(action.text, self.family, state.offered)
+        finish = "tool_calls" if parsed.calls else "stop"
+        reply = Reply(parsed.text, parsed.calls, finish, tools.spent())
+        record = (*state.record, Exchange(state.asked, action.text, _digest(asked, reply)))
+        try:
+            episode.answer(reply)
+            event = await episode.next()
+            if isinstance(event, Asked) and len(record) >= self.horizon:
+                event = await _told_that_it_is_over(episode, event)
+        except BaseException:
+            self._end(episode)
+            raise
+        if isinstance(event, Ended):
+            self._end(episode)
+            return self._ended(state, record, event)
+        place, tail = _continued(record, event)
+        after = _standing(state, record, event, whole=place is None)
+        self._keep(after, episode, event)
+        return Transition(after, "", False, messages=tail, after=place)
+
+    def outgrown(self, state: Standing) -> Transition:
+        """Return the end of an episode whose conversation has no room: a failure."""
+        return Transition(state, "", True, 0.0, {"success": 0.0, "crashed": 0.0})
+
+    def judged(self, task: Task, state: Standing, action: Action, step: int, budget: int) -> JudgedTurn:
+        """Return what a judge sees of a reply."""
+        return msgspec.structs.replace(
+            super().judged(task, state, action, step, budget), state=None, answer=action.answer
+        )
+
+    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+        """Return the measures of an episode; an episode without an outcome has no return."""
+        return super().measures(task, turns) if "outcome" in turns[-1] else {"turns": [float(len(turns))]}
+
+    # ------------------------------------------------------------------------------------------ episodes
+
+    async def _stand(self, state: Standing) -> tuple[Episode, Asked]:
+        """Return the agent that waits in ``state``, or another one that has been brought there."""
+        if state in self._waiting:
+            return self._waiting.pop(state)
+        episode, asked = await self._begun(state)
+        left = list(state.record)
+        while left:
+            digest = histories(asked.messages, asked.tools)[-1]
+            known = next((exchange for exchange in left if exchange.asked == digest), None)
+            if known is None:
+                self._end(episode)
+                raise DataFault(
+                    f"the agent asks something else after {len(state.record) - len(left)} of {len(state.record)} replies of a replay"
+                )
+            left.remove(known)
+            self.replayed += 1
+            parsed = parse(known.reply, self.family, asked.offered)
+            episode.answer(Reply(parsed.text, parsed.calls, "tool_calls" if parsed.calls else "stop"))
+            event = await episode.next()
+            if isinstance(event, Ended):
+                self._end(episode)
+                raise DataFault(
+                    f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
+                )
+            asked = event
+        if state.asked and histories(asked.messages, asked.tools)[-1] != state.asked:
+            self._end(episode)
+            raise DataFault(
+                "the agent asks something else at the end of a replay: expected one that asks the same when it is told the same"
+            )
+        return episode, asked
+
+    async def _begun(self, state: Standing) -> tuple[Episode, Asked]:
+        if self._started is None:
+            self._started = asyncio.create_task(self.gateway.start())
+        await asyncio.shield(self._started)
+        episode = Episode(self.gateway, self.command, state.task, self.limits)
+        try:
+            await episode.start()
+            event = await episode.next()
+        except OSError as error:
+            raise InfrastructureFault(f"the agent {shlex.join(self.command)} cannot be started: {error}") from None
+        except BaseException:
+            self._end(episode)
+            raise
+        if isinstance(event, Ended):
+            self._end(episode)
+            raise DataFault(
+                f"the agent ended before it asked the policy ({event.fault or 'exit status 0'}): {event.said[-500:]}"
+            )
+        return episode, event
+
+    def _ended(self, state: Standing, record: tuple[Exchange, ...], event: Ended) -> Transition:
+        after = msgspec.structs.replace(state, record=record, asked="", messages=(), tools=())
+        crashed = float(bool(event.fault))
+        outcome = 0.0 if crashed else event.reward
+        measures = {"crashed": crashed} | ({} if outcome is None else {"success": float(outcome > 0)})
+        said = f"the agent's process: {event.fault}\n{event.said[-500:]}" if crashed else ""
+        return Transition(after, said, True, None if self.outcome_judge and not crashed else outcome, measures)
+
+    def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
+        self._waiting[state] = episode, asked
+        while len(self._waiting) > KEPT:
+            self._end(self._waiting.popitem(last=False)[1][0])
+
+    def _end(self, episode: Episode) -> None:
+        closing = asyncio.get_running_loop().create_task(episode.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """End all processes and the gateway."""
+        for episode, _ in self._waiting.values():
+            self._end(episode)
+        self._waiting.clear()
+        await asyncio.gather(*self._closing)
+        await self.gateway.close()
+
+
+def _standing(before: Standing, record: tuple[Exchange, ...], asked: Asked, whole: bool) -> Standing:
+    request = (tuple(asked.messages), tuple(asked.tools)) if whole else ((), ())
+    return Standing(before.task, record, histories(asked.messages, asked.tools)[-1], tuple(asked.offered), *request)
+
+
+def _digest(asked: Asked, reply: Reply) -> str:
+    """The digest of a conversation with its reply, as an agent will send it back."""
+    calls = [
+        {"id": f"reply-{i}", "function": {"name": call.name, "arguments": call.arguments}}
+        for i, call in enumerate(reply.calls)
+    ]
+    message: Message = {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
+    return histories([*asked.messages, message], asked.tools)[-1]
+
+
+def _continued(record: tuple[Exchange, ...], asked: Asked) -> tuple[int | None, list[Message]]:
+    """Return which reply of the record a request continues, and what the agent has added; None and nothing if it continues none."""
+    after = {exchange.after: place for place, exchange in enumerate(record)}
+    digests = histories(asked.messages, asked.tools)
+    for length in range(len(asked.messages) - 1, 0, -1):
+        if digests[length] in after:
+            return after[digests[length]], asked.messages[length:]
+    return None, []
+
+
+async def _told_that_it_is_over(episode: Episode, event: Asked | Ended) -> Ended:
+    """Answer all further calls that the budget is used up, until the agent ends."""
+    for _ in range(MOST_OVER):
+        episode.answer(Reply(OVER))
+        event = await episode.next()
+        if isinstance(event, Ended):
+            return event
+    return Ended(None, f"it went on asking {MOST_OVER} times after its budget of calls was used up")

@@ -1,0 +1,181 @@
+"""One episode of an agent: a process of its own that speaks to the policy through a session of the gateway.
+
+``python -m actors.environments.agents.episode MODULE:FUNCTION`` is what such a process runs: it reads the task as JSON from its stdin and calls the
+function with it; a number that the function returns is the episode's reward.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.environments.agents.gateway import Asked, Gateway, Reply, Session
+from wire.process import die_with
+
+TAIL = 2_000
+"""Bytes of what an agent wrote last that a fault shows."""
+_REWARD = b"\0reward "
+"""Begins the line with which the process tells what its function returned."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """seconds: of an episode; memory_gib: address space of its process, 0 for no limit; output_mib: that it may write."""
+
+    seconds: float = 600.0
+    memory_gib: float = 0.0
+    output_mib: float = 4.0
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How an episode ended. reward: None if nobody gave one. fault: why the process failed, "" if it did not. said: what it wrote last."""
+
+    reward: float | None
+    fault: str = ""
+    said: str = ""
+
+
+class Episode:
+    """A process and its session, from ``start`` to ``close``. Requests come one at a time: ``next``, then ``answer``."""
+
+    def __init__(self, gateway: Gateway, command: list[str], task: dict[str, Any], limits: Limits):
+        self.gateway, self.command, self.task, self.limits = gateway, command, task, limits
+        self.session: Session = gateway.opened()
+        self._answer: asyncio.Future[Reply] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended: asyncio.Task[Ended] | None = None
+        self._said = bytearray()
+
+    async def start(self) -> None:
+        """Start the process. Raises OSError if it cannot be started."""
+        key = self.session.key
+        known = {
+            "OPENAI_BASE_URL": self.gateway.url,
+            "OPENAI_API_KEY": key,
+            "COPPICE_SESSION": key,
+            "COPPICE_TASK": json.dumps(self.task),
+        }
+        parent, memory = os.getpid(), int(self.limits.memory_gib * 2**30)
+
+        def confine() -> None:
+            die_with(parent)
+            if memory:
+                resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+        self._process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**_environment(), **known},
+            start_new_session=True,
+            preexec_fn=confine,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self.task).encode())
+        self._process.stdin.close()
+        self._ended = asyncio.create_task(self._run())
+
+    async def next(self) -> Asked | Ended:
+        """Return the next request, or the end of the episode."""
+        assert self._ended is not None
+        request = asyncio.create_task(self.session.requests.get())
+        try:
+            await asyncio.wait([request, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                asked, self._answer = request.result()
+                return asked
+            return self._ended.result()
+        finally:
+            request.cancel()
+
+    def answer(self, reply: Reply) -> None:
+        """Answer the request that ``next`` returned. An agent that has gone away has no use for it."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(reply)
+        self._answer = None
+
+    async def close(self) -> None:
+        """Kill the process, with all that it has started, and close the session."""
+        self.gateway.end(self.session, "the episode has ended")
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._ended is not None:
+            await asyncio.wait([self._ended])
+
+    async def _run(self) -> Ended:
+        """Read what the process writes until it ends, or until a limit ends it."""
+        assert self._process is not None and self._process.stdout is not None
+        fault, written, reward = "", 0, None
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                while line := await _line(self._process.stdout):
+                    written += len(line)
+                    if line.startswith(_REWARD):
+                        reward = json.loads(line.removeprefix(_REWARD))
+                        continue
+                    self._said = (self._said + line)[-TAIL:]
+                    if written > self.limits.output_mib * 2**20:
+                        fault = f"it wrote more than {self.limits.output_mib:g} MiB"
+                        break
+                if not fault:
+                    await self._process.wait()
+        except TimeoutError:
+            fault = f"it ran longer than {self.limits.seconds:g} s"
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        code = await self._process.wait()
+        if code and not fault:
+            fault = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+        return Ended(self.session.rewards.get("", reward), fault, self._said.decode(errors="replace"))
+
+
+def _environment() -> dict[str, str]:
+    """The environment of an agent: this process's, without other keys of this run and of its user's other models."""
+    return {name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_TOKEN"))}
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line, or a part of one that is too long."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.read(error.consumed)
+
+
+def command(run: str) -> list[str]:
+    """Return the command line for "module:function"; the current folder is importable."""
+    return [sys.executable, "-m", "actors.environments.agents.episode", run]
+
+
+def main(run: str) -> None:
+    """Call the function with the task of stdin, and tell the number that it returns."""
+    sys.path.insert(0, str(Path.cwd()))
+    module, _, name = run.partition(":")
+    task = json.loads(sys.stdin.read())
+    result = getattr(importlib.import_module(module), name)(task)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    if result is not None:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(b"\n" + _REWARD + json.dumps(float(result)).encode() + b"\n")
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
