@@ -91,6 +91,7 @@ class Context:
 
     attempt = 0
     top = 0
+    _stepped: Node | None = None
 
     def __init__(self, shop: Shop, settings: SchedulerConfig, task: Task, tree: Tree, rng: random.Random):
         self.shop, self.settings, self.task, self.tree, self.rng = shop, settings, task, tree, rng
@@ -112,7 +113,11 @@ class Context:
     async def tip(self, trajectory: int = 0) -> Node:
         """Where the trajectory stands: its last chosen node, or the prompt of its first turn."""
         node = self.tree.tip(trajectory)
-        if node.kind == "prompt" and node.parent < 0 and self.environment.fresh:
+        if (
+            node.kind == "prompt"
+            and node.parent < 0
+            and (self.environment.fresh or not self.environment.begins_with_prompt)
+        ):
             state = await self.environment.open(self._typed(node.state), self)
             return self._show(state, trajectory, 0)
         return node
@@ -188,11 +193,12 @@ class Context:
         answer, fresh = self._answer(node), self.environment.fresh
         if node.forced or "outcome" in node.scores or (answer is not None and (fresh or not answer.chosen)):
             return None  # the last: an observation without a next prompt ended the episode before a crash
+        self._stepped = node
         transition = await self.environment.step(self.state(node), self.action(node), self)
         self.shop.counts["environment_steps"] += 1
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
-        if transition.done and transition.outcome is not None:
-            columns |= {"outcome": transition.outcome, **transition.measures}
+        if transition.done:
+            columns |= transition.measures | ({} if transition.outcome is None else {"outcome": transition.outcome})
         if columns:
             node.scores |= columns
             self.changed([node])
@@ -200,7 +206,7 @@ class Context:
             self._observe(node, transition)
         if transition.done:
             return None
-        place = self._show(transition.state, node.trajectory, node.step) if fresh else self._observe(node, transition)
+        place = self._next(node, transition)
         if self._fits(place):
             return place
         self._outgrown(node, place, transition.state)
@@ -290,7 +296,10 @@ class Context:
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
         """The prompt for acting in ``state``, as the part that all turns share and the rest ("" where turns are appended)."""
         messages = self.environment.prompt(self.task, state)
-        text = self.shop.text.prompt(messages, self.settings.thinking if thinking is None else thinking)
+        tools = self.environment.tools(state)
+        text = self.shop.text.prompt(messages, self.settings.thinking if thinking is None else thinking, tools)
+        if not self.environment.begins_with_prompt:
+            return Shown(""), Shown(text)
         head, _, tail = text.partition(SPLIT)
         parts = list(vision.shown(messages))
         split = next((i for i, part in enumerate(parts) if isinstance(part, str) and SPLIT in part), len(parts))
@@ -341,6 +350,16 @@ class Context:
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
+    def spent(self) -> tuple[int, int, int]:
+        """The tokens of the action that is stepped (``actors.environments.base.Tools``)."""
+        node = self._stepped
+        above = self.tree.parent(node) if node is not None else None
+        return (
+            (len(self.tree.prefix(above)), node.cached, len(node.tokens))
+            if node is not None and above is not None
+            else (0, 0, 0)
+        )
+
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """An opponent's move (``actors.environments.base.Tools``)."""
         request = PlayRequest(msgspec.to_builtins(state), self.rng.getrandbits(62))
@@ -366,9 +385,19 @@ class Context:
 
     # ------------------------------------------------------------------------------------------ inner workings
 
+    def _next(self, node: Node, transition: Transition) -> Node:
+        """Add what the policy reads after ``node``: a prompt below the root, or what follows an action of the trajectory."""
+        if self.environment.fresh or (transition.messages is not None and transition.after is None):
+            return self._show(transition.state, node.trajectory, node.step)
+        if transition.after is not None:
+            node = msgspec.structs.replace(self.tree.actions(node.trajectory)[transition.after], step=node.step)
+        return self._observe(node, transition)
+
     def _observe(self, node: Node, transition: Transition) -> Node:
         """Add the environment's answer below an action. It continues the trajectory only where turns are appended."""
         text, state = transition.observation, msgspec.to_builtins(transition.state)
+        if transition.messages:
+            text = self.shop.text.after(node.tokens, transition.messages)
         tokens, appended = self.shop.text.encode(text), not self.environment.fresh
         observation = self.tree.add(node, "observation", tokens, text, state=state, chosen=appended)
         self.changed([observation])

@@ -11,6 +11,7 @@ import tokenizers
 
 from wire import vision
 from wire.chat_template import ChatTemplate
+from wire.dialogue import Renderer
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class Text:
             raise FileNotFoundError(f"{path} has no tokenizer.json: expected a Hugging Face model folder")
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self._template = ChatTemplate(path)
+        self._renderer = Renderer(self._template)
+        self._special = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
         self.vocabulary = _embedded(path)
         self.vision = vision.Vision.of(folder)
 
@@ -69,10 +72,21 @@ class Text:
                 " a chat template (model.name)"
             )
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], thinking: bool = True) -> str:
+    def after(self, reply: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What follows a sampled reply, int32 [tokens], where ``messages`` come next, up to where the model's next turn begins. What ends a reply is
+        left out if the model has sampled it. Raises ValueError if the template does not render these messages by themselves."""
+        if not self._template.available:
+            return "\n" + self.prompt(messages)
+        text = self._renderer.after([dict(message) for message in messages])
+        end = self.tokenizer.id_to_token(int(reply[-1])) if len(reply) else None
+        return text.removeprefix(end) if end is not None and end in self._special else text
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool = True, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         """The messages in the model's chat format, up to where the model's turn begins; plain text if the model has no template.
 
-        A content may be a text or a list of parts (``wire.vision.shown``). thinking: False asks a template that knows ``enable_thinking``
+        tools: the functions that may be called. A content may be a text or a list of parts (``wire.vision.shown``). thinking: False asks a template that knows ``enable_thinking``
         (Qwen3's) for an answer without a thinking block. Raises ValueError for pictures that the model cannot read.
         """
         parts = [list(vision.shown([message])) for message in messages]
@@ -81,6 +95,8 @@ class Text:
             messages = [dict(message) for message in messages]
         else:
             messages = [{**m, "content": "".join(texts)} for m, texts in zip(messages, parts, strict=True)]  # pyright: ignore
+        if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+            return self._renderer.whole([dict(message) for message in messages], tools)
         if not self._template.available:
             return "\n".join(message["content"] for message in messages) + "\n"
         switches = {"enable_thinking": thinking} if "enable_thinking" in self._template.variables else {}

@@ -1,30 +1,22 @@
-"""One episode of an agent: a process of its own that speaks to the policy through a session of the gateway.
-
-``python -m actors.environments.agents.episode MODULE:FUNCTION`` is what such a process runs: it reads the task as JSON from its stdin and calls the
-function with it; a number that the function returns is the episode's reward.
-"""
+"""One episode of an agent: a process of its own that speaks to the policy through a session of the gateway."""
 
 import asyncio
 import contextlib
-import importlib
-import inspect
 import json
 import os
 import resource
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from actors.environments.agents.gateway import Asked, Gateway, Reply, Session
+from actors.environments.agents.runner import REWARD
 from wire.process import die_with
 
 TAIL = 2_000
 """Bytes of what an agent wrote last that a fault shows."""
-_REWARD = b"\0reward "
-"""Begins the line with which the process tells what its function returned."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -120,8 +112,8 @@ class Episode:
             async with asyncio.timeout(self.limits.seconds):
                 while line := await _line(self._process.stdout):
                     written += len(line)
-                    if line.startswith(_REWARD):
-                        reward = json.loads(line.removeprefix(_REWARD))
+                    if line.startswith(REWARD):
+                        reward = json.loads(line.removeprefix(REWARD))
                         continue
                     self._said = (self._said + line)[-TAIL:]
                     if written > self.limits.output_mib * 2**20:
@@ -157,25 +149,4 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
 
 def command(run: str) -> list[str]:
     """Return the command line for "module:function"; the current folder is importable."""
-    return [sys.executable, "-m", "actors.environments.agents.episode", run]
-
-
-def main(run: str) -> None:
-    """Call the function with the task of stdin, and tell the number that it returns."""
-    sys.path.insert(0, str(Path.cwd()))
-    module, _, name = run.partition(":")
-    task = json.loads(sys.stdin.read())
-    result = getattr(importlib.import_module(module), name)(task)
-    if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
-    if result is not None:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(b"\n" + _REWARD + json.dumps(float(result)).encode() + b"\n")
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return [sys.executable, "-m", "actors.environments.agents.runner", run]

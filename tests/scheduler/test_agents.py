@@ -1,0 +1,299 @@
+"""Agents in processes of their own, whose turns grow in trees: every strategy, exact tokens, replay after a crash, limits and budgets."""
+
+import asyncio
+import random
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from actors.environments.agents.environment import Agent
+from actors.environments.base import Task
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.journal import Journal
+from scheduler.strategies import chain, full, slate
+from scheduler.text import Text
+from scheduler.tree import Tree
+from wire.faults import DataFault
+from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeRequest, JudgeResult, Sample, Turn
+
+TEMPLATE = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+AGENTS = '''
+import json, os, sys, urllib.request
+
+def post(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request))
+
+def call(messages, tools=()):
+    return post("/chat/completions", {"model": "any", "messages": messages, "tools": list(tools), "temperature": 0.1})["choices"][0]["message"]
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+def counting(task):
+    """Calls a tool as long as the policy wants, and writes its history in its own way."""
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": task["question"]}]
+    while True:
+        reply = call(messages, [ADD])
+        if not reply.get("tool_calls"):
+            return float(reply["content"].strip() == task["golds"][0])
+        told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": []}
+        answers = []
+        for i, one in enumerate(reply["tool_calls"]):
+            arguments = json.loads(one["function"]["arguments"])
+            told["tool_calls"].append({"id": f"mine{i}", "type": "function", "function": {"name": "add", "arguments": json.dumps(arguments, indent=2)}})
+            answers.append({"role": "tool", "tool_call_id": f"mine{i}", "content": [{"type": "text", "text": str(sum(arguments.values()))}]})
+        messages += [told, *answers]
+
+def nested(task):
+    """Asks a second agent in between, with a conversation of its own, and then goes on with the first."""
+    messages = [{"role": "user", "content": "main"}]
+    messages += [call(messages), {"role": "user", "content": "more"}]
+    call([{"role": "system", "content": "You help."}, {"role": "user", "content": "sub"}])
+    messages += [call(messages), {"role": "user", "content": "last"}]
+    call(messages)
+    return 1.0
+
+def endless(task):
+    messages = [{"role": "user", "content": "go"}]
+    while True:
+        messages += [call(messages), {"role": "user", "content": "on"}]
+        if "used up" in messages[-2]["content"]:
+            return 0.25
+
+def crashing(task):
+    call([{"role": "user", "content": "one"}])
+    raise RuntimeError("the agent's own fault")
+
+def silent(task):
+    sys.exit("nothing to ask")
+
+def random_one(task):
+    call([{"role": "user", "content": str(os.getpid())}])
+    call([{"role": "user", "content": "again"}])
+
+def writing(task):
+    call([{"role": "user", "content": "one"}])
+    while True:
+        print("x" * 1000)
+
+def rewarded(task):
+    call([{"role": "user", "content": "one"}])
+    post("/episode/reward", {"reward": 0.75})
+
+def unscored(task):
+    call([{"role": "user", "content": "one"}])
+'''
+
+
+class Policy:
+    """An actor and a judge: a reply is drawn from ``replies`` by what the prompt ends with. prompts: what it was asked, as text."""
+
+    def __init__(self, text: Text, reply: Callable[[str, int], str]):
+        self.text, self.reply = text, reply
+        self.prompts: list[str] = []
+        self.end = text.tokenizer.token_to_id("</s>")
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        if isinstance(request, JudgeRequest):
+            return JudgeResult([Judgement({"reward": float(len(turn.response))}) for turn in request.turns])
+        assert isinstance(request, GenerateRequest)
+        prompt = self.text.tokenizer.decode(request.tokens.tolist(), skip_special_tokens=False)
+        self.prompts.append(prompt)
+        samples = []
+        for i in range(request.n):
+            tokens = np.append(self.text.encode(self.reply(prompt, i)), self.end).astype(np.int32)
+            samples.append(
+                Sample(tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop")
+            )
+        return GenerateResult(samples, len(request.tokens), 0)
+
+
+class Stage:
+    """A context over an agent of ``AGENTS``."""
+
+    def __init__(self, folder: Path, llama: Path, reply: Callable[[str, int], str], name: str, **options: Any):
+        model = folder / "model"
+        if not model.exists():
+            shutil.copytree(llama, model)
+            (model / "chat_template.jinja").write_text(TEMPLATE.replace("<|im_end|>", "</s>"))
+        self.environment = Agent(f"agents_of_a_test:{name}", **options)
+        self.text = Text(str(model))
+        self.policy = Policy(self.text, reply)
+        self.groups: list[list[Turn]] = []
+        self.counts: Counter[str] = Counter()
+        self.settings = SchedulerConfig(judge="any", max_action_tokens=400)
+        self.journal = Journal(folder / f"journal-{name}")
+        dispatcher: Any = self.policy
+        self.shop = Shop(dispatcher, self.journal, self.text, self.environment, self.settings, self.counts, self._emit)
+        self.task = Task("t", "1 + 2 + 4", ["7"])
+        self.tree = Tree(0, self.task.id)
+        self.journal.start_tree(self.tree, 0, 0)
+
+    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
+        self.groups.append(turns)
+
+    async def grow(self, strategy: Any, tree: Tree | None = None, **options: Any) -> Tree:
+        tree = tree or self.tree
+        context = Context(self.shop, self.settings, self.task, tree, random.Random(1))
+        await context.plant()
+        await strategy.grow(tree, context, **options)
+        return tree
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+    """Makes stages; ends what they have started."""
+    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    made: list[Stage] = []
+
+    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
+        made.append(Stage(tmp_path, llama, reply, name, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.environment.close()
+        one.journal.close()
+
+
+def adds(prompt: str, i: int) -> str:
+    """Adds with the tool, twice, then answers; the second of several candidates thinks longer."""
+    think = "Well. " * i
+    results = prompt.count("<tool_response>")
+    if results == 0:
+        return think + '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    if results == 1:
+        return think + '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+    return "7" if i == 0 else "8"
+
+
+async def test_a_conversation_is_one_path_of_exactly_the_tokens_that_were_read_and_sampled(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(adds, "counting")
+    tree = await s.grow(chain)
+    actions = tree.actions()
+    assert [a.scores["valid"] for a in actions] == [1, 1, 1]
+    assert actions[-1].scores["outcome"] == 1.0
+    for action, prompt in zip(actions, s.policy.prompts, strict=True):
+        above = tree.parent(action)
+        assert above is not None
+        assert s.text.tokenizer.decode(tree.prefix(above).tolist(), skip_special_tokens=False) == prompt
+    observation = tree.children(actions[0])[0]
+    assert observation.text == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response></s>\n<|im_start|>assistant\n"
+    whole = s.text.tokenizer.decode(tree.prefix(actions[-1]).tolist(), skip_special_tokens=False)
+    assert whole.count("</s>") == 2 + 3 + 2, "a reply's end was sampled and written again"
+
+
+async def test_slate_samples_candidates_for_an_agent_that_knows_nothing_of_it(stage: Callable[..., Stage]) -> None:
+    s = stage(adds, "counting")
+    tree = await s.grow(slate, k=3, selection="best-of-k")
+    chosen = tree.actions()
+    assert [len(turns) for turns in s.groups] == [3, 3, 3]
+    assert [a.text.count("Well.") for a in chosen] == [2, 2, 0]
+    assert s.environment.replayed == 0
+
+
+async def test_trajectories_of_one_task_are_episodes_of_their_own(stage: Callable[..., Stage]) -> None:
+    s = stage(adds, "counting")
+    tree = await s.grow(full, k=3)
+    assert [[a.step for a in tree.actions(t)] for t in range(3)] == [[1, 2, 3]] * 3
+    assert len(s.groups) == 1 and len({turn.trajectory for turn in s.groups[0]}) == 3
+
+
+async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_it_was(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
+    tree = await s.grow(chain)
+    actions = tree.actions()
+    assert len(actions) == 4
+    above = [tree.parent(action) for action in actions]
+    roots = [node for node in tree.nodes.values() if node.kind == "prompt" and node.parent == 0]
+    assert above[0] in roots and above[1] in roots and len(roots) == 2
+    assert tree.parent(above[2]) is actions[0], "the first conversation goes on below its reply"
+    assert tree.parent(above[3]) is actions[2]
+    assert "You help." in above[1].text and "You help." not in s.policy.prompts[2]
+
+
+async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) -> None:
+    s = stage(adds, "counting")
+    context = Context(s.shop, s.settings, s.task, s.tree, random.Random(1))
+    await context.plant()
+    node = await context.tip()
+    for _ in range(2):
+        (action,) = await context.generate(node, 1)
+        action.chosen = True
+        node = await context.onward(action)
+        context.save([action, *([node] if node else [])])
+    expected = s.policy.prompts[-1]
+    again = stage(adds, "counting")
+    again.journal, (row,) = s.journal, s.journal.trees()
+    tree = await again.grow(chain, s.journal.tree(row))
+    assert again.environment.replayed == 2
+    assert tree.actions()[-1].scores["outcome"] == 1.0
+    assert again.policy.prompts[0].startswith(expected)
+
+
+async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(stage: Callable[..., Stage]) -> None:
+    s = stage(lambda prompt, i: "r", "random_one")
+    first = await s.environment.open(s.environment.initial(s.task), Any)
+    await s.environment.close()
+    s.environment._waiting.clear()
+    s.environment._started = None
+    s.environment.gateway = type(s.environment.gateway)()
+    context = Context(s.shop, s.settings, s.task, s.tree, random.Random(1))
+    with pytest.raises(DataFault, match="asks something else at the end of a replay"):
+        await s.environment.step(first, s.environment.read(first, "r"), context)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "outcome", "crashed"),
+    [
+        ("endless", {"horizon": 3}, 0.25, 0.0),
+        ("crashing", {}, 0.0, 1.0),
+        ("writing", {"output_mib": 0.1}, 0.0, 1.0),
+        ("rewarded", {}, 0.75, 0.0),
+        ("unscored", {}, None, 0.0),
+    ],
+)
+async def test_how_an_episode_ends(
+    stage: Callable[..., Stage], name: str, options: dict[str, Any], outcome: float | None, crashed: float
+) -> None:
+    s = stage(lambda prompt, i: "r", name, **options)
+    tree = await s.grow(chain)
+    last = tree.actions()[-1]
+    assert (last.scores.get("outcome"), last.scores["crashed"]) == (outcome, crashed)
+    assert len(tree.actions()) == (3 if name == "endless" else 1)
+
+
+async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(stage: Callable[..., Stage]) -> None:
+    with pytest.raises(DataFault, match=r"ended before it asked the policy .*nothing to ask"):
+        await stage(lambda prompt, i: "r", "silent").grow(chain)
+
+
+async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -> None:
+    s = stage(lambda prompt, i: '<tool_call>{"name": "divide", "arguments": {}}</tool_call>', "counting")
+    tree = await s.grow(chain)
+    (action,) = tree.actions()
+    assert (action.scores["valid"], action.scores["outcome"]) == (0.0, 0.0)
+
+
+async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
+    s = stage(adds, "counting")
+    await s.environment.open(s.environment.initial(s.task), Any)
+    ((episode, _),) = s.environment._waiting.values()
+    await s.environment.close()
+    assert episode._process is not None and episode._process.returncode == -9
+    await asyncio.sleep(0)
