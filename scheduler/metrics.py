@@ -118,12 +118,12 @@ class Metrics:
         """Write one record."""
         values = {"version": float(version), "time/run": time.monotonic() - self._start, **values}
         line = msgspec.json.encode(values)
-        self._file.write(line + b"\n")
-        self._file.flush()
-        self._board.record(version, values)
         self.newest = (
             self.newest | values
         )  # another object, because the exporter's thread may be reading the one before
+        self._file.write(line + b"\n")
+        self._file.flush()
+        self._board.record(version, values)
         print(line.decode(), flush=True)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
