@@ -69,6 +69,7 @@ class Session:
         self.rewards: dict[str, float] = {}
         self.closed = ""
         self._answers: dict[str, asyncio.Future[Reply]] = {}
+        self._open: set[asyncio.Future[Reply]] = set()
 
     def ask(self, asked: Asked, digest: str, again: bool) -> asyncio.Future[Reply]:
         """Put a request into the queue, and return its future answer. again: the client says that it repeats a request, whose answer it then gets."""
@@ -79,6 +80,8 @@ class Session:
             return known
         answer = asyncio.get_running_loop().create_future()
         self._answers[digest] = answer
+        self._open.add(answer)
+        answer.add_done_callback(self._open.discard)
         while len(self._answers) > REMEMBERED:
             del self._answers[next(iter(self._answers))]
         self.requests.put_nowait((asked, answer))
@@ -87,10 +90,9 @@ class Session:
     def close(self, reason: str) -> None:
         """Refuse further requests, and those that wait."""
         self.closed = reason
-        while not self.requests.empty():
-            _, answer = self.requests.get_nowait()
-            if not answer.done():
-                answer.set_exception(Refused(f"this episode is over: {reason}", 409))
+        for answer in list(self._open):
+            answer.set_exception(Refused(f"this episode is over: {reason}", 409))
+            answer.exception()  # nobody may be waiting for it any more
 
 
 class Gateway:
@@ -110,7 +112,7 @@ class Gateway:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/episode/reward", self._reward)
         self._runner = web.AppRunner(
-            app, handler_cancellation=False
+            app, handler_cancellation=False, shutdown_timeout=1.0
         )  # an answer that nobody takes is still the episode's
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port)
