@@ -45,6 +45,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "count/refused_peers": ("peers", "registrations refused"),
     "count/replaced": ("trees", "trees that dynamic sampling replaced"),
     "count/retries": ("calls", "attempts of calls that were repeated"),
+    "count/dropped_branches": ("branches", "episodes that a replay could not reach again"),
     "count/retrievals": ("calls", "questions to the retriever"),
     "count/spoken_replies": ("replies", "texts that environments asked a model for"),
     "count/timeouts": ("calls", "attempts of calls that passed their deadline"),

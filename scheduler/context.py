@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import POLICY, SPLIT, Action, Environment, Task, Transition
+from actors.environments.base import POLICY, SPLIT, Action, Diverged, Environment, Task, Transition
 from scheduler import answers
 from scheduler.calls import Check
 from scheduler.config import UNJUDGED, SchedulerConfig
@@ -191,10 +191,14 @@ class Context:
         An episode is also over if its next prompt has no room in the context. It counts as ``Environment.outgrown`` says, or as its judge does.
         """
         answer, fresh = self._answer(node), self.environment.fresh
-        if node.forced or "outcome" in node.scores or (answer is not None and (fresh or not answer.chosen)):
+        over = node.forced or "outcome" in node.scores or "replay" in node.notes
+        if over or (answer is not None and (fresh or not answer.chosen)):
             return None  # the last: an observation without a next prompt ended the episode before a crash
         self._stepped = node
-        transition = await self.environment.step(self.state(node), self.action(node), self)
+        try:
+            transition = await self.environment.step(self.state(node), self.action(node), self)
+        except Diverged as fault:
+            return self._drop(node, fault)
         self.shop.counts["environment_steps"] += 1
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done:
@@ -242,6 +246,8 @@ class Context:
         """
         actions = self.tree.actions(trajectory)
         own = [node for node in actions if not node.forced]
+        if "outcome" in own[-1].invalid:
+            return False
         if not self.environment.outcome_judge or "outcome" in own[-1].scores:
             return True
         columns = await self.log_outcome(actions[-1])
@@ -384,6 +390,12 @@ class Context:
         return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
     # ------------------------------------------------------------------------------------------ inner workings
+
+    def _drop(self, node: Node, fault: Diverged) -> None:
+        """End an episode that cannot go on, without an outcome. It is not trained."""
+        node.notes["replay"], node.invalid = str(fault), sorted({*node.invalid, "outcome"})
+        self.shop.counts["dropped_branches"] += 1
+        self.changed([node])
 
     def _next(self, node: Node, transition: Transition) -> Node:
         """Add what the policy reads after ``node``: a prompt below the root, or what follows an action of the trajectory."""

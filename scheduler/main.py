@@ -521,6 +521,8 @@ class Run:
             task.cancel()
         await asyncio.gather(*self.growing.values(), return_exceptions=True)
         await self.stream.stop()
+        for environment in (self.environment, self.examination.environment):
+            await environment.close()
         await self.dispatcher.close()
         self.exporter.close()
         self.metrics.close()

@@ -4,24 +4,30 @@ All continuations of one position are requested together, so that their prefix i
 position again continue as one request.
 """
 
+import logging
 from collections import Counter
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from actors.environments.base import Diverged
 from scheduler.context import Context
 from scheduler.together import together
 from scheduler.tree import Node
 from wire.messages import Sample
 
+log = logging.getLogger(__name__)
+
 
 class Position(msgspec.Struct, frozen=True):
-    """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of actions before it."""
+    """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of actions before it. ends: the prefixes that end
+    with each of these actions, where what follows may continue any of them."""
 
     prefix: bytes
     state: Any
     step: int
+    ends: tuple[bytes, ...] = ()
 
 
 def position_before(ctx: Context, action: Node) -> Position:
@@ -31,11 +37,13 @@ def position_before(ctx: Context, action: Node) -> Position:
         return _shown(ctx, state, action.step - 1)
     parent = ctx.tree.parent(action)
     assert parent is not None, "an action has a prompt above it"
-    return Position(ctx.tree.prefix(parent).tobytes(), state, action.step - 1)
+    before = () if ctx.environment.begins_with_prompt else ctx.tree.actions(action.trajectory)[: action.step - 1]
+    ends = tuple(ctx.tree.prefix(node).tobytes() for node in before)
+    return Position(ctx.tree.prefix(parent).tobytes(), state, action.step - 1, ends)
 
 
 async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
-    """The outcomes of ``n`` continuations of ``position``."""
+    """The outcomes of ``n`` continuations of ``position``, without those that have none."""
     prefix = np.frombuffer(position.prefix, np.int32)
     async with ctx.shop.aside:
         samples, _ = await ctx.sample(prefix, n, ctx.environment.stop, beside=True)
@@ -47,24 +55,38 @@ async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
     return ended + [outcome for several in later for outcome in several]
 
 
-async def advance(ctx: Context, position: Position, sample: Sample) -> Position | float:
-    """The position after a sampled action, or the outcome if the episode is over: 0 if the budget is used up without an answer."""
+async def advance(ctx: Context, position: Position, sample: Sample) -> Position | float | None:
+    """The position after a sampled action, or the outcome if the episode is over: 0 if the budget is used up without an answer, None if it is
+    unknown."""
     environment, step = ctx.environment, position.step + 1
     action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
-    async with ctx.shop.aside:
-        transition = await environment.step(position.state, action, ctx)
+    try:
+        async with ctx.shop.aside:
+            transition = await environment.step(position.state, action, ctx)
+    except Diverged as fault:
+        log.warning("a continuation of tree %d is dropped: %s", ctx.tree.id, fault)
+        ctx.shop.counts["dropped_branches"] += 1
+        return None
     ctx.shop.counts["continuation_steps"] += 1
     if transition.done and transition.outcome is not None:
         return transition.outcome
+    if transition.done and not environment.outcome_judge:
+        return None
     if transition.done:
         return await ctx.outcome_of(position.state, action, step, transition.state)
     if environment.forced_prefix and step >= ctx.settings.budget:
         return 0.0
     if environment.fresh:
         return _shown(ctx, transition.state, step)
-    seen = ctx.shop.text.encode(transition.observation)
-    prefix = position.prefix + sample.tokens.astype(np.int32).tobytes() + seen.tobytes()
-    return Position(prefix, transition.state, step)
+    end = position.prefix + sample.tokens.astype(np.int32).tobytes()
+    if environment.begins_with_prompt:
+        return Position(end + ctx.shop.text.encode(transition.observation).tobytes(), transition.state, step)
+    ends = (*position.ends, end)
+    if transition.after is None or transition.messages is None:
+        return Position(_shown(ctx, transition.state, step).prefix, transition.state, step, ends)
+    end = ends[transition.after]
+    seen = ctx.shop.text.encode(ctx.shop.text.after(np.frombuffer(end, np.int32), transition.messages))
+    return Position(end + seen.tobytes(), transition.state, step, ends)
 
 
 def _shown(ctx: Context, state: Any, step: int) -> Position:

@@ -10,6 +10,9 @@ from typing import Any
 
 import msgspec
 
+THOUGHT = "</think>"
+"""Ends a model's thought. Templates may write its beginning into the prompt."""
+
 
 class ToolCall(msgspec.Struct, frozen=True):
     """One call. arguments: JSON text of an object, as the model wrote it."""
@@ -19,11 +22,13 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A reply. text: before the calls. problem: why its calls cannot be read, "" if they can; then ``text`` is the whole reply."""
+    """A reply. think: what it thought, up to "</think>"; text: between that and the calls. problem: why its calls cannot be read, "" if they can;
+    then ``text`` is all after the thought."""
 
     text: str
     calls: list[ToolCall] = []
     problem: str = ""
+    think: str = ""
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -72,15 +77,16 @@ def family_of(template: str) -> str:
 
 def parse(reply: str, family: str, offered: Collection[str]) -> Parsed:
     """Read a reply whose special tokens are still in it. offered: names of the tools."""
-    kind = FAMILIES[family]
-    place = reply.find(kind.mark) if offered else -1
+    kind, (think, ended, said) = FAMILIES[family], reply.partition(THOUGHT)
+    think, said = (think.partition("<think>")[2] or think, said.lstrip()) if ended else ("", reply)
+    place = said.find(kind.mark) if offered else -1
     if place < 0:
-        return Parsed(reply)
+        return Parsed(said, think=think.strip())
     try:
-        calls = [_call(value, kind.key, offered) for value in kind.values(reply[place:])]
+        calls = [_call(value, kind.key, offered) for value in kind.values(said[place:])]
     except (ValueError, RecursionError) as error:
-        return Parsed(reply, problem=str(error))
-    return Parsed(reply[:place].rstrip(), calls)
+        return Parsed(said, problem=str(error), think=think.strip())
+    return Parsed(said[:place].rstrip(), calls, think=think.strip())
 
 
 def _call(value: Any, key: str, offered: Collection[str]) -> ToolCall:

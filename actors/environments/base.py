@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from wire.faults import DataFault
 from wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
@@ -73,6 +74,10 @@ class Action(msgspec.Struct, frozen=True):
     @property
     def valid(self) -> bool:
         return self.kind not in ("invalid", "illegal")
+
+
+class Diverged(DataFault):
+    """The state cannot be reached again, because what stands for it does not repeat itself. The episode is dropped; its task stays."""
 
 
 class Transition(msgspec.Struct, frozen=True):
@@ -142,6 +147,8 @@ class Environment(Protocol):
     """Whether every transition has a ``reward``."""
     headline: str = "return"
     """The most important measure."""
+    searches: bool = False
+    """Whether it calls ``Tools.retrieve``. Then a run has a retriever."""
     pictures: bool = False
     """Whether prompts show pictures. Then the policy must be a model that reads them."""
     fresh: bool = True
@@ -191,8 +198,11 @@ class Environment(Protocol):
         return Action("invalid", text)
 
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
-        """Return the result of ``action``."""
+        """Return the result of ``action``. Raises Diverged."""
         ...
+
+    async def close(self) -> None:
+        """End what episodes have started."""
 
     def outgrown(self, state: Any) -> Transition:
         """Return the end of an episode in ``state``, whose prompt has no room in the policy's context: by default a failure that scores 0."""

@@ -57,6 +57,7 @@ class SearchQA(Environment):
     outcome_judge = "exact_match"
     headline = "em"
     fresh = False
+    searches = True
     rewarded_by_judge = False
 
     def __init__(

@@ -13,6 +13,7 @@ from scheduler.strategies import chain
 from scheduler.together import Beside
 from scheduler.tree import Node, Tree
 from wire.declared import StrategyGives
+from wire.faults import DataFault
 from wire.numbers import Count
 
 
@@ -38,6 +39,10 @@ async def value(ctx: Context, action: Node, continuations: int) -> None:
         return
     aside = ctx.aside(f"value {action.id}")  # so the chain's draws do not depend on when continuations come back
     samples = await outcomes(aside, position_before(ctx, action), continuations)
+    if not samples:
+        raise DataFault(
+            "no continuation of an action has an outcome: expected an environment that gives one, or repeats itself"
+        )
     mean = math.fsum(samples) / len(samples)
     variance = math.fsum((x - mean) ** 2 for x in samples) / max(1, len(samples) - 1)
     action.scores |= {"mc_value": mean, "mc_error": math.sqrt(variance / len(samples))}

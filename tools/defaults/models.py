@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.defaults.facts import ensure_facts
+from tools.defaults.tiny_agent import NAME as TINY_AGENT
+from tools.defaults.tiny_agent import make_tiny_agent
 from tools.defaults.tiny_board import NAME as TINY
 from tools.defaults.tiny_board import make_tiny_policy
 from tools.defaults.tiny_search import NAME as TINY_SEARCH
@@ -35,12 +37,17 @@ def ensure_model(name: str, cache: Path) -> Path:
         if not (folder / "config.json").is_file():
             make_tiny_search(folder, ensure_facts(cache) / "corpus.jsonl")
         return folder
+    if name == TINY_AGENT:
+        folder = cache / "models" / name
+        if not (folder / "config.json").is_file():
+            make_tiny_agent(folder, ensure_facts(cache) / "corpus.jsonl")
+        return folder
     if (Path(name) / "config.json").is_file():
         return Path(name).resolve()
     if "/" in name and not name.startswith((".", "/")):
         return _from_hub(name)
     raise FileNotFoundError(
-        f"model.name = {name!r}: expected {DEFAULT!r}, {TINY!r}, {TINY_SEARCH!r}, a folder with a config.json, or a hub id owner/name"
+        f"model.name = {name!r}: expected {DEFAULT!r}, {TINY!r}, {TINY_SEARCH!r}, {TINY_AGENT!r}, a folder with a config.json, or a hub id owner/name"
     )
 
 

@@ -8,6 +8,7 @@ Which of these actions pays is left to reinforcement learning. The tokens are ex
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
@@ -40,23 +41,59 @@ class Wanted(msgspec.Struct):
     value: str
 
 
+class Notation(Protocol):
+    """How a kind of episode is written. topk: the passages that a search shows. shown: everything on which the texts depend."""
+
+    topk: int
+    shown: list[Any]
+
+    def opening(self, text: Text, question: str) -> str: ...
+
+    def searched(self, think: str, query: str) -> str: ...
+
+    def results(self, passages: list[Passage]) -> str: ...
+
+    def answered(self, think: str, answer: str) -> str: ...
+
+
+class Tags:
+    """The notation of the environment search_qa."""
+
+    def __init__(self, environment: SearchQA):
+        self.environment, self.topk, self.shown = environment, environment.topk, environment.shown
+
+    def opening(self, text: Text, question: str) -> str:
+        """Return the prompt."""
+        return text.prompt(self.environment.prompt(Task("", question)))
+
+    def searched(self, think: str, query: str) -> str:
+        """Return the action that searches."""
+        return f"<think>{think}</think> <search> {query} </search>"
+
+    def results(self, passages: list[Passage]) -> str:
+        """Return what stands between a search and the next action."""
+        return self.environment.render(passages)
+
+    def answered(self, think: str, answer: str) -> str:
+        """Return the action that answers."""
+        return f"<think>{think}</think> <answer> {answer} </answer>"
+
+
 def search_play(
-    text: Text, environment: SearchQA, names: Sequence[str], fields: Sequence[str], count: int, config: WarmStart
+    text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str], count: int, config: WarmStart
 ) -> list[Example]:
     """Return ``count`` turns, shuffled, of random episodes."""
     rng = random.Random(config.seed)
     examples: list[Example] = []
     while len(examples) < count:
-        examples += _Episode(text, environment, names, fields, rng).play(rng.random() < config.two_hop)
+        examples += _Episode(text, notation, names, fields, rng).play(rng.random() < config.two_hop)
     rng.shuffle(examples)
     return examples[:count]
 
 
 class _Episode:
-    def __init__(
-        self, text: Text, environment: SearchQA, names: Sequence[str], fields: Sequence[str], rng: random.Random
-    ):
-        self.text, self.environment, self.names, self.fields, self.rng = text, environment, names, fields, rng
+    def __init__(self, text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str], rng: random.Random):
+        self.text, self.notation, self.names, self.fields, self.rng = text, notation, names, fields, rng
         self.tokens: list[int] = []
         self.examples: list[Example] = []
         self.shown: list[Passage] = []
@@ -65,8 +102,7 @@ class _Episode:
         """Play one episode and return its turns as examples."""
         rng = self.rng
         question, asked, left = self._question(two_hops)
-        prompt = self.environment.prompt(Task("", question))
-        self.tokens = self.text.encode(self.text.prompt(prompt)).tolist()
+        self.tokens = self.text.encode(self.notation.opening(self.text, question)).tolist()
         for turn in range(1, TURNS + 1):
             if turn == TURNS or rng.random() < ANSWERS[bool(self.shown)]:
                 self._answer(left[0].field, asked)
@@ -101,8 +137,8 @@ class _Episode:
             "other": f"{rng.choice(known)} {rng.choice(self.fields).lower()}",
         }[kind]
         think = rng.choice((NEED, LOOK)).format(field=wanted.field, subject=f" {wanted.subject}")
-        self._act(f"<think>{think}</think> <search> {query} </search>")
-        passages = [self._passage() for _ in range(self.environment.topk)]
+        self._act(self.notation.searched(think, query))
+        passages = [self._passage() for _ in range(self.notation.topk)]
         if kind == "right":
             passages[0] = Passage("", wanted.title, f"{wanted.field.capitalize()}: {wanted.value}", 1.0)
         elif kind == "subject":
@@ -110,7 +146,7 @@ class _Episode:
         if rng.random() < 0.2:
             rng.shuffle(passages)
         self.shown = passages
-        self.tokens += self.text.encode(self.environment.render(passages)).tolist()
+        self.tokens += self.text.encode(self.notation.results(passages)).tolist()
         return kind == "right"
 
     def _answer(self, field: str, asked: list[str]) -> None:
@@ -124,7 +160,7 @@ class _Episode:
             "asked": lambda: rng.choice(asked),
         }[kind]()
         think = rng.choice((FOUND, KNOWN)).format(field=field, value=f" {answer}")
-        self._act(f"<think>{think}</think> <answer> {answer} </answer>")
+        self._act(self.notation.answered(think, answer))
 
     def _passage(self) -> Passage:
         title, value = self.rng.sample(self.names, 2)
@@ -137,13 +173,13 @@ class _Episode:
 
 
 def ensure_search_play(
-    model: Path, corpus: Path, environment: SearchQA, config: WarmStart, cache: Path, threads: int
+    model: Path, corpus: Path, notation: Notation, config: WarmStart, cache: Path, threads: int
 ) -> Path:
     """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0."""
     mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, KNOWN]
-    recipe = [*environment.shown, msgspec.to_builtins(config), mixture]
+    recipe = [*notation.shown, msgspec.to_builtins(config), mixture]
 
     def examples(count: int) -> list[Example]:
-        return search_play(Text(str(model)), environment, *names_and_fields(corpus), count, config)
+        return search_play(Text(str(model)), notation, *names_and_fields(corpus), count, config)
 
     return from_play(model, "random searches", recipe, [corpus], examples, config, cache, threads)

@@ -49,8 +49,8 @@ def names_and_fields(corpus: Path) -> tuple[list[str], list[str]]:
     return sorted(names), sorted(fields)
 
 
-def tokenizer(names: list[str], fields: list[str]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer. Any text survives encoding and decoding unchanged, and " Name" is one token."""
+def tokenizer(names: list[str], fields: list[str], *sentences: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer. Any text survives encoding and decoding unchanged, and " Name" is one token. sentences: whose words are tokens too."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
@@ -60,7 +60,7 @@ def tokenizer(names: list[str], fields: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words = [*SENTENCES, *(f"{field}: x {field.lower()} of" for field in fields)]
+    words = [*SENTENCES, *sentences, *(f"{field}: x {field.lower()} of" for field in fields)]
     core.train_from_iterator(words * 2, trainer)
     core.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
     core.add_tokens([tokenizers.AddedToken(f" {name}", normalized=False) for name in names])
@@ -72,12 +72,18 @@ def tokenizer(names: list[str], fields: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_tiny_search(
-    folder: Path, corpus: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4
+    folder: Path,
+    corpus: Path,
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    words: PreTrainedTokenizerFast | None = None,
 ) -> Path:
-    """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million parameters."""
+    """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million parameters. words: another tokenizer."""
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     shape |= {"intermediate_size": 2 * hidden}
-    words = tokenizer(*names_and_fields(corpus))
+    words = tokenizer(*names_and_fields(corpus)) if words is None else words
     return save_random(folder, words, seed, shape, initial=INITIAL, rope_base=ROPE_BASE, prepare=_write_back)
 
 

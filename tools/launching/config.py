@@ -18,7 +18,7 @@ import msgspec
 from tools.bootstrap import ROOT
 from tools.launching import rules
 from tools.launching.method import option_table
-from tools.launching.settings import Config
+from tools.launching.settings import Config, with_agent
 from wire.atomic import as_json
 from wire.options import known, option
 
@@ -88,7 +88,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     try:
         _check_keys(tree, Config, "")
         _check_finite(tree)
-        config = msgspec.convert(tree, Config)
+        config = with_agent(msgspec.convert(tree, Config))
         rules.check(config)
     except msgspec.ValidationError as error:
         raise ConfigError(_without_secrets(tree, f"config: {_located(tree, str(error))}")) from None

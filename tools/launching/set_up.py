@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from actors.environments import registry
+from actors.environments.agents.environment import Agent
 from actors.environments.base import POLICY
 from actors.environments.game import Game
 from actors.environments.search_qa import SearchQA
@@ -13,8 +14,10 @@ from tools.defaults.facts import ensure_facts
 from tools.defaults.index_corpus import ensure_index
 from tools.defaults.legal_play import ensure_legal_play
 from tools.defaults.models import ensure_model
-from tools.defaults.search_play import ensure_search_play
+from tools.defaults.search_play import Tags, ensure_search_play
 from tools.defaults.settings import cache_folder
+from tools.defaults.tiny_agent import NAME as TINY_AGENT
+from tools.defaults.tiny_agent import Calls
 from tools.defaults.tiny_search import NAME as TINY_SEARCH
 from tools.defaults.warm_start import ensure_warm_start
 from tools.launching.assets import Assets
@@ -39,8 +42,8 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     environment = registry.load(config.data.environment, config.data.options)
     if config.warm_start.skill and not isinstance(environment, Game):
         raise ValueError(f"warm_start.skill = {config.warm_start.skill}: only a game has good moves; set it to 0")
-    if isinstance(environment, SearchQA):
-        return _for_search(config, environment, model, cache)
+    if isinstance(environment, SearchQA | Agent):
+        return _for_questions(config, environment, model, cache)
     if isinstance(environment, Game):
         model = ensure_legal_play(model, environment, config.data.options, config.warm_start, cache, config.threads)
         return Assets(str(model), "", "", "")
@@ -51,12 +54,12 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     return Assets(str(model), config.data.train, config.data.heldout, config.retriever.backend)
 
 
-def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path) -> Assets:
+def _for_questions(config: Config, environment: SearchQA | Agent, model: Path, cache: Path) -> Assets:
     data = config.data
     facts = ensure_facts(cache) if "default" in (*listed(data.train), *listed(data.heldout), data.corpus) else None
     train, heldout = _files(data.train, facts, "train"), _files(data.heldout, facts, "heldout")
-    retriever = config.retriever.backend
-    if not retriever:
+    retriever = config.retriever.backend if environment.searches else ""
+    if environment.searches and not retriever:
         corpus = (
             facts / "corpus.jsonl"
             if facts is not None and config.data.corpus == "default"
@@ -67,9 +70,17 @@ def _for_search(config: Config, environment: SearchQA, model: Path, cache: Path)
                 f"data.corpus {str(corpus)!r} does not exist: expected a JSONL file of {{id, contents}}"
             )
         retriever = str(ensure_index(corpus, config.retriever.encoder, cache, config.threads))
-    if config.model.name == TINY_SEARCH and facts is not None:
-        model = ensure_search_play(model, facts / "corpus.jsonl", environment, config.warm_start, cache, config.threads)
+    notation = Tags(environment) if isinstance(environment, SearchQA) else Calls()
+    if config.model.name == (TINY_SEARCH if isinstance(environment, SearchQA) else TINY_AGENT):
+        corpus = ensure_facts(cache) / "corpus.jsonl"
+        model = ensure_search_play(model, corpus, notation, config.warm_start, cache, config.threads)
+    elif config.warm_start.steps and not isinstance(environment, SearchQA):
+        raise ValueError(
+            f"warm_start.steps = {config.warm_start.steps}: agents have a warm start for model.name = {TINY_AGENT!r} alone; set it to 0"
+            " (tools/sft trains a model on conversations)"
+        )
     elif config.warm_start.steps and facts is not None:
+        assert isinstance(environment, SearchQA)
         index = Path(retriever)
         model = ensure_warm_start(
             model, facts, index, config.retriever.encoder, environment, config.warm_start, cache, config.threads

@@ -25,13 +25,15 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     train, heldout: one source or a list of sources (actors/environments/task_files.py). environment: a name from
     actors/environments/registry.py, or module:Class. options: arguments of the environment's constructor. An environment that makes
-    its own tasks (a game) reads no files.
+    its own tasks (a game) reads no files. agent: "module:function" or a command line, which is trained in the place of an environment
+    (docs/agents.md); options are then those of the environment "agent".
     """
 
     train: str | list[str] = "default"
     heldout: str | list[str] = "default"
     corpus: str = "default"
     environment: str = "search_qa"
+    agent: str = ""
     options: dict[str, Any] = {}
 
 
@@ -55,3 +57,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judges: JudgesConfig = JudgesConfig()
     retriever: RetrieverConfig = RetrieverConfig()
     learner: LearnerConfig = LearnerConfig()
+
+
+def with_agent(config: Config) -> Config:
+    """The config with ``data.agent`` as what it stands for: the environment "agent" and its option ``run``. Raises ValueError."""
+    data = config.data
+    if not data.agent:
+        return config
+    if data.environment not in (DataConfig().environment, "agent") or "run" in data.options:
+        raise ValueError(f"data.agent = {data.agent!r} takes the place of data.environment and data.options.run: leave those out")
+    data = msgspec.structs.replace(data, environment="agent", agent="", options={**data.options, "run": data.agent})
+    return msgspec.structs.replace(config, data=data)

@@ -10,35 +10,42 @@ sampled reply is rendered; a request that continues none (another agent inside, 
 
 import asyncio
 import collections
+import json
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.agents.episode import Ended, Episode, Limits, command
+from actors.environments.agents.episode import Ended, Episode, Limits
 from actors.environments.agents.gateway import Asked, Gateway, Reply
-from actors.environments.base import Action, Environment, Task, Tools, Transition
-from wire.dialogue import Message, histories
+from actors.environments.agents.nursery import Nursery
+from actors.environments.base import Action, Diverged, Environment, Task, Tools, Transition
+from wire.dialogue import Message, histories, text_of
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn
 from wire.numbers import Count, NotNegative, Positive
-from wire.tool_calls import parse
+from wire.tool_calls import ToolCall, parse
 
 KEPT = 64
 """Waiting processes that are kept; the one that waits longest is ended, and reached again by replay."""
 OVER = "The budget of this episode is used up."
 """What a call beyond the budget is answered. It is no reply of the policy and in no tree."""
+SHOWN = 300
+"""Characters of a message of the agent that a judge's context shows."""
 MOST_OVER = 16
 """Calls beyond the budget after which an agent is ended."""
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A request and its reply. asked, after: digests of the conversation before and after the reply (``wire.dialogue.histories``)."""
+    """A request and its reply. asked, after: digests of the conversation before and after the reply (``wire.dialogue.histories``). offered: names of
+    the tools. tail: what the agent added after the reply, once it has."""
 
     asked: str
     reply: str
     after: str
+    offered: tuple[str, ...] = ()
+    tail: tuple[Message, ...] = ()
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -53,14 +60,15 @@ class Standing(msgspec.Struct, frozen=True):
     tools: tuple[dict[str, Any], ...] = ()
 
     def __hash__(self) -> int:
-        return hash((self.asked, self.record))
+        return hash((self.asked, *(exchange.reply for exchange in self.record)))
 
 
 class Agent(Environment):
     """run: "module:function", called with the task (id, question, golds, seed) in a process of its own, or a command line, which finds them as JSON in
     its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY. horizon: calls of an episode. outcome_judge: the
     judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
-    seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool calls (``wire.tool_calls``)."""
+    retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
+    composite of its columns think, query and answer. seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool calls (``wire.tool_calls``)."""
 
     name = "agent"
     fresh = False
@@ -73,14 +81,17 @@ class Agent(Environment):
         run: str,
         horizon: Count = 20,
         outcome_judge: str = "",
+        retriever: bool = False,
+        rewarded: Literal["judge", "slate"] = "judge",
         seconds: Positive = 600.0,
         memory_gib: NotNegative = 0.0,
         output_mib: Positive = 4.0,
         family: str = "hermes",
     ):
         plain = ":" in run and not any(character.isspace() for character in run)
-        self.command = command(run) if plain else shlex.split(run)
+        self.run, self.nursery = run, Nursery([] if plain else shlex.split(run), run if plain else "")
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
+        self.searches, self.rewarded_by_judge = retriever, rewarded == "judge"
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
@@ -95,7 +106,7 @@ class Agent(Environment):
 
     async def open(self, state: Standing, tools: Tools) -> Standing:
         """Start the agent, and return the state of its first request. Raises DataFault if it ends without one."""
-        episode, asked = await self._begun(state)
+        episode, asked = await self._begun(state, tools)
         first = _standing(state, (), asked, whole=True)
         self._keep(first, episode, asked)
         return first
@@ -110,15 +121,17 @@ class Agent(Environment):
 
     def read(self, state: Standing, text: str) -> Action:
         """Return the reply. Its tool calls must be readable and of tools that were offered."""
-        return Action("invalid" if parse(text, self.family, state.offered).problem else "reply", text, answer=text)
+        parsed = parse(text, self.family, state.offered)
+        kind = "invalid" if parsed.problem else "search" if parsed.calls else "answer"
+        return Action(kind, text, answer=None if parsed.calls else parsed.text)
 
     async def step(self, state: Standing, action: Action, tools: Tools) -> Transition:
         """Give the agent a reply, and return what it asks next, or how its episode ended."""
-        episode, asked = await self._stand(state)
+        episode, asked = await self._stand(state, tools)
         parsed = parse(action.text, self.family, state.offered)
         finish = "tool_calls" if parsed.calls else "stop"
         reply = Reply(parsed.text, parsed.calls, finish, tools.spent())
-        record = (*state.record, Exchange(state.asked, action.text, _digest(asked, reply)))
+        record = (*state.record, Exchange(state.asked, action.text, _digest(asked, reply), state.offered))
         try:
             episode.answer(reply)
             event = await episode.next()
@@ -131,6 +144,8 @@ class Agent(Environment):
             self._end(episode)
             return self._ended(state, record, event)
         place, tail = _continued(record, event)
+        if place is not None:
+            record = (*record[:place], msgspec.structs.replace(record[place], tail=tuple(tail)), *record[place + 1 :])
         after = _standing(state, record, event, whole=place is None)
         self._keep(after, episode, event)
         return Transition(after, "", False, messages=tail, after=place)
@@ -140,9 +155,27 @@ class Agent(Environment):
         return Transition(state, "", True, 0.0, {"success": 0.0, "crashed": 0.0})
 
     def judged(self, task: Task, state: Standing, action: Action, step: int, budget: int) -> JudgedTurn:
-        """Return what a judge sees of a reply."""
-        return msgspec.structs.replace(
-            super().judged(task, state, action, step, budget), state=None, answer=action.answer
+        """Return what a judge sees of a reply: a query if it calls tools (the texts among their arguments), an answer if it does not; the queries
+        and the results of tools before it; and the conversation as the context."""
+        reply = parse(action.text, self.family, state.offered)
+        queries = [_query(parse(one.reply, self.family, one.offered).calls) for one in state.record]
+        results = [text_of(m.get("content")) for one in state.record for m in one.tail if m["role"] == "tool"]
+        lines = [f"Question: {task.question}"]
+        for one in state.record:
+            lines += [f"Reply: {one.reply}", *(f"{m['role']}: {text_of(m.get('content'))[:SHOWN]}" for m in one.tail)]
+        return JudgedTurn(
+            question=task.question or task.id,
+            golds=task.golds,
+            context="\n".join(lines),
+            response=action.text,
+            step=step,
+            budget=budget,
+            think=reply.think or reply.text if reply.calls else reply.think,
+            query=_query(reply.calls) if reply.calls else None,
+            answer=None if reply.calls else reply.text.strip(),
+            past_queries=[query for query in queries if query],
+            past_observations=results,
+            evidence=task.evidence,
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -151,18 +184,18 @@ class Agent(Environment):
 
     # ------------------------------------------------------------------------------------------ episodes
 
-    async def _stand(self, state: Standing) -> tuple[Episode, Asked]:
+    async def _stand(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
         """Return the agent that waits in ``state``, or another one that has been brought there."""
         if state in self._waiting:
             return self._waiting.pop(state)
-        episode, asked = await self._begun(state)
+        episode, asked = await self._begun(state, tools)
         left = list(state.record)
         while left:
             digest = histories(asked.messages, asked.tools)[-1]
             known = next((exchange for exchange in left if exchange.asked == digest), None)
             if known is None:
                 self._end(episode)
-                raise DataFault(
+                raise Diverged(
                     f"the agent asks something else after {len(state.record) - len(left)} of {len(state.record)} replies of a replay"
                 )
             left.remove(known)
@@ -172,27 +205,29 @@ class Agent(Environment):
             event = await episode.next()
             if isinstance(event, Ended):
                 self._end(episode)
-                raise DataFault(
+                raise Diverged(
                     f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
                 )
             asked = event
         if state.asked and histories(asked.messages, asked.tools)[-1] != state.asked:
             self._end(episode)
-            raise DataFault(
+            raise Diverged(
                 "the agent asks something else at the end of a replay: expected one that asks the same when it is told the same"
             )
         return episode, asked
 
-    async def _begun(self, state: Standing) -> tuple[Episode, Asked]:
+    async def _begun(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
         if self._started is None:
             self._started = asyncio.create_task(self.gateway.start())
         await asyncio.shield(self._started)
-        episode = Episode(self.gateway, self.command, state.task, self.limits)
+        episode = Episode(self.gateway, self.nursery, state.task, self.limits)
+        if self.searches:
+            episode.session.retrieve = tools.retrieve
         try:
             await episode.start()
             event = await episode.next()
         except OSError as error:
-            raise InfrastructureFault(f"the agent {shlex.join(self.command)} cannot be started: {error}") from None
+            raise InfrastructureFault(f"the agent {self.run!r} cannot be started: {error}") from None
         except BaseException:
             self._end(episode)
             raise
@@ -228,6 +263,13 @@ class Agent(Environment):
         self._waiting.clear()
         await asyncio.gather(*self._closing)
         await self.gateway.close()
+        await self.nursery.close()
+
+
+def _query(calls: Sequence[ToolCall]) -> str:
+    """The texts among the arguments of calls, in their order; their JSON if there are none."""
+    values = [value for call in calls for value in json.loads(call.arguments).values()]
+    return " ".join(value for value in values if isinstance(value, str)) or " ".join(call.arguments for call in calls)
 
 
 def _standing(before: Standing, record: tuple[Exchange, ...], asked: Asked, whole: bool) -> Standing:

@@ -4,16 +4,14 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import signal
-import sys
 from typing import Any
 
 import msgspec
 
 from actors.environments.agents.gateway import Asked, Gateway, Reply, Session
+from actors.environments.agents.nursery import Nursery, Running
 from actors.environments.agents.runner import REWARD
-from wire.process import die_with
 
 TAIL = 2_000
 """Bytes of what an agent wrote last that a fault shows."""
@@ -38,11 +36,11 @@ class Ended(msgspec.Struct, frozen=True):
 class Episode:
     """A process and its session, from ``start`` to ``close``. Requests come one at a time: ``next``, then ``answer``."""
 
-    def __init__(self, gateway: Gateway, command: list[str], task: dict[str, Any], limits: Limits):
-        self.gateway, self.command, self.task, self.limits = gateway, command, task, limits
+    def __init__(self, gateway: Gateway, nursery: Nursery, task: dict[str, Any], limits: Limits):
+        self.gateway, self.nursery, self.task, self.limits = gateway, nursery, task, limits
         self.session: Session = gateway.opened()
         self._answer: asyncio.Future[Reply] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Running | None = None
         self._ended: asyncio.Task[Ended] | None = None
         self._said = bytearray()
 
@@ -55,29 +53,12 @@ class Episode:
             "COPPICE_SESSION": key,
             "COPPICE_TASK": json.dumps(self.task),
         }
-        parent, memory = os.getpid(), int(self.limits.memory_gib * 2**30)
-
-        def confine() -> None:
-            die_with(parent)
-            if memory:
-                resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-
-        self._process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**_environment(), **known},
-            start_new_session=True,
-            preexec_fn=confine,
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self.task).encode())
-        self._process.stdin.close()
+        memory = int(self.limits.memory_gib * 2**30)
+        self._process = await self.nursery.start(self.task, {**_environment(), **known}, memory)
         self._ended = asyncio.create_task(self._run())
 
     async def next(self) -> Asked | Ended:
-        """Return the next request, or the end of the episode."""
+        """Return the next request, or the end of the episode. Raises InfrastructureFault if its process is lost."""
         assert self._ended is not None
         request = asyncio.create_task(self.session.requests.get())
         try:
@@ -99,10 +80,9 @@ class Episode:
         """Kill the process, with all that it has started, and close the session."""
         self.gateway.end(self.session, "the episode has ended")
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _kill(self._process.pid)
         if self._ended is not None:
-            await asyncio.wait([self._ended])
+            await asyncio.gather(self._ended, return_exceptions=True)
 
     async def _run(self) -> Ended:
         """Read what the process writes until it ends, or until a limit ends it."""
@@ -124,12 +104,18 @@ class Episode:
         except TimeoutError:
             fault = f"it ran longer than {self.limits.seconds:g} s"
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _kill(self._process.pid)
         code = await self._process.wait()
         if code and not fault:
             fault = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
         return Ended(self.session.rewards.get("", reward), fault, self._said.decode(errors="replace"))
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and all that it has started; itself alone, if it has no group of its own yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:
@@ -145,8 +131,3 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.read(error.consumed)
-
-
-def command(run: str) -> list[str]:
-    """Return the command line for "module:function"; the current folder is importable."""
-    return [sys.executable, "-m", "actors.environments.agents.runner", run]

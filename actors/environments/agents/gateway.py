@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from wire.dialogue import Message, text_of
+from wire.messages import Passage
 from wire.tool_calls import ToolCall
 
 LARGEST_BODY = 16 << 20
@@ -61,13 +62,15 @@ class Refused(Exception):
 
 
 class Session:
-    """The episode that belongs to a key: its requests in the order in which they came. rewards: by response id, "" for the episode's own."""
+    """The episode that belongs to a key: its requests in the order in which they came. rewards: by response id, "" for the episode's own.
+    retrieve: asks the run's retriever for a query and a number of passages; None where there is none."""
 
     def __init__(self, key: str):
         self.key = key
         self.requests: asyncio.Queue[tuple[Asked, asyncio.Future[Reply]]] = asyncio.Queue()
         self.rewards: dict[str, float] = {}
         self.closed = ""
+        self.retrieve: Callable[[str, int], Awaitable[list[Passage]]] | None = None
         self._answers: dict[str, asyncio.Future[Reply]] = {}
         self._open: set[asyncio.Future[Reply]] = set()
 
@@ -111,6 +114,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/episode/reward", self._reward)
+            app.router.add_post(f"{prefix}/v1/retrieve", self._retrieve)
         self._runner = web.AppRunner(
             app, handler_cancellation=False, shutdown_timeout=1.0
         )  # an answer that nobody takes is still the episode's
@@ -171,6 +175,20 @@ class Gateway:
             raise Refused(f"`reward`: {reward!r}: expected a finite number; leave the call out if there is none")
         session.rewards[str(body.get("response_id") or "")] = float(reward)
         return web.json_response({"status": "ok"})
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        """Search-R1's protocol, as of ``judges.retriever.http_server``."""
+        session, body = self._session(request), await _body(request)
+        queries, topk = body.get("queries"), body.get("topk", 3)
+        if session.retrieve is None:
+            raise Refused("this run has no retriever: set data.options.retriever = true", 404)
+        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries) or not queries:
+            raise Refused("`queries`: expected a list of at least one text")
+        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+            raise Refused(f"`topk`: {topk!r}: expected a positive whole number")
+        found = [await session.retrieve(query, topk) for query in queries]
+        rows = [[{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in row] for row in found]
+        return web.json_response({"result": rows})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)

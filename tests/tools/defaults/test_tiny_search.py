@@ -42,7 +42,7 @@ def policy(corpus: Path) -> Path:
 
 def play(policy: Path, count: int = 600, two_hop: float = 0.5) -> list[Example]:
     return search_play.search_play(
-        Text(str(policy)), SearchQA("question", 2), NAMES, FIELDS, count, WarmStart(two_hop=two_hop)
+        Text(str(policy)), search_play.Tags(SearchQA("question", 2)), NAMES, FIELDS, count, WarmStart(two_hop=two_hop)
     )
 
 
@@ -111,7 +111,7 @@ def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
 def test_the_warm_start_is_cached_by_what_it_depends_on(corpus: Path, policy: Path, tmp_path: Path) -> None:
     def start(**changes: int) -> Path:
         config = WarmStart(**({"steps": 1, "rows": 4} | changes))
-        return ensure_search_play(policy, corpus, SearchQA("question", 2), config, tmp_path, 1)
+        return ensure_search_play(policy, corpus, search_play.Tags(SearchQA("question", 2)), config, tmp_path, 1)
 
     assert start(steps=0) == policy
     made = start()

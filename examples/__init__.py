@@ -1,0 +1,1 @@
+"""Agents to copy (docs/agents.md)."""
