@@ -50,7 +50,7 @@ class Policy:
         self.asked: list[np.ndarray] = []
         self.samples: list[Sample] = []
         self.before: Callable[[], Awaitable[None]] | None = None
-        self.end = text.tokenizer.token_to_id("</s>")
+        (self.end,) = text.encode("</s>")
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         if isinstance(request, JudgeRequest):

@@ -14,6 +14,7 @@ from scheduler.strategies import chain, full, slate
 from tests.agent_stage import Stage, adds
 from wire.faults import DataFault
 
+NONE: Any = None
 AGENTS = '''
 import json, os, sys, urllib.request
 
@@ -140,7 +141,7 @@ async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_
     tree = await s.grow(chain)
     actions = tree.actions()
     assert len(actions) == 4
-    above = [tree.parent(action) for action in actions]
+    above = [tree.nodes[action.parent] for action in actions]
     roots = [node for node in tree.nodes.values() if node.kind == "prompt" and node.parent == 0]
     assert above[0] in roots and above[1] in roots and len(roots) == 2
     assert tree.parent(above[2]) is actions[0], "the first conversation goes on below its reply"
@@ -156,8 +157,10 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
     for _ in range(2):
         (action,) = await context.generate(node, 1)
         action.chosen = True
-        node = await context.onward(action)
-        context.save([action, *([node] if node else [])])
+        place = await context.onward(action)
+        assert place is not None
+        node = place
+        context.save([action, node])
     expected = s.policy.prompts[-1]
     again = stage(adds, "counting")
     again.journal, (row,) = s.journal, s.journal.trees()
@@ -169,7 +172,7 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
 
 async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(stage: Callable[..., Stage]) -> None:
     s = stage(lambda prompt, i: "r", "random_one")
-    first = await s.environment.open(s.environment.initial(s.task), Any)
+    first = await s.environment.open(s.environment.initial(s.task), NONE)
     await s.environment.close()
     s.environment._waiting.clear()
     s.environment._started = None
@@ -213,7 +216,7 @@ async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -
 
 async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
-    await s.environment.open(s.environment.initial(s.task), Any)
+    await s.environment.open(s.environment.initial(s.task), NONE)
     ((episode, _),) = s.environment._waiting.values()
     await s.environment.close()
     assert episode._process is not None and episode._process.returncode == -9

@@ -222,7 +222,7 @@ class Gateway:
             raise Refused(
                 f"`n`: {body['n']!r}: expected 1; candidates are the run's own (scheduler.strategy_options.k)"
             )
-        digest = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=12).hexdigest()
+        digest = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=8).hexdigest()
         again = (
             request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or "Idempotency-Key" in request.headers
         )
@@ -307,7 +307,7 @@ def _choice(given: Any, tools: list[dict[str, Any]]) -> str:
     """Return "auto", "none", "required" or the name of the tool that must be called."""
     names = [tool["function"]["name"] for tool in tools]
     name = given.get("name") or (given.get("function") or {}).get("name") if isinstance(given, dict) else None
-    if name in names:
+    if isinstance(name, str) and name in names:
         return name
     if given not in (None, "auto", "none", "required") or (given == "required" and not names):
         raise Refused(

@@ -17,7 +17,7 @@ REWARD = b"\0reward "
 
 
 def main(run: str) -> None:
-    """Call the function with the task of stdin, and tell the number that it returns."""
+    """Call the function with the task of stdin, and tell the number that it returns. Raises ValueError for a number that is not finite."""
     sys.path.insert(0, os.getcwd())
     module, _, name = run.partition(":")
     task = json.loads(sys.stdin.read())
@@ -25,8 +25,9 @@ def main(run: str) -> None:
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     if result is not None:
+        reward = json.dumps(float(result), allow_nan=False)
         sys.stdout.flush()
-        sys.stdout.buffer.write(b"\n" + REWARD + json.dumps(float(result)).encode() + b"\n")
+        sys.stdout.buffer.write(b"\n" + REWARD + reward.encode() + b"\n")
 
 
 async def _awaited(result: Any) -> Any:
