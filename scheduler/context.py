@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import POLICY, SPLIT, Action, Diverged, Environment, Task, Transition
+from actors.environments.base import POLICY, SPLIT, Action, Diverged, Environment, Spent, Task, Transition
 from scheduler import answers
 from scheduler.calls import Check
 from scheduler.config import UNJUDGED, SchedulerConfig
@@ -124,7 +124,7 @@ class Context:
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
         """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children."""
-        samples, cached = await self.sample(self.tree.prefix(node), n, self.environment.stop)
+        samples, cached = await self.sample(self.tree.prefix(node), n, self.environment.stop, limit=self._limit(node))
         trajectory = node.trajectory if trajectory is None else trajectory
         actions = [self._sampled(node, sample, trajectory=trajectory) for sample in samples]
         actions[0].cached = cached
@@ -141,7 +141,7 @@ class Context:
         place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
         assert place is not None, "an action has a prompt above it"
         prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
-        (sample,), cached = await self.sample(prefix, 1, stop, kept=kept)
+        (sample,), cached = await self.sample(prefix, 1, stop, kept=kept, limit=self._limit(place))
         new = [sample.tokens, sample.logprobs, sample.versions]
         tokens, logprobs, versions = (np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True))
         left = support.spliced(action.support, len(action.tokens), kept, sample.support or b"", len(sample.tokens))
@@ -317,19 +317,21 @@ class Context:
         return self.shop.text.encode(part.text, [(self.shop.journal.picture(png), png) for png in part.pictures])
 
     async def sample(
-        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False, kept: int = 0
+        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False, kept: int = 0, limit: int = 0
     ) -> tuple[list[Sample], int]:
         """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the prefix the engine had cached.
 
         beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first. kept: how many tokens at the end
-        of the prefix count towards the length of the action. Raises DataFault if the learner could not score the samples, because the engine
-        cuts the distribution and does not report what it left.
+        of the prefix count towards the length of the action. limit: the most tokens of the action if fewer than the run's, 0 for the run's limit.
+        Raises DataFault if the learner could not score the samples, because the engine cuts the distribution and does not report what it left.
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
         pictures = self.shop.journal.pictures(prefix)
         trained = self.tree.split == "train" and not beside
-        requests = [GenerateRequest(prefix, size, self._sampling(stop, trained, kept), pictures) for size in sizes]
+        requests = [
+            GenerateRequest(prefix, size, self._sampling(stop, trained, kept, limit), pictures) for size in sizes
+        ]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
         if trained and requests[0].sampling.cuts and any(sample.support is None for sample in samples):
@@ -356,15 +358,13 @@ class Context:
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
-    def spent(self) -> tuple[int, int, int]:
-        """The tokens of the action that is stepped (``actors.environments.base.Tools``)."""
+    def spent(self) -> Spent:
+        """What the action took that is stepped (``actors.environments.base.Tools``)."""
         node = self._stepped
         above = self.tree.parent(node) if node is not None else None
-        return (
-            (len(self.tree.prefix(above)), node.cached, len(node.tokens))
-            if node is not None and above is not None
-            else (0, 0, 0)
-        )
+        if node is None or above is None:
+            return Spent()
+        return Spent(len(self.tree.prefix(above)), node.cached, len(node.tokens), node.finish)
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """An opponent's move (``actors.environments.base.Tools``)."""
@@ -447,9 +447,13 @@ class Context:
         self.shop.counts["outgrown_trajectories"] += 1
         self.changed([action, place])
 
-    def _sampling(self, stop: list[str], trained: bool = False, kept: int = 0) -> Sampling:
+    def _limit(self, place: Node) -> int:
+        """The environment's own limit of an action's tokens after ``place``."""
+        return self.environment.most(self._typed(place.state)) if place.state is not None else 0
+
+    def _sampling(self, stop: list[str], trained: bool = False, kept: int = 0, limit: int = 0) -> Sampling:
         s, seed = self.settings, self.rng.getrandbits(62)
-        tokens = s.max_action_tokens - kept
+        tokens = min(s.max_action_tokens, limit or s.max_action_tokens) - kept
         return Sampling(tokens, s.temperature, s.top_p, s.top_k, stop, seed, top_logprobs=self.top, support=trained)
 
     def _anchor(self, node: Node) -> int | None:

@@ -15,6 +15,8 @@ from wire.chat_template import ChatTemplate
 Message = dict[str, Any]
 REPLY = "\u2063reply\u2063"
 """Stands for a sampled reply where the text after it is rendered. No tokenizer sees it."""
+THOUGHT = "</think>"
+"""Ends the thoughts of a reply. The chat template may have begun them."""
 
 
 def text_of(content: Any) -> str:
@@ -31,7 +33,8 @@ def text_of(content: Any) -> str:
 def histories(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[str]:
     """Return a digest of every beginning of a conversation, the empty one first. Equal digests mean equal roles, texts, calls and tools.
 
-    The arguments of calls count as parsed JSON, ids of calls by their order, and what a reply has besides its text and its calls does not count.
+    The arguments of calls count as parsed JSON and ids of calls by their order. Of a reply only its text and its calls count, without its thoughts
+    and the white space around it, because clients leave these out or write them anew.
     """
     state = hashlib.blake2b(_written(list(tools)), digest_size=16)
     digests, ids = [state.hexdigest()], dict[str, int]()
@@ -46,10 +49,12 @@ def _canonical(message: Message, ids: dict[str, int]) -> list[Any]:
     for call in message.get("tool_calls") or []:
         ids.setdefault(str(call.get("id")), len(ids))
         calls.append([call["function"]["name"], arguments(call["function"].get("arguments"))])
-    answered = message.get("tool_call_id")
+    answered, text = message.get("tool_call_id"), text_of(message.get("content"))
+    if message.get("role") == "assistant":
+        text = text.rpartition(THOUGHT)[2].strip()
     return [
         message.get("role"),
-        text_of(message.get("content")),
+        text,
         calls,
         None if answered is None else ids.get(str(answered), answered),
     ]

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-THOUGHT = "</think>"
-"""Ends a model's thought. Templates may write its beginning into the prompt."""
+from wire.dialogue import THOUGHT
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -101,6 +101,16 @@ class Transition(msgspec.Struct, frozen=True):
     after: int | None = None
 
 
+class Spent(msgspec.Struct, frozen=True):
+    """What one action took. prompt: tokens of its prompt; cached: those of them that the engine had cached; sampled: tokens of the action. finish: why
+    sampling ended, as in ``wire.messages.Sample``: "length" if a limit of tokens cut the action."""
+
+    prompt: int = 0
+    cached: int = 0
+    sampled: int = 0
+    finish: str = "stop"
+
+
 class Tools(Protocol):
     """The slow services that an environment may await while it steps, and the source of its randomness."""
 
@@ -108,8 +118,8 @@ class Tools(Protocol):
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]: ...
 
-    def spent(self) -> tuple[int, int, int]:
-        """Return the tokens of the prompt of the action that is stepped, of those the cached ones, and of the action."""
+    def spent(self) -> Spent:
+        """Return what the action took that is stepped."""
         ...
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
@@ -184,6 +194,10 @@ class Environment(Protocol):
         An environment whose prompt shows the step count or earlier turns returns the situation without them.
         """
         return None
+
+    def most(self, state: Any) -> int:
+        """Return the most tokens of an action in ``state`` if it is fewer than the run's, 0 for no limit of its own."""
+        return 0
 
     def read(self, state: Any, text: str) -> Action:
         """Return the action that generated text means in ``state``."""

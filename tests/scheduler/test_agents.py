@@ -2,31 +2,19 @@
 
 import asyncio
 import random
-import shutil
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
-from actors.environments.agents.environment import Agent
-from actors.environments.base import Task
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
-from scheduler.journal import Journal
+from scheduler.context import Context
 from scheduler.strategies import chain, full, slate
-from scheduler.text import Text
-from scheduler.tree import Tree
+from tests.agent_stage import Stage, adds
 from wire.faults import DataFault
-from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeRequest, JudgeResult, Sample, Turn
 
-TEMPLATE = """{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+NONE: Any = None
 AGENTS = '''
 import json, os, sys, urllib.request
 
@@ -95,61 +83,6 @@ def unscored(task):
 '''
 
 
-class Policy:
-    """An actor and a judge: a reply is drawn from ``replies`` by what the prompt ends with. prompts: what it was asked, as text."""
-
-    def __init__(self, text: Text, reply: Callable[[str, int], str]):
-        self.text, self.reply = text, reply
-        self.prompts: list[str] = []
-        self.end = text.tokenizer.token_to_id("</s>")
-
-    async def call(self, service: str, request: Any, **_: Any) -> Any:
-        if isinstance(request, JudgeRequest):
-            return JudgeResult([Judgement({"reward": float(len(turn.response))}) for turn in request.turns])
-        assert isinstance(request, GenerateRequest)
-        prompt = self.text.tokenizer.decode(request.tokens.tolist(), skip_special_tokens=False)
-        self.prompts.append(prompt)
-        samples = []
-        for i in range(request.n):
-            tokens = np.append(self.text.encode(self.reply(prompt, i)), self.end).astype(np.int32)
-            samples.append(
-                Sample(tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop")
-            )
-        return GenerateResult(samples, len(request.tokens), 0)
-
-
-class Stage:
-    """A context over an agent of ``AGENTS``."""
-
-    def __init__(self, folder: Path, llama: Path, reply: Callable[[str, int], str], name: str, **options: Any):
-        model = folder / "model"
-        if not model.exists():
-            shutil.copytree(llama, model)
-            (model / "chat_template.jinja").write_text(TEMPLATE.replace("<|im_end|>", "</s>"))
-        self.environment = Agent(f"agents_of_a_test:{name}", **options)
-        self.text = Text(str(model))
-        self.policy = Policy(self.text, reply)
-        self.groups: list[list[Turn]] = []
-        self.counts: Counter[str] = Counter()
-        self.settings = SchedulerConfig(judge="any", max_action_tokens=400)
-        self.journal = Journal(folder / f"journal-{name}")
-        dispatcher: Any = self.policy
-        self.shop = Shop(dispatcher, self.journal, self.text, self.environment, self.settings, self.counts, self._emit)
-        self.task = Task("t", "1 + 2 + 4", ["7"])
-        self.tree = Tree(0, self.task.id)
-        self.journal.start_tree(self.tree, 0, 0)
-
-    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
-        self.groups.append(turns)
-
-    async def grow(self, strategy: Any, tree: Tree | None = None, **options: Any) -> Tree:
-        tree = tree or self.tree
-        context = Context(self.shop, self.settings, self.task, tree, random.Random(1))
-        await context.plant()
-        await strategy.grow(tree, context, **options)
-        return tree
-
-
 @pytest_asyncio.fixture
 async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
     """Makes stages; ends what they have started."""
@@ -165,17 +98,6 @@ async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) ->
     for one in made:
         await one.environment.close()
         one.journal.close()
-
-
-def adds(prompt: str, i: int) -> str:
-    """Adds with the tool, twice, then answers; the second of several candidates thinks longer."""
-    think = "Well. " * i
-    results = prompt.count("<tool_response>")
-    if results == 0:
-        return think + '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-    if results == 1:
-        return think + '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
-    return "7" if i == 0 else "8"
 
 
 async def test_a_conversation_is_one_path_of_exactly_the_tokens_that_were_read_and_sampled(
@@ -219,7 +141,7 @@ async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_
     tree = await s.grow(chain)
     actions = tree.actions()
     assert len(actions) == 4
-    above = [tree.parent(action) for action in actions]
+    above = [tree.nodes[action.parent] for action in actions]
     roots = [node for node in tree.nodes.values() if node.kind == "prompt" and node.parent == 0]
     assert above[0] in roots and above[1] in roots and len(roots) == 2
     assert tree.parent(above[2]) is actions[0], "the first conversation goes on below its reply"
@@ -235,8 +157,10 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
     for _ in range(2):
         (action,) = await context.generate(node, 1)
         action.chosen = True
-        node = await context.onward(action)
-        context.save([action, *([node] if node else [])])
+        place = await context.onward(action)
+        assert place is not None
+        node = place
+        context.save([action, node])
     expected = s.policy.prompts[-1]
     again = stage(adds, "counting")
     again.journal, (row,) = s.journal, s.journal.trees()
@@ -248,7 +172,7 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
 
 async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(stage: Callable[..., Stage]) -> None:
     s = stage(lambda prompt, i: "r", "random_one")
-    first = await s.environment.open(s.environment.initial(s.task), Any)
+    first = await s.environment.open(s.environment.initial(s.task), NONE)
     await s.environment.close()
     s.environment._waiting.clear()
     s.environment._started = None
@@ -292,7 +216,7 @@ async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -
 
 async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
-    await s.environment.open(s.environment.initial(s.task), Any)
+    await s.environment.open(s.environment.initial(s.task), NONE)
     ((episode, _),) = s.environment._waiting.values()
     await s.environment.close()
     assert episode._process is not None and episode._process.returncode == -9

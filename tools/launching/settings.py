@@ -65,6 +65,8 @@ def with_agent(config: Config) -> Config:
     if not data.agent:
         return config
     if data.environment not in (DataConfig().environment, "agent") or "run" in data.options:
-        raise ValueError(f"data.agent = {data.agent!r} takes the place of data.environment and data.options.run: leave those out")
+        raise ValueError(
+            f"data.agent = {data.agent!r} takes the place of data.environment and data.options.run: leave those out"
+        )
     data = msgspec.structs.replace(data, environment="agent", agent="", options={**data.options, "run": data.agent})
     return msgspec.structs.replace(config, data=data)

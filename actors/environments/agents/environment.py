@@ -20,7 +20,7 @@ import msgspec
 from actors.environments.agents.episode import Ended, Episode, Limits
 from actors.environments.agents.gateway import Asked, Gateway, Reply
 from actors.environments.agents.nursery import Nursery
-from actors.environments.base import Action, Diverged, Environment, Task, Tools, Transition
+from actors.environments.base import Action, Diverged, Environment, Spent, Task, Tools, Transition
 from wire.dialogue import Message, histories, text_of
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn
@@ -38,24 +38,27 @@ MOST_OVER = 16
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A request and its reply. asked, after: digests of the conversation before and after the reply (``wire.dialogue.histories``). offered: names of
-    the tools. tail: what the agent added after the reply, once it has."""
+    """A request and its reply, with what the reply took. asked, after: digests of the conversation before and after the reply
+    (``wire.dialogue.histories``). offered: names of the tools. tail: what the agent added after the reply, once it has."""
 
     asked: str
     reply: str
     after: str
+    spent: Spent = Spent()
     offered: tuple[str, ...] = ()
     tail: tuple[Message, ...] = ()
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A state: an agent that waits for a reply. asked: the digest of what it asks. offered: names of the tools. messages, tools: the whole request
-    where it begins a branch, otherwise empty."""
+    """A state: an agent that waits for a reply. asked: the digest of what it asks. offered: names of the tools; must_call: the reply must call one.
+    most: tokens of the reply, 0 if the agent sets no limit. messages, tools: the whole request where it begins a branch, otherwise empty."""
 
     task: dict[str, Any]
     record: tuple[Exchange, ...] = ()
     asked: str = ""
     offered: tuple[str, ...] = ()
+    must_call: bool = False
+    most: int = 0
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -68,7 +71,9 @@ class Agent(Environment):
     its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY. horizon: calls of an episode. outcome_judge: the
     judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
     retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
-    composite of its columns think, query and answer. seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool calls (``wire.tool_calls``)."""
+    composite of its columns think, query and answer. step_rewards: whether the agent posts a reward of every reply there, with its response_id and
+    before it asks again; a reply without one is unscored. seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool
+    calls (``wire.tool_calls``)."""
 
     name = "agent"
     fresh = False
@@ -83,6 +88,7 @@ class Agent(Environment):
         outcome_judge: str = "",
         retriever: bool = False,
         rewarded: Literal["judge", "slate"] = "judge",
+        step_rewards: bool = False,
         seconds: Positive = 600.0,
         memory_gib: NotNegative = 0.0,
         output_mib: Positive = 4.0,
@@ -91,7 +97,7 @@ class Agent(Environment):
         plain = ":" in run and not any(character.isspace() for character in run)
         self.run, self.nursery = run, Nursery([] if plain else shlex.split(run), run if plain else "")
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
-        self.searches, self.rewarded_by_judge = retriever, rewarded == "judge"
+        self.searches, self.rewarded_by_judge, self.gives_step_rewards = retriever, rewarded == "judge", step_rewards
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
@@ -119,22 +125,26 @@ class Agent(Environment):
         """Return the tools of a request that begins a branch."""
         return list(state.tools)
 
+    def most(self, state: Standing) -> int:
+        """Return the agent's own limit of a reply."""
+        return state.most
+
     def read(self, state: Standing, text: str) -> Action:
-        """Return the reply. Its tool calls must be readable and of tools that were offered."""
+        """Return the reply. Its tool calls must be readable and of tools that were offered, and there must be one if the agent requires one."""
         parsed = parse(text, self.family, state.offered)
-        kind = "invalid" if parsed.problem else "search" if parsed.calls else "answer"
+        invalid = parsed.problem or (state.must_call and not parsed.calls)
+        kind = "invalid" if invalid else "search" if parsed.calls else "answer"
         return Action(kind, text, answer=None if parsed.calls else parsed.text)
 
     async def step(self, state: Standing, action: Action, tools: Tools) -> Transition:
         """Give the agent a reply, and return what it asks next, or how its episode ended."""
         episode, asked = await self._stand(state, tools)
-        parsed = parse(action.text, self.family, state.offered)
-        finish = "tool_calls" if parsed.calls else "stop"
-        reply = Reply(parsed.text, parsed.calls, finish, tools.spent())
-        record = (*state.record, Exchange(state.asked, action.text, _digest(asked, reply), state.offered))
+        reply = self._reply(action.text, state.offered, tools.spent())
+        record = (*state.record, Exchange(state.asked, action.text, _digest(asked, reply), reply.spent, state.offered))
         try:
             episode.answer(reply)
             event = await episode.next()
+            reward = episode.session.step_reward
             if isinstance(event, Asked) and len(record) >= self.horizon:
                 event = await _told_that_it_is_over(episode, event)
         except BaseException:
@@ -142,13 +152,13 @@ class Agent(Environment):
             raise
         if isinstance(event, Ended):
             self._end(episode)
-            return self._ended(state, record, event)
+            return msgspec.structs.replace(self._ended(state, record, event), reward=reward)
         place, tail = _continued(record, event)
         if place is not None:
             record = (*record[:place], msgspec.structs.replace(record[place], tail=tuple(tail)), *record[place + 1 :])
         after = _standing(state, record, event, whole=place is None)
         self._keep(after, episode, event)
-        return Transition(after, "", False, messages=tail, after=place)
+        return Transition(after, "", False, reward=reward, messages=tail, after=place)
 
     def outgrown(self, state: Standing) -> Transition:
         """Return the end of an episode whose conversation has no room: a failure."""
@@ -200,8 +210,7 @@ class Agent(Environment):
                 )
             left.remove(known)
             self.replayed += 1
-            parsed = parse(known.reply, self.family, asked.offered)
-            episode.answer(Reply(parsed.text, parsed.calls, "tool_calls" if parsed.calls else "stop"))
+            episode.answer(self._reply(known.reply, asked.offered, known.spent))
             event = await episode.next()
             if isinstance(event, Ended):
                 self._end(episode)
@@ -215,6 +224,10 @@ class Agent(Environment):
                 "the agent asks something else at the end of a replay: expected one that asks the same when it is told the same"
             )
         return episode, asked
+
+    def _reply(self, text: str, offered: Sequence[str], spent: Spent) -> Reply:
+        parsed = parse(text, self.family, offered)
+        return Reply(parsed.text, parsed.calls, spent)
 
     async def _begun(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
         if self._started is None:
@@ -274,7 +287,8 @@ def _query(calls: Sequence[ToolCall]) -> str:
 
 def _standing(before: Standing, record: tuple[Exchange, ...], asked: Asked, whole: bool) -> Standing:
     request = (tuple(asked.messages), tuple(asked.tools)) if whole else ((), ())
-    return Standing(before.task, record, histories(asked.messages, asked.tools)[-1], tuple(asked.offered), *request)
+    limits = tuple(asked.offered), asked.must_call, asked.most
+    return Standing(before.task, record, histories(asked.messages, asked.tools)[-1], *limits, *request)
 
 
 def _digest(asked: Asked, reply: Reply) -> str:

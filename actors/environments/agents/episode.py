@@ -39,6 +39,7 @@ class Episode:
     def __init__(self, gateway: Gateway, nursery: Nursery, task: dict[str, Any], limits: Limits):
         self.gateway, self.nursery, self.task, self.limits = gateway, nursery, task, limits
         self.session: Session = gateway.opened()
+        self._asked = ""
         self._answer: asyncio.Future[Reply] | None = None
         self._process: Running | None = None
         self._ended: asyncio.Task[Ended] | None = None
@@ -65,6 +66,7 @@ class Episode:
             await asyncio.wait([request, self._ended], return_when=asyncio.FIRST_COMPLETED)
             if request.done():
                 asked, self._answer = request.result()
+                self._asked, self.session.open = asked.id, ""
                 return asked
             return self._ended.result()
         finally:
@@ -72,6 +74,7 @@ class Episode:
 
     def answer(self, reply: Reply) -> None:
         """Answer the request that ``next`` returned. An agent that has gone away has no use for it."""
+        self.session.open, self.session.step_reward = self._asked, None
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(reply)
         self._answer = None
@@ -108,7 +111,9 @@ class Episode:
         code = await self._process.wait()
         if code and not fault:
             fault = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-        return Ended(self.session.rewards.get("", reward), fault, self._said.decode(errors="replace"))
+        return Ended(
+            reward if self.session.reward is None else self.session.reward, fault, self._said.decode(errors="replace")
+        )
 
 
 def _kill(pid: int) -> None:

@@ -6,6 +6,7 @@ left to the run, whose settings the learner knows. A reply is generated whole an
 """
 
 import asyncio
+import collections
 import hashlib
 import json
 import secrets
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from actors.environments.base import Spent
 from wire.dialogue import Message, text_of
 from wire.messages import Passage
 from wire.tool_calls import ToolCall
@@ -30,12 +32,13 @@ REMEMBERED = 4
 
 class Asked(msgspec.Struct, frozen=True):
     """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one). most: tokens of the reply,
-    0 if the client does not say."""
+    0 if the client does not say. id: names the request in its session; its response id ends with it."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = []
     choice: str = "auto"
     most: int = 0
+    id: str = ""
 
     @property
     def offered(self) -> list[str]:
@@ -43,14 +46,23 @@ class Asked(msgspec.Struct, frozen=True):
         names = [tool["function"]["name"] for tool in self.tools]
         return [] if self.choice == "none" else [self.choice] if self.choice in names else names
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the reply must call a tool."""
+        return self.choice not in ("auto", "none")
+
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the policy answered. finish: "stop", "length" or "tool_calls". tokens: of the prompt, those of it that were cached, and of the reply."""
+    """What the policy answered."""
 
     text: str
     calls: list[ToolCall] = []
-    finish: str = "stop"
-    tokens: tuple[int, int, int] = (0, 0, 0)
+    spent: Spent = Spent()
+
+    @property
+    def finish(self) -> str:
+        """Why the reply ended, as chat completions say it."""
+        return "tool_calls" if self.calls else "length" if self.spent.finish == "length" else "stop"
 
 
 class Refused(Exception):
@@ -62,38 +74,55 @@ class Refused(Exception):
 
 
 class Session:
-    """The episode that belongs to a key: its requests in the order in which they came. rewards: by response id, "" for the episode's own.
-    retrieve: asks the run's retriever for a query and a number of passages; None where there is none."""
+    """The episode that belongs to a key: its requests in the order in which they came. reward: of the episode, None if nobody gave one. open: the
+    request whose reply can be rewarded: the last one that was answered, until the next one is taken. retrieve: asks the run's retriever for a query and a
+    number of passages; None where there is none."""
 
     def __init__(self, key: str):
         self.key = key
         self.requests: asyncio.Queue[tuple[Asked, asyncio.Future[Reply]]] = asyncio.Queue()
-        self.rewards: dict[str, float] = {}
+        self.reward: float | None = None
+        self.step_reward: float | None = None
+        self.open = ""
         self.closed = ""
         self.retrieve: Callable[[str, int], Awaitable[list[Passage]]] | None = None
+        self._asked: collections.Counter[str] = collections.Counter()
         self._answers: dict[str, asyncio.Future[Reply]] = {}
-        self._open: set[asyncio.Future[Reply]] = set()
+        self._waiting: set[asyncio.Future[Reply]] = set()
 
-    def ask(self, asked: Asked, digest: str, again: bool) -> asyncio.Future[Reply]:
-        """Put a request into the queue, and return its future answer. again: the client says that it repeats a request, whose answer it then gets."""
+    def ask(self, asked: Asked, digest: str, again: bool) -> tuple[str, asyncio.Future[Reply]]:
+        """Put a request into the queue, and return its id and its future answer. digest: of its body. again: the client says that it repeats a request,
+        whose answer it then gets."""
         if self.closed:
             raise Refused(f"this episode is over: {self.closed}", 409)
-        known = self._answers.get(digest)
-        if again and known is not None and not known.cancelled():
-            return known
-        answer = asyncio.get_running_loop().create_future()
-        self._answers[digest] = answer
-        self._open.add(answer)
-        answer.add_done_callback(self._open.discard)
+        if again and (last := f"{digest}{self._asked[digest]}") in self._answers:
+            return last, self._answers[last]
+        self._asked[digest] += 1
+        asked = msgspec.structs.replace(asked, id=f"{digest}{self._asked[digest]}")
+        answer = self._answers[asked.id] = asyncio.get_running_loop().create_future()
+        self._waiting.add(answer)
+        answer.add_done_callback(self._waiting.discard)
         while len(self._answers) > REMEMBERED:
             del self._answers[next(iter(self._answers))]
         self.requests.put_nowait((asked, answer))
-        return answer
+        return asked.id, answer
+
+    def give(self, reward: float, response_id: str) -> None:
+        """Note a reward: of the episode, or of the reply that has this id. Raises Refused if that reply's turn is recorded already."""
+        if not response_id:
+            self.reward = reward
+        elif self.open and response_id.endswith(f"-{self.open}"):
+            self.step_reward = reward
+        else:
+            raise Refused(
+                f"`response_id`: {response_id[:80]!r}: expected the reply that was given last, before anything else is asked and the episode ends",
+                409,
+            )
 
     def close(self, reason: str) -> None:
         """Refuse further requests, and those that wait."""
         self.closed = reason
-        for answer in list(self._open):
+        for answer in list(self._waiting):
             answer.set_exception(Refused(f"this episode is over: {reason}", 409))
             answer.exception()  # nobody may be waiting for it any more
 
@@ -173,7 +202,7 @@ class Gateway:
             or abs(reward) == float("inf")
         ):
             raise Refused(f"`reward`: {reward!r}: expected a finite number; leave the call out if there is none")
-        session.rewards[str(body.get("response_id") or "")] = float(reward)
+        session.give(float(reward), str(body.get("response_id") or ""))
         return web.json_response({"status": "ok"})
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -192,16 +221,16 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
-        asked = Asked(
-            _messages(body.get("messages")), _tools(body.get("tools")), _choice(body.get("tool_choice")), _most(body)
-        )
+        tools = _tools(body.get("tools"))
+        asked = Asked(_messages(body.get("messages")), tools, _choice(body.get("tool_choice"), tools), _most(body))
         return await self._answer(request, body, asked, _Chat(str(body.get("model") or "policy")))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         if body.get("previous_response_id"):
             raise Refused("`previous_response_id`: nothing is stored between calls: send the whole input")
-        asked = Asked(_input(body), _tools(body.get("tools")), _choice(body.get("tool_choice")), _most(body))
+        tools = _tools(body.get("tools"))
+        asked = Asked(_input(body), tools, _choice(body.get("tool_choice"), tools), _most(body))
         return await self._answer(request, body, asked, _Responses(str(body.get("model") or "policy")))
 
     async def _answer(
@@ -211,12 +240,12 @@ class Gateway:
             raise Refused(
                 f"`n`: {body['n']!r}: expected 1; candidates are the run's own (scheduler.strategy_options.k)"
             )
-        digest = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=8).hexdigest()
         again = (
             request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or "Idempotency-Key" in request.headers
         )
-        answer = self._session(request).ask(asked, digest, again)
-        form.id += digest[:24]
+        name, answer = self._session(request).ask(asked, digest, again)
+        form.id += name
         if not body.get("stream"):
             return web.json_response(form.whole(await asyncio.shield(answer)))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -292,26 +321,25 @@ def _tools(given: Any) -> list[dict[str, Any]]:
     return tools
 
 
-def _choice(given: Any) -> str:
-    if isinstance(given, dict):
-        return str(given.get("name") or (given.get("function") or {}).get("name") or "auto")
-    if given not in (None, "auto", "none", "required"):
-        raise Refused(f"`tool_choice`: {given!r}: expected auto, none, required or a function")
+def _choice(given: Any, tools: list[dict[str, Any]]) -> str:
+    """Return "auto", "none", "required" or the name of the tool that must be called."""
+    names = [tool["function"]["name"] for tool in tools]
+    name = given.get("name") or (given.get("function") or {}).get("name") if isinstance(given, dict) else None
+    if isinstance(name, str) and name in names:
+        return name
+    if given not in (None, "auto", "none", "required") or (given == "required" and not names):
+        raise Refused(
+            f"`tool_choice`: {str(given)[:80]}: expected auto, none, or with `tools` required or one of {names}"
+        )
     return given or "auto"
 
 
 def _most(body: dict[str, Any]) -> int:
-    given = next(
-        (
-            body[key]
-            for key in ("max_completion_tokens", "max_tokens", "max_output_tokens")
-            if body.get(key) is not None
-        ),
-        0,
-    )
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    given = next((body[name] for name in names if body.get(name) is not None), None)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
         raise Refused(f"`max_tokens`: {given!r}: expected a positive whole number")
-    return given
+    return given or 0
 
 
 def _input(body: dict[str, Any]) -> list[Message]:
@@ -366,7 +394,7 @@ class _Form:
         raise NotImplementedError
 
     def call_id(self, place: int) -> str:
-        return f"call_{self.id.rpartition('-')[2][:20]}_{place}"
+        return f"call_{self.id.rpartition('-')[2]}_{place}"
 
 
 class _Chat(_Form):
@@ -412,10 +440,10 @@ class _Responses(_Form):
         self.id = "resp-"
 
     def whole(self, reply: Reply) -> dict[str, Any]:
-        prompt, cached, sampled = reply.tokens
+        spent = reply.spent
         usage = {
-            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": sampled,
-            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + sampled,
+            "input_tokens": spent.prompt, "input_tokens_details": {"cached_tokens": spent.cached}, "output_tokens": spent.sampled,
+            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": spent.prompt + spent.sampled,
         }  # fmt: skip
         cut = reply.finish == "length"
         return self._body("incomplete" if cut else "completed", self._items(reply), usage) | {
@@ -481,10 +509,10 @@ def _emptied(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    prompt, cached, sampled = reply.tokens
+    spent = reply.spent
     return {
-        "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "prompt_tokens": spent.prompt, "completion_tokens": spent.sampled, "total_tokens": spent.prompt + spent.sampled,
+        "prompt_tokens_details": {"cached_tokens": spent.cached, "audio_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }  # fmt: skip
 

@@ -46,8 +46,9 @@ def play(run: str, task: dict[str, Any]) -> None:
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     if result is not None:
+        reward = json.dumps(float(result), allow_nan=False)
         sys.stdout.flush()
-        sys.stdout.buffer.write(b"\n" + REWARD + json.dumps(float(result)).encode() + b"\n")
+        sys.stdout.buffer.write(b"\n" + REWARD + reward.encode() + b"\n")
 
 
 async def _awaited(result: Any) -> Any:

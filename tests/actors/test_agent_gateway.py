@@ -1,0 +1,193 @@
+"""The gateway by itself, over HTTP: whose request it is, what it refuses, how streams and retries are answered, and which rewards it takes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from actors.environments.agents import gateway as module
+from actors.environments.agents.episode import Episode, Limits
+from actors.environments.agents.gateway import Gateway, Reply, Session
+from actors.environments.base import Spent
+
+HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+class Door:
+    """A gateway with a session, and a client of it."""
+
+    def __init__(self, gateway: Gateway, http: aiohttp.ClientSession):
+        self.gateway, self.http, self.session = gateway, http, gateway.opened()
+
+    async def post(self, path: str, body: Any, prefix: str = "", **headers: str) -> tuple[int, str]:
+        """Post with the session's key, unless ``prefix`` or ``headers`` say another one. Returns the status and the text."""
+        own = {} if prefix or headers else {"Authorization": f"Bearer {self.session.key}"}
+        url = f"http://{self.gateway.host}:{self.gateway.port}{prefix}/v1/{path}"
+        async with self.http.post(url, json=body, headers=own | headers) as response:
+            return response.status, await response.text()
+
+    async def chat(self, reply: Reply, body: Any = HELLO, prefix: str = "", **headers: str) -> dict[str, Any]:
+        """Ask, answer with ``reply``, and return what the client gets."""
+        asking = asyncio.create_task(self.post("chat/completions", body, prefix, **headers))
+        _, answer = await self.session.requests.get()
+        answer.set_result(reply)
+        status, text = await asking
+        assert status == 200
+        return json.loads(text)
+
+
+@pytest_asyncio.fixture
+async def door() -> AsyncIterator[Door]:
+    gateway = Gateway()
+    await gateway.start()
+    async with aiohttp.ClientSession() as http:
+        yield Door(gateway, http)
+    await gateway.close()
+
+
+async def test_a_session_is_its_key_wherever_a_client_puts_it(door: Door) -> None:
+    key = door.session.key
+    for prefix, headers in ((f"/s/{key}", {}), ("", {"Authorization": f"Bearer {key}"}), ("", {"X-Session-ID": key})):
+        reply = await door.chat(Reply("hi"), prefix=prefix, **headers)
+        assert reply["choices"][0]["message"]["content"] == "hi" and reply["model"] == "gpt-any"
+
+
+async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request_that_waits(door: Door) -> None:
+    assert (await door.post("chat/completions", HELLO, Authorization="Bearer nobody"))[0] == 401
+    assert (await door.post("episode/reward", {"reward": 1}, Authorization="Bearer nobody"))[0] == 401
+    waiting = asyncio.create_task(door.post("chat/completions", HELLO))
+    await door.session.requests.get()
+    door.gateway.end(door.session, "the episode has ended")
+    for status, text in (
+        await waiting,
+        await door.post("chat/completions", HELLO),
+        await door.post("responses", {"input": "x"}),
+    ):
+        assert status == 409 and "the episode has ended" in json.loads(text)["error"]["message"]
+
+
+async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door: Door) -> None:
+    more = {
+        "temperature": 0,
+        "top_p": 0.1,
+        "seed": 3,
+        "stop": ["x"],
+        "logit_bias": {},
+        "user": "u",
+        "parallel_tool_calls": True,
+        "store": False,
+    }
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}], "name": "n"},
+        {"role": "assistant", "content": None, "reasoning_content": "r"},
+    ]
+    asking = [asyncio.create_task(door.post("chat/completions", {"messages": messages, **body})) for body in ({}, more)]
+    pending = [await door.session.requests.get() for _ in asking]
+    assert (
+        pending[0][0].messages
+        == pending[1][0].messages
+        == [{"role": "system", "content": "a"}, {"role": "assistant", "content": ""}]
+    )
+    for _, answer in pending:
+        answer.set_result(Reply("x"))
+    await asyncio.gather(*asking)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("chat/completions", {**HELLO, "n": 2}, "`n`"),
+        ("chat/completions", {"messages": []}, "`messages`"),
+        ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "role 'wizard'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
+        ("chat/completions", {**HELLO, "max_tokens": 0}, "`max_tokens`"),
+        ("chat/completions", {**HELLO, "tool_choice": "required"}, "`tool_choice`"),
+        ("chat/completions", {**HELLO, "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "add"),
+        ("chat/completions", {**HELLO, "tools": [{"type": "web_search"}]}, "`tools`"),
+        ("responses", {"input": []}, "`input`"),
+        ("responses", {"input": "x", "previous_response_id": "resp-1"}, "`previous_response_id`"),
+        ("responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
+        ("episode/reward", {"reward": "good"}, "`reward`"),
+        ("episode/reward", {"reward": True}, "`reward`"),
+        ("episode/reward", {}, "`reward`"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_answered_is_refused_with_its_name(door: Door, path: str, body: Any, said: str) -> None:
+    status, text = await door.post(path, body)
+    assert status == 400 and said in json.loads(text)["error"]["message"]
+    assert door.session.requests.empty()
+
+
+async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEEPALIVE_S", 0.01)
+    headers = {"Authorization": f"Bearer {door.session.key}"}
+    for ended in (False, True):
+        async with door.http.post(
+            f"{door.gateway.url}/chat/completions", json={**HELLO, "stream": True}, headers=headers
+        ) as response:
+            _, answer = await door.session.requests.get()
+            assert [await response.content.readline() for _ in range(3)] == [b": waiting\n", b"\n", b": waiting\n"]
+            if ended:
+                door.gateway.end(door.session, "the episode has ended")
+            else:
+                answer.set_result(Reply("hi"))
+            rest = (await response.content.read()).decode()
+        assert ("the episode has ended" in rest, "[DONE]" in rest) == (ended, not ended)
+
+
+async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
+    first = await door.chat(Reply("one"))
+    again = {"Authorization": f"Bearer {door.session.key}", "x-stainless-retry-count": "1"}
+    assert json.loads((await door.post("chat/completions", HELLO, **again))[1]) | {"created": 0} == first | {
+        "created": 0
+    }
+    second = await door.chat(Reply("two"))
+    assert second["choices"][0]["message"]["content"] == "two" and second["id"] != first["id"]
+    other = await door.chat(Reply("three"), {"messages": [{"role": "user", "content": "other"}]}, **again)
+    assert other["choices"][0]["message"]["content"] == "three"
+
+
+async def test_usage_is_what_was_spent(door: Door) -> None:
+    usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 3, 13)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(door: Door) -> None:
+    episode = Episode(door.gateway, [], {}, Limits())
+    door.session = session = episode.session
+    forever: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    episode._ended = asyncio.ensure_future(forever)
+
+    async def turn(text: str) -> str:
+        asking = asyncio.create_task(door.post("chat/completions", HELLO))
+        await episode.next()
+        episode.answer(Reply(text))
+        return json.loads((await asking)[1])["id"]
+
+    first = await turn("one")
+    assert (await door.post("episode/reward", {"reward": 0.5, "response_id": first}))[0] == 200
+    assert session.step_reward == 0.5
+    second = await turn("two")
+    assert session.step_reward is None and second != first
+    for name in (first, "chatcmpl-", "", second):
+        status, _ = await door.post("episode/reward", {"reward": 0.25, "response_id": name})
+        assert status == (200 if name in ("", second) else 409)
+    assert (session.reward, session.step_reward) == (0.25, 0.25)
+    forever.cancel()
+
+
+def test_ids_repeat_in_a_session_that_repeats_what_was_asked() -> None:
+    async def names() -> list[str]:
+        session = Session("key")
+        return [session.ask(module.Asked([]), digest, False)[0] for digest in ("a", "b", "a")]
+
+    one, other = asyncio.run(names()), asyncio.run(names())
+    assert one == other and len(set(one)) == 3

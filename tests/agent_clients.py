@@ -1,0 +1,281 @@
+"""Agents written with the clients that people use. Each is called with a task in a process of its own and returns a reward: whether it answers right.
+
+A function imports what it needs, so that one client can be missing and the others be there.
+"""
+# pyright: reportMissingImports=false
+
+import json
+import os
+from typing import Any
+
+ASKED = "Add with the tool: "
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD: Any = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS, "strict": True}
+
+
+def right(task: dict[str, Any], answer: Any) -> float:
+    return float(str(answer).strip() == task["golds"][0])
+
+
+def total(arguments: str) -> str:
+    return str(sum(json.loads(arguments).values()))
+
+
+def chat(task: dict[str, Any]) -> float:
+    """openai's chat completions; history as the SDK's own objects."""
+    import openai
+
+    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    while True:
+        reply = client.chat.completions.create(
+            model="gpt-any", messages=messages, tools=[{"type": "function", "function": ADD}]
+        )
+        message: Any = reply.choices[0].message
+        assert reply.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "stop")
+        assert reply.usage is not None and reply.usage.total_tokens > reply.usage.completion_tokens > 0
+        if not message.tool_calls:
+            return right(task, message.content)
+        messages.append(message)
+        messages += [
+            {"role": "tool", "tool_call_id": c.id, "content": total(c.function.arguments)} for c in message.tool_calls
+        ]
+
+
+def chat_streamed(task: dict[str, Any]) -> float:
+    """openai's streamed chat completions, put together by the SDK; history written anew, with other ids and null for no text."""
+    import openai
+
+    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    while True:
+        options: Any = {"stream_options": {"include_usage": True}, "tools": [{"type": "function", "function": ADD}]}
+        with client.chat.completions.stream(model="gpt-any", messages=messages, **options) as stream:
+            kinds = [event.type for event in stream]
+            reply = stream.get_final_completion()
+        message = reply.choices[0].message
+        assert reply.usage is not None and reply.usage.completion_tokens > 0
+        if not message.tool_calls:
+            assert "content.done" in kinds
+            return right(task, message.content)
+        assert "tool_calls.function.arguments.done" in kinds
+        calls = [
+            {"id": f"x{len(messages)}{i}", "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments.replace(" ", "")}}
+            for i, c in enumerate(message.tool_calls)
+        ]  # fmt: skip
+        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        messages += [
+            {"role": "tool", "tool_call_id": c["id"], "content": total(c["function"]["arguments"])} for c in calls
+        ]
+
+
+def responses(task: dict[str, Any]) -> float:
+    """openai's responses."""
+    import openai
+
+    client, items = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    tools: Any = [{"type": "function", **ADD}]
+    while True:
+        reply = client.responses.create(model="gpt-any", instructions="You add.", input=items, tools=tools)
+        assert reply.status == "completed" and reply.usage is not None and reply.usage.output_tokens > 0
+        if not (calls := [item for item in reply.output if item.type == "function_call"]):
+            return right(task, reply.output_text)
+        items += reply.output
+        items += [{"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)} for c in calls]
+
+
+def responses_streamed(task: dict[str, Any]) -> float:
+    """openai's streamed responses, put together by the SDK."""
+    import openai
+
+    client, items = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    while True:
+        tools: Any = [{"type": "function", **ADD}]
+        with client.responses.stream(model="gpt-any", input=items, tools=tools) as stream:
+            kinds = [event.type for event in stream]
+            reply = stream.get_final_response()
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        if not (calls := [item for item in reply.output if item.type == "function_call"]):
+            assert "response.output_text.delta" in kinds
+            return right(task, reply.output_text)
+        items += [
+            {"type": "function_call", "call_id": c.call_id, "name": c.name, "arguments": c.arguments} for c in calls
+        ]
+        items += [{"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)} for c in calls]
+
+
+def retried(task: dict[str, Any]) -> float:
+    """openai's own retry after a time-out that is too short, on both endpoints."""
+    import openai
+
+    client = openai.OpenAI(timeout=1.0, max_retries=100)
+    first = client.chat.completions.create(model="any", messages=[{"role": "user", "content": "one"}])
+    second = client.responses.create(model="any", input="two")
+    return float((first.choices[0].message.content, second.output_text) == ("reply 1", "reply 2"))
+
+
+def cut(task: dict[str, Any]) -> float:
+    """What openai's SDK is told of replies that its own limit cuts, on both endpoints, whole and streamed."""
+    import openai
+
+    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": "long"}])
+    told = client.chat.completions.create(model="any", messages=messages, max_tokens=5)
+    assert told.usage is not None
+    assert (told.choices[0].finish_reason, told.usage.completion_tokens) == ("length", 5)
+    chunks = list(client.chat.completions.create(model="any", messages=messages, max_completion_tokens=6, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    response = client.responses.create(model="any", input="long", max_output_tokens=7)
+    assert response.incomplete_details is not None and response.usage is not None
+    assert (response.status, response.incomplete_details.reason, response.usage.output_tokens) == (
+        "incomplete",
+        "max_output_tokens",
+        7,
+    )
+    *_, last = client.responses.create(model="any", input="long", max_output_tokens=8, stream=True)
+    assert last.type == "response.incomplete"
+    assert client.chat.completions.create(model="any", messages=messages).choices[0].finish_reason == "stop"
+    return 1.0
+
+
+def required(task: dict[str, Any]) -> float:
+    """Requires a call twice: of any tool, then of a named one."""
+    import openai
+
+    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": "call"}])
+    tools: Any = [{"type": "function", "function": {**ADD, "name": name}} for name in ("add", "other")]
+    named: Any = {"type": "function", "function": {"name": "other"}}
+    first = client.chat.completions.create(model="any", messages=messages, tools=tools, tool_choice="required")
+    second = client.chat.completions.create(
+        model="any", messages=[*messages, *messages], tools=tools, tool_choice=named
+    )
+    return float(bool(first.choices[0].message.tool_calls)) + 2 * float(bool(second.choices[0].message.tool_calls))
+
+
+def _openai_agent(model: Any) -> Any:
+    import agents
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    return agents.Agent(name="adder", instructions="You add.", tools=[add], model=model)
+
+
+def agents_responses(task: dict[str, Any]) -> float:
+    """openai-agents at its default endpoint."""
+    import agents
+
+    return right(task, agents.Runner.run_sync(_openai_agent("any"), ASKED + task["question"]).final_output)
+
+
+async def agents_streamed(task: dict[str, Any]) -> float:
+    """openai-agents at its default endpoint, streamed."""
+    import agents
+
+    result = agents.Runner.run_streamed(_openai_agent("any"), ASKED + task["question"])
+    deltas = [
+        event.data.delta
+        async for event in result.stream_events()
+        if getattr(getattr(event, "data", None), "type", "") == "response.output_text.delta"
+    ]
+    assert "".join(deltas) == result.final_output
+    return right(task, result.final_output)
+
+
+def _chat_model() -> Any:
+    import agents
+    import openai
+
+    return agents.OpenAIChatCompletionsModel("any", openai.AsyncOpenAI())
+
+
+def agents_chat(task: dict[str, Any]) -> float:
+    """openai-agents with chat completions."""
+    import agents
+
+    return right(task, agents.Runner.run_sync(_openai_agent(_chat_model()), ASKED + task["question"]).final_output)
+
+
+async def agents_chat_streamed(task: dict[str, Any]) -> float:
+    """openai-agents with chat completions, streamed."""
+    import agents
+
+    result = agents.Runner.run_streamed(_openai_agent(_chat_model()), ASKED + task["question"])
+    async for _ in result.stream_events():
+        pass
+    return right(task, result.final_output)
+
+
+def _pydantic_agent(**options: Any) -> Any:
+    import pydantic_ai
+    from pydantic_ai.models.openai import OpenAIChatModel
+
+    agent = pydantic_ai.Agent(OpenAIChatModel("any"), system_prompt="You add.", **options)
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    return agent
+
+
+def pydantic_tool(task: dict[str, Any]) -> float:
+    """pydantic-ai with a tool."""
+    return right(task, _pydantic_agent().run_sync(ASKED + task["question"]).output)
+
+
+def pydantic_structured(task: dict[str, Any]) -> float:
+    """pydantic-ai with a tool and a structured result, for which it requires a call."""
+    import pydantic
+
+    class Sum(pydantic.BaseModel):
+        total: int
+
+    return right(task, _pydantic_agent(output_type=Sum).run_sync(ASKED + task["question"]).output.total)
+
+
+def langgraph(task: dict[str, Any]) -> float:
+    """langgraph's ready agent over langchain's chat model."""
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    agent = create_react_agent(ChatOpenAI(model="any"), [add])
+    return right(task, agent.invoke({"messages": [("user", ASKED + task["question"])]})["messages"][-1].content)
+
+
+def _smol(kind: str) -> Any:
+    import smolagents
+
+    @smolagents.tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: one.
+            b: the other.
+        """
+        return a + b
+
+    model = smolagents.OpenAIModel("any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+    return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
+
+
+def smol_tools(task: dict[str, Any]) -> float:
+    """smolagents' agent that calls tools, of which one gives the answer."""
+    return right(task, _smol("ToolCallingAgent").run(ASKED + task["question"]))
+
+
+def smol_code(task: dict[str, Any]) -> float:
+    """smolagents' agent that writes code."""
+    return right(task, _smol("CodeAgent").run(ASKED + task["question"]))

@@ -1,0 +1,145 @@
+"""Agents in processes of their own before a scripted policy, with a real tokenizer, a real tree and a real journal."""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.environments.agents.environment import Agent
+from actors.environments.base import Task
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context, Shop
+from scheduler.journal import Journal
+from scheduler.text import Text
+from scheduler.tree import Node, Tree
+from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeRequest, JudgeResult, Sample, Turn
+
+TEMPLATE = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+THINKING = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{%- for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
+{% if m.role == 'tool' %}<tool_response>
+{{ m.content }}
+</tool_response>{% else %}{{ m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content }}{% for c in m.tool_calls or [] %}
+<tool_call>
+{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Knows tools, and leaves the thoughts of earlier replies out, as the templates of thinking models do."""
+
+
+class Policy:
+    """An actor and a judge: ``reply`` gives the reply to a prompt, for each candidate. The first token of sample number i has the log-probability -(i + 1),
+    so that a node tells which sample it is.
+
+    prompts: what was asked, as text; samples, with the prompt of each in ``asked``; before: is awaited at every call.
+    """
+
+    def __init__(self, text: Text, reply: Callable[[str, int], str]):
+        self.text, self.reply = text, reply
+        self.prompts: list[str] = []
+        self.asked: list[np.ndarray] = []
+        self.samples: list[Sample] = []
+        self.before: Callable[[], Awaitable[None]] | None = None
+        (self.end,) = text.encode("</s>")
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        if isinstance(request, JudgeRequest):
+            return JudgeResult([Judgement({"reward": float(len(turn.response))}) for turn in request.turns])
+        assert isinstance(request, GenerateRequest)
+        if self.before is not None:
+            await self.before()
+        prompt = self.text.tokenizer.decode(request.tokens.tolist(), skip_special_tokens=False)
+        self.prompts.append(prompt)
+        drawn = []
+        for i in range(request.n):
+            tokens = np.append(self.text.encode(self.reply(prompt, i)), self.end).astype(np.int32)
+            cut = tokens[: request.sampling.max_tokens]
+            logprobs = np.linspace(-1, -0.1, len(cut), dtype=np.float32)
+            logprobs[0] = -(len(self.samples) + 1)
+            finish = "stop" if len(cut) == len(tokens) else "length"
+            drawn.append(Sample(cut, logprobs, np.zeros(len(cut), np.int32), finish))
+            self.samples.append(drawn[-1])
+            self.asked.append(request.tokens)
+        return GenerateResult(drawn, len(request.tokens), 0)
+
+    def drew(self, node: Node) -> int:
+        """Which sample a node is."""
+        assert node.logprobs is not None
+        return round(-float(node.logprobs[0])) - 1
+
+
+class Stage:
+    """A context over an agent. name: of the agent in the module ``agents_of_a_test``, or "module:function"."""
+
+    def __init__(
+        self,
+        folder: Path,
+        llama: Path,
+        reply: Callable[[str, int], str],
+        name: str,
+        template: str = TEMPLATE,
+        **options: Any,
+    ):
+        model = folder / "model"
+        if not model.exists():
+            shutil.copytree(llama, model)
+            (model / "chat_template.jinja").write_text(template.replace("<|im_end|>", "</s>"))
+        self.environment = Agent(name if ":" in name else f"agents_of_a_test:{name}", **options)
+        self.text = Text(str(model))
+        self.policy = Policy(self.text, reply)
+        self.groups: list[list[Turn]] = []
+        self.counts: Counter[str] = Counter()
+        self.settings = SchedulerConfig(judge="any", max_action_tokens=400)
+        self.journal = Journal(folder / f"journal-{name.rpartition(':')[2]}")
+        dispatcher: Any = self.policy
+        self.shop = Shop(dispatcher, self.journal, self.text, self.environment, self.settings, self.counts, self._emit)
+        self.task = Task("t", "1 + 2 + 4", ["7"])
+        self.tree = Tree(0, self.task.id)
+        self.journal.start_tree(self.tree, 0, 0)
+
+    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
+        self.groups.append(turns)
+
+    async def grow(self, strategy: Any, tree: Tree | None = None, **options: Any) -> Tree:
+        tree = tree or self.tree
+        context = Context(self.shop, self.settings, self.task, tree, random.Random(1))
+        await context.plant()
+        await strategy.grow(tree, context, **options)
+        return tree
+
+    def check(self, tree: Tree) -> None:
+        """Every sample is one node, with the tokens and log-probabilities that were sampled, below exactly the tokens that the policy was given."""
+        actions = [node for node in tree.nodes.values() if node.kind == "action"]
+        assert sorted(map(self.policy.drew, actions)) == list(range(len(self.policy.samples))), (
+            "a sample is lost or twice there"
+        )
+        for action in actions:
+            number, above = self.policy.drew(action), tree.parent(action)
+            sample = self.policy.samples[number]
+            assert above is not None and action.logprobs is not None and action.sampled is not None
+            np.testing.assert_array_equal(tree.prefix(above), self.policy.asked[number])
+            np.testing.assert_array_equal(action.tokens, sample.tokens)
+            np.testing.assert_array_equal(action.logprobs, sample.logprobs)
+            assert action.sampled.all() and len(action.sampled) == len(sample.tokens)
+        assert not any(node.sampled is not None for node in tree.nodes.values() if node.kind != "action")
+
+
+def adds(prompt: str, i: int) -> str:
+    """Adds with the tool, twice, then answers; the second of several candidates thinks longer."""
+    think = "Well. " * i
+    results = prompt.count("<tool_response>")
+    if results == 0:
+        return think + '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    if results == 1:
+        return think + '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+    return "7" if i == 0 else "8"

@@ -1,0 +1,191 @@
+"""Agents written with the clients that people use, in real processes: their trees hold what was sent and sampled, whatever each makes of its history."""
+
+import asyncio
+import importlib.util
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.environments.agents.gateway import Session
+from scheduler.strategies import chain, full
+from scheduler.tree import Tree
+from tests.agent_stage import Stage, adds
+
+pytestmark = pytest.mark.slow
+
+
+def needs(package: str) -> None:
+    """Skip a test whose client is not installed."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: expected the extra `agents`")
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+    """Makes stages; ends what they have started."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    stages: list[Stage] = []
+
+    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
+        stages.append(Stage(tmp_path, llama, reply, name if ":" in name else f"tests.agent_clients:{name}", **options))
+        return stages[-1]
+
+    yield make
+    for one in stages:
+        await one.environment.close()
+        one.journal.close()
+
+
+def is_one_path(tree: Tree, trajectory: int = 0) -> bool:
+    """Whether every action of a trajectory has those before it above it."""
+    actions = tree.actions(trajectory)
+    return [node.id for node in tree.path(actions[-1]) if node.kind == "action"] == [node.id for node in actions]
+
+
+FAITHFUL = {
+    "chat": "openai", "chat_streamed": "openai", "responses": "openai", "responses_streamed": "openai",
+    "agents_responses": "agents", "agents_streamed": "agents", "agents_chat": "agents", "agents_chat_streamed": "agents",
+    "pydantic_tool": "pydantic_ai", "langgraph": "langchain_openai",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAITHFUL)
+async def test_the_conversation_of_a_client_is_one_path_of_what_was_read_and_sampled(
+    stage: Callable[..., Stage], name: str
+) -> None:
+    needs(FAITHFUL[name])
+    s = stage(adds, name)
+    tree = await s.grow(full, k=2)
+    s.check(tree)
+    for trajectory in range(2):
+        actions = tree.actions(trajectory)
+        assert [action.scores["valid"] for action in actions] == [1, 1, 1]
+        assert actions[-1].scores["outcome"] == 1.0, actions[-1].notes
+        assert is_one_path(tree, trajectory)
+        text = s.text.tokenizer.decode(tree.prefix(actions[-1]).tolist(), skip_special_tokens=False)
+        assert text.count("1 + 2 + 4") == 1
+        assert [text.count(f"<tool_response>\n{n}\n</tool_response>") for n in (3, 7)] == [1, 1]
+    assert len(s.policy.samples) == 6
+
+
+def structured(prompt: str, i: int) -> str:
+    """Answers with the tool of a structured result."""
+    reply = adds(prompt, i)
+    return '<tool_call>{"name": "final_result", "arguments": {"total": 7}}</tool_call>' if reply == "7" else reply
+
+
+async def test_a_structured_result_is_a_required_call(stage: Callable[..., Stage]) -> None:
+    needs("pydantic_ai")
+    s = stage(structured, "pydantic_structured")
+    tree = await s.grow(full, k=2)
+    s.check(tree)
+    for trajectory in range(2):
+        actions = tree.actions(trajectory)
+        assert is_one_path(tree, trajectory) and actions[-1].scores["outcome"] == 1.0
+        assert [tree.state_before(action)["must_call"] for action in actions] == [True] * 3
+
+
+async def test_a_text_where_a_structured_result_is_required_is_invalid_and_the_client_asks_again(
+    stage: Callable[..., Stage],
+) -> None:
+    needs("pydantic_ai")
+    s = stage(
+        lambda prompt, i: structured(prompt, i) if prompt.count("assistant\n") > 1 else "Let me see.",
+        "pydantic_structured",
+    )
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert [action.scores["valid"] for action in tree.actions()] == [0, 1, 1, 1]
+    assert is_one_path(tree) and tree.actions()[-1].scores["outcome"] == 1.0
+
+
+def smol(prompt: str, i: int) -> str:
+    """Adds twice, then gives the answer with the tool for it."""
+    done = prompt.count("\nObservation:\n")
+    arguments = [{"a": 1, "b": 2}, {"a": 3, "b": 4}, {"answer": "7"}][done]
+    return f"I go on.\n<tool_call>{json.dumps({'name': 'add' if done < 2 else 'final_answer', 'arguments': arguments})}</tool_call>"
+
+
+def smol_writes(prompt: str, i: int) -> str:
+    """Adds twice in code."""
+    return f"Thoughts: on.\n<code>\n{'final_answer(add(a=3, b=4))' if 'Execution logs:' in prompt.split('New task:')[1] else 'print(add(a=1, b=2))'}\n</code>"
+
+
+@pytest.mark.parametrize(("name", "reply", "steps"), [("smol_tools", smol, 3), ("smol_code", smol_writes, 2)])
+async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_step_and_each_is_trained_once(
+    stage: Callable[..., Stage], name: str, reply: Callable[[str, int], str], steps: int
+) -> None:
+    needs("smolagents")
+    s = stage(reply, name)
+    tree = await s.grow(full, k=2)
+    s.check(tree)
+    for trajectory in range(2):
+        actions = tree.actions(trajectory)
+        assert [action.scores["valid"] for action in actions] == [1] * steps
+        assert actions[-1].scores["outcome"] == 1.0
+        assert [tree.nodes[tree.nodes[action.parent].parent].id for action in actions] == [0] * steps
+        last = s.text.tokenizer.decode(tree.prefix(tree.nodes[actions[-1].parent]).tolist())
+        assert "Observation:\n" in last and "Calling tools:" in last
+    trained = [turn.node for turns in s.groups for turn in turns]
+    assert sorted(trained) == sorted(node.id for node in tree.nodes.values() if node.kind == "action")
+
+
+async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its_first_try(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("openai")
+    tried, ask, numbers = asyncio.Event(), Session.ask, itertools.count(1)
+
+    def noted(session: Session, asked: Any, digest: str, again: bool) -> Any:
+        if again:
+            tried.set()
+        return ask(session, asked, digest, again)
+
+    async def until_tried_again() -> None:
+        await tried.wait()
+        tried.clear()
+
+    monkeypatch.setattr(Session, "ask", noted)
+    s = stage(lambda prompt, i: f"reply {next(numbers)}", "retried")
+    s.policy.before = until_tried_again
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert len(s.policy.samples) == 2
+    assert tree.actions()[-1].scores["outcome"] == 1.0
+
+
+async def test_a_client_is_told_that_a_limit_has_cut_the_reply_and_its_own_limit_holds(
+    stage: Callable[..., Stage],
+) -> None:
+    needs("openai")
+    s = stage(lambda prompt, i: "one two three four five six seven eight nine ten", "cut")
+    tree = await s.grow(chain)
+    s.check(tree)
+    actions = tree.actions()
+    assert actions[-1].scores["outcome"] == 1.0
+    assert [len(action.tokens) for action in actions[:4]] == [5, 6, 7, 8]
+    assert [action.finish for action in actions] == ["length"] * 4 + ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "valid", "outcome"),
+    [
+        ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', [1, 1], 3.0),
+        ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', [1, 0], 1.0),
+        ("I would rather not.", [0, 0], 0.0),
+    ],
+)
+async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_client_receives(
+    stage: Callable[..., Stage], reply: str, valid: list[float], outcome: float
+) -> None:
+    needs("openai")
+    s = stage(lambda prompt, i: reply, "required")
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert [action.scores["valid"] for action in tree.actions()] == valid
+    assert tree.actions()[-1].scores["outcome"] == outcome

@@ -1,0 +1,239 @@
+"""What has gone wrong where agents train through a gateway, each as a test.
+
+| reported elsewhere | here |
+|---|---|
+| a template leaves earlier thoughts out: 8 rollouts became 64 samples | one path per episode, in which every thought stands as sampled |
+| an empty thinking block, dropped by the client, forks the conversation | it goes on below the reply |
+| masks and log-probabilities inherited by position, without a look at the tokens | ``Stage.check`` compares them for every node of every test |
+| every second turn does not begin with the tokens of the turn before | ``Stage.check``, and one path |
+| ids and arguments of calls written anew, null for "" | one path |
+| a match in spite of other tools; a system prompt that is rewritten in the run | a new branch, whose prompt has the new text |
+| agents inside an agent that ask in turns and reset one another | a path for each |
+| a stream loses the tokens of calls | ``test_agent_clients.py``: streamed clients |
+| an agent that ignores its limit of calls | told that the budget is used up, in no tree, then ended |
+| the failure of one episode takes its group along | the others have their outcomes |
+| a reward that failed counts as 0 | no outcome |
+| stored states that grow with the square of the calls | the bytes of a turn do not grow with the replies before it |
+"""
+
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.environments.agents.environment import OVER
+from scheduler.strategies import chain, full
+from tests.agent_stage import THINKING, Stage
+
+AGENTS = '''
+import json, os, threading, urllib.request
+
+def post(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request))
+
+def ask(messages, *tools, **more):
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in tools]
+    return post("/chat/completions", {"messages": messages, "tools": tools, **more})
+
+def call(messages, *tools, **more):
+    return ask(messages, *tools, **more)["choices"][0]["message"]
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def thoughtless(task):
+    """Keeps what stands after the thoughts, without the white space."""
+    messages = [user("go")]
+    for i in range(4):
+        text = call(messages)["content"].split("</think>")[-1].strip()
+        messages += [{"role": "assistant", "content": text}, user(f"on {i}")]
+    return 1.0
+
+def parallel(task):
+    """Answers several calls in another order, with ids and arguments of its own."""
+    messages = [user("go")]
+    reply = call(messages, "look")
+    calls, answers = [], []
+    for i, one in enumerate(reply["tool_calls"]):
+        arguments = json.loads(one["function"]["arguments"])
+        written = json.dumps(dict(reversed(arguments.items())), indent=3)
+        calls.append({"id": f"mine-{i}", "function": {"name": "look", "arguments": written}})
+        answers.append({"role": "tool", "tool_call_id": f"mine-{i}", "content": f"seen {arguments['at']}"})
+    messages += [{"role": "assistant", "content": "", "tool_calls": calls}, *reversed(answers)]
+    call(messages, "look")
+    return float(len(calls))
+
+def rewriting(task):
+    """Has other tools for its second call, another system prompt for its third, and goes on with the first history at last."""
+    messages = [{"role": "system", "content": "first rules"}, user("go")]
+    messages += [call(messages, "look"), user("more")]
+    call(messages, "look", "fetch")
+    call([{"role": "system", "content": "other rules"}, *messages[1:]], "look")
+    call(messages, "look")
+    return 1.0
+
+def team(task):
+    """Three agents that ask at the same time, in turns."""
+    together = threading.Barrier(3)
+    def work(name):
+        messages = [{"role": "system", "content": f"You are {name}."}, user("go")]
+        for i in range(3):
+            together.wait()
+            messages += [call(messages, name), user(f"{name} {i}")]
+    threads = [threading.Thread(target=work, args=[name]) for name in ("one", "two", "three")]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return 1.0
+
+def deaf(task):
+    messages = [user("go")]
+    while True:
+        messages += [call(messages), user("on")]
+
+def unlucky(task):
+    if "bad" in call([user("go")])["content"]:
+        raise RuntimeError("the tool is broken")
+    return 1.0
+
+def not_a_number(task):
+    call([user("go")])
+    return float("nan")
+
+def graded(task):
+    """Rewards its first and its last reply."""
+    messages = [user("go")]
+    for i in range(3):
+        reply = ask(messages)
+        if i != 1:
+            post("/episode/reward", {"reward": i + 0.5, "response_id": reply["id"]})
+        messages += [reply["choices"][0]["message"], user(f"on {i}")]
+
+def long(task):
+    messages = [user("go")]
+    for i in range(12):
+        messages += [call(messages), user("on")]
+    return 1.0
+'''
+WRAPPERS = [
+    "<think>\nHm, number {}.\n</think>\n\n",
+    "<think>\n\n</think>\n\n",
+    "Begun by the template, {}.</think>",
+    "",
+]
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+    """Makes stages of ``AGENTS`` with a template of a thinking model; ends what they have started."""
+    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    stages: list[Stage] = []
+
+    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
+        stages.append(Stage(tmp_path, llama, reply, name, THINKING, **options))
+        return stages[-1]
+
+    yield make
+    for one in stages:
+        await one.environment.close()
+        one.journal.close()
+
+
+def counted(reply: str = "reply {}") -> Callable[[str, int], str]:
+    """Replies that differ."""
+    numbers = itertools.count()
+    return lambda prompt, i: reply.replace("{}", str(next(numbers)))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+async def test_thoughts_that_a_client_and_the_template_leave_out_stay_where_they_were_sampled(
+    stage: Callable[..., Stage], wrapper: str
+) -> None:
+    s = stage(counted(wrapper + "reply {}."), "thoughtless")
+    tree = await s.grow(full, k=3)
+    s.check(tree)
+    assert len([node for node in tree.nodes.values() if node.parent == 0]) == 3, "an episode has more than one path"
+    for trajectory in range(3):
+        actions = tree.actions(trajectory)
+        assert [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions and len(actions) == 4
+        whole = s.text.tokenizer.decode(tree.prefix(actions[-1]).tolist(), skip_special_tokens=False)
+        assert whole.count("</think>") == (4 if wrapper else 0)
+
+
+async def test_parallel_calls_are_known_again_with_other_ids_other_writing_and_in_another_order(
+    stage: Callable[..., Stage],
+) -> None:
+    calls = "\n".join(
+        f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': {'at': i, 'how': [1, None]}})}\n</tool_call>"
+        for i in range(3)
+    )
+    s = stage(lambda prompt, i: "Seen." if "seen" in prompt else f"<think>All.</think>{calls}", "parallel")
+    tree = await s.grow(chain)
+    s.check(tree)
+    first, last = tree.actions()
+    assert tree.nodes[last.parent].parent == first.id and last.scores["outcome"] == 3.0
+    assert [tree.nodes[last.parent].text.count(f"seen {i}") for i in range(3)] == [1, 1, 1]
+
+
+async def test_other_tools_or_another_system_prompt_begin_a_branch_and_the_history_itself_goes_on(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(counted(), "rewriting")
+    tree = await s.grow(chain)
+    s.check(tree)
+    above = [tree.nodes[action.parent] for action in tree.actions()]
+    assert [node.parent for node in above] == [0, 0, 0, tree.actions()[0].id]
+    assert ["fetch" in node.text for node in above] == [False, True, False, False]
+    assert ["other rules" in node.text for node in above] == [False, False, True, False]
+    assert all("look" in node.text for node in above[:3]), "the tools are lost"
+
+
+async def test_agents_inside_an_agent_have_a_path_each(stage: Callable[..., Stage]) -> None:
+    s = stage(counted(), "team")
+    tree = await s.grow(chain)
+    s.check(tree)
+    roots = [node for node in tree.nodes.values() if node.parent == 0]
+    actions = tree.actions()
+    assert len(roots) == 3 and len(actions) == 9 and actions[-1].scores["outcome"] == 1.0
+    for root in roots:
+        own = [node for node in actions if root in tree.path(node)]
+        assert len(own) == 3 and {node.id for node in own} <= {node.id for node in tree.path(own[-1])}
+
+
+async def test_an_agent_that_ignores_its_budget_is_ended_and_what_it_was_told_is_in_no_tree(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(counted(), "deaf", horizon=3)
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert len(s.policy.samples) == 3
+    assert not any(OVER in node.text for node in tree.nodes.values())
+    assert tree.actions()[-1].scores["crashed"] == 1.0
+
+
+async def test_an_episode_that_fails_leaves_the_others_of_its_group_their_outcomes(stage: Callable[..., Stage]) -> None:
+    numbers = itertools.count()
+    s = stage(lambda prompt, i: "bad" if next(numbers) == 1 else "good", "unlucky")
+    tree = await s.grow(full, k=3)
+    s.check(tree)
+    last = [tree.actions(trajectory)[-1].scores for trajectory in range(3)]
+    assert sorted((scores["crashed"], scores["outcome"]) for scores in last) == [(0, 1), (0, 1), (1, 0)]
+
+
+async def test_a_reward_that_is_no_number_is_a_fault_of_the_agent(stage: Callable[..., Stage]) -> None:
+    tree = await stage(counted(), "not_a_number").grow(chain)
+    assert tree.actions()[-1].scores["crashed"] == 1.0
+
+
+async def test_a_reward_of_a_reply_is_its_column_and_the_others_have_none(stage: Callable[..., Stage]) -> None:
+    s = stage(counted(), "graded", step_rewards=True)
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert s.environment.gives_step_rewards
+    assert [action.scores.get("step_reward") for action in tree.actions()] == [0.5, None, 2.5]
+    assert "outcome" not in tree.actions()[-1].scores
