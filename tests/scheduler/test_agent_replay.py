@@ -1,0 +1,195 @@
+"""Agents that are brought back to an earlier turn, and what they may ask beside the policy: continuations, dropped branches, lost processes, the
+retriever, and what a judge sees of their replies."""
+
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from scheduler.context import Context
+from scheduler.strategies import chain, mc_value
+from tests.agent_stage import Stage, adds
+from wire.faults import DataFault, InfrastructureFault
+from wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
+
+AGENTS = '''
+import json, os, random, urllib.request
+CALLS = 0
+
+def post(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request))
+
+def call(messages, tools=()):
+    return post("/chat/completions", {"model": "any", "messages": messages, "tools": list(tools)})["choices"][0]["message"]
+
+def tool(name):
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+def counting(task):
+    messages = [{"role": "user", "content": task["question"]}]
+    while (reply := call(messages, [tool("add")])).get("tool_calls"):
+        results = [{"role": "tool", "tool_call_id": one["id"], "content": str(sum(json.loads(one["function"]["arguments"]).values()))} for one in reply["tool_calls"]]
+        messages += [reply, *results]
+    return float(reply["content"].strip() == task["golds"][0])
+
+def nested(task):
+    messages = [{"role": "user", "content": "main"}]
+    messages += [call(messages), {"role": "user", "content": "more"}]
+    call([{"role": "system", "content": "You help."}, {"role": "user", "content": "sub"}])
+    messages += [call(messages), {"role": "user", "content": "last"}]
+    call(messages)
+    return 1.0
+
+def drawing(task):
+    """Draws random numbers, which depend on the task alone, and forgets what another episode did to its module."""
+    global CALLS
+    CALLS += 1
+    reply = call([{"role": "user", "content": f"{random.random()} {CALLS}"}])
+    call([{"role": "user", "content": "again"}, reply, {"role": "user", "content": str(random.random())}])
+    return 0.5
+
+def changing(task):
+    call([{"role": "user", "content": str(os.getpid())}])
+    call([{"role": "user", "content": "again"}])
+    return 1.0
+
+def searching(task):
+    messages = [{"role": "user", "content": task["question"]}]
+    while (reply := call(messages, [tool("search")])).get("tool_calls"):
+        (one,) = reply["tool_calls"]
+        (passages,) = post("/retrieve", {"queries": [json.loads(one["function"]["arguments"])["query"]], "topk": 1})["result"]
+        messages += [reply, {"role": "tool", "tool_call_id": one["id"], "content": passages[0]["contents"]}]
+'''
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+    """Makes stages over ``AGENTS``; ends what they have started."""
+    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    stages: list[Stage] = []
+
+    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
+        stages.append(Stage(tmp_path, llama, reply, name, **options))
+        return stages[-1]
+
+    yield make
+    for one in stages:
+        await one.environment.close()
+        one.journal.close()
+
+
+def context(stage: Stage) -> Context:
+    return Context(stage.shop, stage.settings, stage.task, stage.tree, random.Random(1))
+
+
+async def test_monte_carlo_values_of_an_agent(stage: Callable[..., Stage]) -> None:
+    s = stage(adds, "counting")
+    tree = await s.grow(mc_value, continuations=4)
+    values = [action.scores["mc_value"] for action in tree.actions()]
+    assert values[-1] == 0.25, "of four last replies one is right"
+    assert s.environment.replayed > 0
+    assert all(prompt.startswith(s.policy.prompts[0]) for prompt in s.policy.prompts)
+
+
+async def test_continuations_of_an_agent_with_several_conversations_read_what_the_chain_read(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
+    tree = await s.grow(mc_value, continuations=2)
+    assert [action.scores["mc_value"] for action in tree.actions()] == [1.0] * 4
+    assert len(set(s.policy.prompts)) == 4 < len(s.policy.prompts)
+
+
+async def test_random_numbers_and_modules_are_an_episodes_own(stage: Callable[..., Stage]) -> None:
+    s = stage(lambda prompt, i: "r", "drawing")
+    tree = await s.grow(mc_value, continuations=3)
+    assert [action.scores["mc_value"] for action in tree.actions()] == [0.5, 0.5]
+    assert s.counts["dropped_branches"] == 0
+
+
+async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_stays(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(lambda prompt, i: "r", "changing")
+    ctx = context(s)
+    await ctx.plant()
+    (action,) = await ctx.generate(await ctx.tip(), 1)
+    action.chosen = True
+    ((episode, _),) = s.environment._waiting.values()
+    await episode.close()
+    s.environment._waiting.clear()
+    assert await ctx.step(action) is None
+    assert action.invalid == ["outcome"] and "asks something else" in action.notes["replay"]
+    assert not await ctx.finish()
+    assert s.counts["dropped_branches"] == 1
+    assert await ctx.step(action) is None, "a resumed tree does not try again"
+
+
+async def test_values_without_a_single_continuation_are_a_fault_of_the_task(stage: Callable[..., Stage]) -> None:
+    s = stage(lambda prompt, i: "r", "changing")
+    with pytest.raises(DataFault, match="no continuation of an action has an outcome"):
+        await s.grow(mc_value, continuations=3)
+    assert s.counts["dropped_branches"] >= 3
+
+
+async def test_a_lost_nursery_is_a_fault_of_the_machine_and_another_one_is_opened(stage: Callable[..., Stage]) -> None:
+    s = stage(adds, "counting")
+    ctx = context(s)
+    await ctx.plant()
+    (action,) = await ctx.generate(await ctx.tip(), 1)
+    action.chosen = True
+    nurse = s.environment.nursery._nurse
+    assert nurse is not None
+    os.kill(nurse.pid, signal.SIGKILL)
+    await nurse.wait()
+    with pytest.raises(InfrastructureFault, match="forked has died"):
+        await ctx.step(action)
+    assert await ctx.step(action) is not None
+
+
+class Library:
+    """Answers the retriever's calls of a stage, and keeps what judges are asked."""
+
+    def __init__(self, stage: Stage):
+        self.turns: list[JudgedTurn] = []
+        self.policy = stage.policy.call
+        stage.policy.call = self.call
+
+    async def call(self, service: str, request: Any, **more: Any) -> Any:
+        if isinstance(request, RetrieveRequest):
+            return RetrieveResult([[Passage("p", "Peru", f"Capital: {query}?", 1.0)] for query in request.queries])
+        self.turns += request.turns if isinstance(request, JudgeRequest) else []
+        return await self.policy(service, request, **more)
+
+
+def looks(prompt: str, i: int) -> str:
+    if "Capital" in prompt:
+        return "<think> I know it. </think> Lima"
+    return '<think> I look. </think> <tool_call>{"name": "search", "arguments": {"query": "Peru capital"}}</tool_call>'
+
+
+async def test_an_agent_asks_the_runs_retriever_and_a_judge_sees_queries_results_and_answers(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(looks, "searching", retriever=True, outcome_judge="any")
+    library = Library(s)
+    tree = await s.grow(chain)
+    assert [action.scores["valid"] for action in tree.actions()] == [1.0, 1.0]
+    first, last = {turn.step: turn for turn in library.turns}.values()
+    assert (first.think, first.query, first.answer) == ("I look.", "Peru capital", None)
+    assert (last.think, last.query, last.answer) == ("I know it.", None, "Lima")
+    assert last.past_queries == ["Peru capital"]
+    assert last.past_observations == ['"Peru"\nCapital: Peru capital?']
+
+
+async def test_an_agent_without_a_retriever_is_told_so(stage: Callable[..., Stage]) -> None:
+    s = stage(looks, "searching")
+    tree = await s.grow(chain)
+    assert tree.actions()[-1].scores["crashed"] == 1.0
