@@ -360,6 +360,11 @@ class Context:
             return Spent()
         return Spent(len(self.tree.prefix(above)), node.cached, len(node.tokens), node.finish)
 
+    def replies(self) -> list[str]:
+        """The texts of the trajectory up to the action that is stepped (``actors.environments.base.Tools``)."""
+        node = self._stepped
+        return [] if node is None else [action.text for action in self.tree.actions(node.trajectory)]
+
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """An opponent's move (``actors.environments.base.Tools``)."""
         request = PlayRequest(msgspec.to_builtins(state), self.rng.getrandbits(62))

@@ -115,7 +115,11 @@ class Tools(Protocol):
 
     def spent(self) -> Spent:
         """Return what the action took that is stepped."""
-        ...
+        return Spent()
+
+    def replies(self) -> list[str]:
+        """Return the texts of the trajectory's actions, from the first one up to the action that is stepped."""
+        return []
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """Return the move of the opponent that is served as ``player.<player>``."""

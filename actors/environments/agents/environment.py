@@ -9,7 +9,6 @@ sampled reply is rendered; a request that continues none (another agent inside, 
 """
 
 import asyncio
-import collections
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,12 +32,11 @@ MOST_OVER = 16
 """Calls beyond the budget after which an agent is ended."""
 
 
-class Exchange(msgspec.Struct, frozen=True):
-    """A request and its reply, with what the reply took. asked, after: digests of the conversation before and after the reply
-    (``wire.dialogue.histories``)."""
+class Exchange(msgspec.Struct, frozen=True, array_like=True):
+    """A request and what its reply took. asked, after: digests of the conversation before and after the reply (``wire.dialogue.histories``). The reply
+    itself is in the tree, because every later state has the exchange."""
 
     asked: str
-    reply: str
     after: str
     spent: Spent = Spent()
 
@@ -55,9 +53,6 @@ class Standing(msgspec.Struct, frozen=True):
     most: int = 0
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
-
-    def __hash__(self) -> int:
-        return hash((self.asked, self.record))
 
 
 class Agent(Environment):
@@ -91,7 +86,7 @@ class Agent(Environment):
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
-        self._waiting: collections.OrderedDict[Standing, tuple[Episode, Asked]] = collections.OrderedDict()
+        self._waiting: list[tuple[Standing, Episode, Asked]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
         """Replies that were given again."""
@@ -127,9 +122,9 @@ class Agent(Environment):
 
     async def step(self, state: Standing, action: Action, tools: Tools) -> Transition:
         """Give the agent a reply, and return what it asks next, or how its episode ended."""
-        episode, asked = await self._stand(state)
+        episode, asked = await self._stand(state, tools)
         reply = self._reply(action.text, state.offered, tools.spent())
-        record = (*state.record, Exchange(state.asked, action.text, _digest(asked, reply), reply.spent))
+        record = (*state.record, Exchange(state.asked, _digest(asked, reply), reply.spent))
         try:
             episode.answer(reply)
             event = await episode.next()
@@ -163,15 +158,16 @@ class Agent(Environment):
 
     # ------------------------------------------------------------------------------------------ episodes
 
-    async def _stand(self, state: Standing) -> tuple[Episode, Asked]:
-        """Return the agent that waits in ``state``, or another one that has been brought there."""
-        if state in self._waiting:
-            return self._waiting.pop(state)
+    async def _stand(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
+        """Return an agent that waits in ``state``, or another one that has been brought there."""
+        place = next((i for i, (waits, _, _) in enumerate(self._waiting) if waits == state), None)
+        if place is not None:
+            return self._waiting.pop(place)[1:]
         episode, asked = await self._begun(state)
-        left = list(state.record)
+        left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
         while left:
             digest = histories(asked.messages, asked.tools)[-1]
-            known = next((exchange for exchange in left if exchange.asked == digest), None)
+            known = next((pair for pair in left if pair[0].asked == digest), None)
             if known is None:
                 self._end(episode)
                 raise DataFault(
@@ -179,7 +175,7 @@ class Agent(Environment):
                 )
             left.remove(known)
             self.replayed += 1
-            episode.answer(self._reply(known.reply, asked.offered, known.spent))
+            episode.answer(self._reply(known[1], asked.offered, known[0].spent))
             event = await episode.next()
             if isinstance(event, Ended):
                 self._end(episode)
@@ -227,9 +223,9 @@ class Agent(Environment):
         return Transition(after, said, True, None if self.outcome_judge and not crashed else outcome, measures)
 
     def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
-        self._waiting[state] = episode, asked
+        self._waiting.append((state, episode, asked))
         while len(self._waiting) > KEPT:
-            self._end(self._waiting.popitem(last=False)[1][0])
+            self._end(self._waiting.pop(0)[1])
 
     def _end(self, episode: Episode) -> None:
         closing = asyncio.get_running_loop().create_task(episode.close())
@@ -238,7 +234,7 @@ class Agent(Environment):
 
     async def close(self) -> None:
         """End all processes and the gateway."""
-        for episode, _ in self._waiting.values():
+        for _, episode, _ in self._waiting:
             self._end(episode)
         self._waiting.clear()
         await asyncio.gather(*self._closing)
