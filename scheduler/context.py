@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import POLICY, SPLIT, Action, Diverged, Environment, Spent, Task, Transition
+from actors.environments.base import POLICY, SPLIT, Action, Diverged, Environment, Spent, Task, Tools, Transition
 from scheduler import answers
 from scheduler.calls import Check
 from scheduler.config import UNJUDGED, SchedulerConfig
@@ -91,7 +91,6 @@ class Context:
 
     attempt = 0
     top = 0
-    _stepped: Node | None = None
 
     def __init__(self, shop: Shop, settings: SchedulerConfig, task: Task, tree: Tree, rng: random.Random):
         self.shop, self.settings, self.task, self.tree, self.rng = shop, settings, task, tree, rng
@@ -194,9 +193,8 @@ class Context:
         over = node.forced or "outcome" in node.scores or "replay" in node.notes
         if over or (answer is not None and (fresh or not answer.chosen)):
             return None  # the last: an observation without a next prompt ended the episode before a crash
-        self._stepped = node
         try:
-            transition = await self.environment.step(self.state(node), self.action(node), self)
+            transition = await self.environment.step(self.state(node), self.action(node), self._taking(node))
         except Diverged as fault:
             return self._drop(node, fault)
         self.shop.counts["environment_steps"] += 1
@@ -358,14 +356,6 @@ class Context:
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
-    def spent(self) -> Spent:
-        """What the action took that is stepped (``actors.environments.base.Tools``)."""
-        node = self._stepped
-        above = self.tree.parent(node) if node is not None else None
-        if node is None or above is None:
-            return Spent()
-        return Spent(len(self.tree.prefix(above)), node.cached, len(node.tokens), node.finish)
-
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """An opponent's move (``actors.environments.base.Tools``)."""
         request = PlayRequest(msgspec.to_builtins(state), self.rng.getrandbits(62))
@@ -390,6 +380,12 @@ class Context:
         return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
     # ------------------------------------------------------------------------------------------ inner workings
+
+    def _taking(self, node: Node) -> "Taken":
+        above = self.tree.parent(node)
+        prompt = 0 if above is None else len(self.tree.prefix(above))
+        replies = () if self.environment.begins_with_prompt else (n.text for n in self.tree.actions(node.trajectory))
+        return Taken(self, Spent(prompt, node.cached, len(node.tokens), node.finish), tuple(replies))
 
     def _drop(self, node: Node, fault: Diverged) -> None:
         """End an episode that cannot go on, without an outcome. It is not trained."""
@@ -488,6 +484,7 @@ class Context:
         turn = self.environment.judged(self.task, self.state(node), action, node.step, self.settings.budget)
         if self.environment.fresh:
             return turn
+        turn = self.environment.recalled(turn, self.state(node), self.tree.turns_above(node))
         answer = self._answer(node)
         transcript = "".join(above.text for above in self.tree.path(node)[1:-1])
         return msgspec.structs.replace(
@@ -546,6 +543,22 @@ class Context:
             "sampled_tokens": float(sampled),
             "response_tokens": float(whole),
         }
+
+
+class Taken(Tools):
+    """The tools of one step: the context's services, and what is known of the action that is taken. replies: see ``Tools.replies``."""
+
+    def __init__(self, ctx: Context, spent: Spent, replies: tuple[str, ...]):
+        self.rng, self.retrieve, self.play, self.say = ctx.rng, ctx.retrieve, ctx.play, ctx.say
+        self._spent, self._replies = spent, replies
+
+    def spent(self) -> Spent:
+        """What the action took."""
+        return self._spent
+
+    def replies(self) -> tuple[str, ...]:
+        """The trajectory's actions up to the one that is taken."""
+        return self._replies
 
 
 def _cut(node: Node) -> dict[str, float]:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import Diverged
-from scheduler.context import Context
+from actors.environments.base import Diverged, Spent
+from scheduler.context import Context, Taken
 from scheduler.together import together
 from scheduler.tree import Node
 from wire.messages import Sample
@@ -22,12 +22,13 @@ log = logging.getLogger(__name__)
 
 class Position(msgspec.Struct, frozen=True):
     """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of actions before it. ends: the prefixes that end
-    with each of these actions, where what follows may continue any of them."""
+    with each of these actions, where what follows may continue any of them; replies: their texts."""
 
     prefix: bytes
     state: Any
     step: int
     ends: tuple[bytes, ...] = ()
+    replies: tuple[str, ...] = ()
 
 
 def position_before(ctx: Context, action: Node) -> Position:
@@ -39,7 +40,7 @@ def position_before(ctx: Context, action: Node) -> Position:
     assert parent is not None, "an action has a prompt above it"
     before = () if ctx.environment.begins_with_prompt else ctx.tree.actions(action.trajectory)[: action.step - 1]
     ends = tuple(ctx.tree.prefix(node).tobytes() for node in before)
-    return Position(ctx.tree.prefix(parent).tobytes(), state, action.step - 1, ends)
+    return Position(ctx.tree.prefix(parent).tobytes(), state, action.step - 1, ends, tuple(n.text for n in before))
 
 
 async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
@@ -62,9 +63,13 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     unknown."""
     environment, step = ctx.environment, position.step + 1
     action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
+    spent, replies = (
+        Spent(len(position.prefix) // 4, 0, len(sample.tokens), sample.finish),
+        (*position.replies, action.text),
+    )
     try:
         async with ctx.shop.aside:
-            transition = await environment.step(position.state, action, ctx)
+            transition = await environment.step(position.state, action, Taken(ctx, spent, replies))
     except Diverged as fault:
         log.warning("a continuation of tree %d is dropped: %s", ctx.tree.id, fault)
         ctx.shop.counts["dropped_branches"] += 1
@@ -85,10 +90,10 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         return Position(end + ctx.shop.text.encode(transition.observation).tobytes(), transition.state, step)
     ends = (*position.ends, end)
     if transition.after is None or transition.messages is None:
-        return Position(_shown(ctx, transition.state, step).prefix, transition.state, step, ends)
+        return Position(_shown(ctx, transition.state, step).prefix, transition.state, step, ends, replies)
     end = ends[transition.after]
     seen = ctx.shop.text.encode(ctx.shop.text.after(np.frombuffer(end, np.int32), transition.messages))
-    return Position(end + seen.tobytes(), transition.state, step, ends)
+    return Position(end + seen.tobytes(), transition.state, step, ends, replies)
 
 
 def _shown(ctx: Context, state: Any, step: int) -> Position:

@@ -3,6 +3,7 @@
 The chosen nodes form one path from the root, the tree's spine. The next step grows at the tip of the spine, also after a restart.
 """
 
+import itertools
 from typing import Any, Literal
 
 import msgspec
@@ -114,6 +115,11 @@ class Tree:
         if start is None or start.trajectory == trajectory or not start.step:
             return own
         return [action for action in self.actions(start.trajectory) if action.step <= start.step] + own
+
+    def turns_above(self, node: Node) -> list[tuple[str, str]]:
+        """The actions on the path to ``node``, without itself: the text of each, and what the policy read next."""
+        path = self.path(node)
+        return [(n.text, then.text) for n, then in itertools.pairwise(path) if n.kind == "action"]
 
     def state_before(self, node: Node) -> Any:
         """The environment state in which ``node`` was added: the state of the nearest ancestor that has one."""

@@ -49,7 +49,7 @@ class Policy:
         self.prompts: list[str] = []
         self.asked: list[np.ndarray] = []
         self.samples: list[Sample] = []
-        self.before: Callable[[], Awaitable[None]] | None = None
+        self.before: Callable[[], Awaitable[Any]] | None = None
         (self.end,) = text.encode("</s>")
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:

@@ -120,7 +120,11 @@ class Tools(Protocol):
 
     def spent(self) -> Spent:
         """Return what the action took that is stepped."""
-        ...
+        return Spent()
+
+    def replies(self) -> tuple[str, ...]:
+        """Return the texts of the trajectory's actions, from the first one up to the action that is stepped."""
+        return ()
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """Return the move of the opponent that is served as ``player.<player>``."""
@@ -234,6 +238,11 @@ class Environment(Protocol):
             state=msgspec.to_builtins(state),
             move=None if action.move is None else list(action.move),
         )
+
+    def recalled(self, turn: JudgedTurn, state: Any, before: Sequence[tuple[str, str]]) -> JudgedTurn:
+        """Return a turn with what its judge is to see of the turns before it, each the action's text and what the policy read next. Environments whose
+        states hold what happened have no need of it."""
+        return turn
 
     def concluded(
         self, task: Task, before: Any, action: Action, after: Any | None, step: int, budget: int

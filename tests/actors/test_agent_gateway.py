@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from actors.environments.agents import gateway as module
-from actors.environments.agents.episode import Episode, Limits
+from actors.environments.agents.episode import Ended, Episode, Limits
 from actors.environments.agents.gateway import Gateway, Reply, Session
 from actors.environments.base import Spent
 
@@ -160,11 +160,16 @@ async def test_usage_is_what_was_spent(door: Door) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
 
 
+async def lasting() -> Ended:
+    """A process that does not end."""
+    await asyncio.Event().wait()
+    return Ended(None)
+
+
 async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(door: Door) -> None:
     episode = Episode(door.gateway, [], {}, Limits())
     door.session = session = episode.session
-    forever: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    episode._ended = asyncio.ensure_future(forever)
+    episode._ended = asyncio.create_task(lasting())
 
     async def turn(text: str) -> str:
         asking = asyncio.create_task(door.post("chat/completions", HELLO))
@@ -181,7 +186,7 @@ async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_an
         status, _ = await door.post("episode/reward", {"reward": 0.25, "response_id": name})
         assert status == (200 if name in ("", second) else 409)
     assert (session.reward, session.step_reward) == (0.25, 0.25)
-    forever.cancel()
+    episode._ended.cancel()
 
 
 def test_ids_repeat_in_a_session_that_repeats_what_was_asked() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.environments import registry
-from actors.environments.base import Task
+from actors.environments.base import Task, Tools
 from actors.environments.search_qa import SearchQA
 from judges.exact_match import extract_answer
 from wire.messages import Passage
@@ -18,7 +18,7 @@ from wire.messages import Passage
 TASK = Task("1", "What is the capital of Bulgaria?", ["Sofia"])
 
 
-class Shelf:
+class Shelf(Tools):
     rng = random.Random(0)
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.environments.base import SPLIT, Transition
+from actors.environments.base import SPLIT, Tools, Transition
 from actors.environments.registry import load
 from actors.environments.tictactoe import (
     EMPTY,
@@ -33,7 +33,7 @@ GAME = pyspiel.load_game("tic_tac_toe")
 PROMPTED = [TicTacToe(prompt="tictactoe"), TicTacToe(prompt="tictactoe_compact")]
 
 
-class Table:
+class Table(Tools):
     """Tools with a scripted opponent."""
 
     def __init__(self, reply: tuple[Any, ...] = (), seed: int = 0):

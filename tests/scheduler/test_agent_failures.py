@@ -13,19 +13,22 @@
 | an agent that ignores its limit of calls | told that the budget is used up, in no tree, then ended |
 | the failure of one episode takes its group along | the others have their outcomes |
 | a reward that failed counts as 0 | no outcome |
-| stored states that grow with the square of the calls | the bytes of a turn do not grow with the replies before it |
+| storage that grows with the square of the calls | a state has none of the text before it, and trajectories have one process each |
 """
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from actors.environments.agents.environment import OVER
+from actors.environments.agents.episode import Episode
 from scheduler.strategies import chain, full
 from tests.agent_stage import THINKING, Stage
 
@@ -237,3 +240,31 @@ async def test_a_reward_of_a_reply_is_its_column_and_the_others_have_none(stage:
     assert s.environment.gives_step_rewards
     assert [action.scores.get("step_reward") for action in tree.actions()] == [0.5, None, 2.5]
     assert "outcome" not in tree.actions()[-1].scores
+
+
+async def test_a_state_holds_none_of_the_replies_before_it(stage: Callable[..., Stage]) -> None:
+    sizes = []
+    for reply, name in (("word ", "long"), ("word " * 60, "agents_of_a_test:long")):
+        s = stage(lambda prompt, i, reply=reply: reply, name)
+        tree = await s.grow(chain)
+        actions = tree.actions()
+        sizes.append([len(msgspec.json.encode(tree.state_before(action))) for action in actions])
+        assert len(actions) == 12
+    assert sizes[1][-1] - sizes[0][-1] < len("word " * 60)
+
+
+async def test_equal_trajectories_have_one_process_each(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = [], Episode.start
+
+    async def noted(episode: Episode) -> None:
+        started.append(episode)
+        await start(episode)
+
+    monkeypatch.setattr(Episode, "start", noted)
+    s, together = stage(lambda prompt, i: "the same", "long"), asyncio.Barrier(3)
+    s.policy.before = together.wait
+    await s.grow(full, k=3)
+    assert len(started) == 3 and s.environment.replayed == 0
+    assert all(episode._process is not None and episode._process.returncode is not None for episode in started)

@@ -217,7 +217,7 @@ async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -
 async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
     await s.environment.open(s.environment.initial(s.task), NONE)
-    ((episode, _),) = s.environment._waiting.values()
+    ((_, episode, _),) = s.environment._waiting
     await s.environment.close()
     assert episode._process is not None and episode._process.returncode == -9
     await asyncio.sleep(0)

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -306,9 +307,9 @@ async def test_continuations_are_asked_without_thinking(tmp_path: Path, llama: P
     seen: list[bool] = []
     plain = stage.shop.text.prompt
 
-    def prompt(messages: list[dict[str, str]], thinking: bool = True) -> str:
+    def prompt(messages: list[dict[str, str]], thinking: bool = True, tools: Sequence[Any] = ()) -> str:
         seen.append(thinking)
-        return plain(messages, thinking)
+        return plain(messages, thinking, tools)
 
     stage.shop.text.prompt = prompt  # pyright: ignore[reportAttributeAccessIssue]
     await stage.grow(mc_value)

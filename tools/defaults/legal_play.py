@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.base import HELD_OUT_SEEDS, SPLIT, Action, Task
+from actors.environments.base import HELD_OUT_SEEDS, SPLIT, Action, Task, Tools
 from actors.environments.game import Game
 from learner.fine_tune import Example
 from scheduler.text import Text
@@ -26,7 +26,7 @@ FLAGS = 0.1
 """The share of flags among random moves in Minesweeper. With a larger share, most of a board would never be seen open."""
 
 
-class RandomPlayers:
+class RandomPlayers(Tools):
     """The ``Tools`` of random play: every opponent makes a random legal move."""
 
     def __init__(self, environment: Game, rng: random.Random):

@@ -66,6 +66,7 @@ def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: i
     seen = environment.judged(task, state, environment.read(state, node.text), node.step, budget)
     if environment.fresh:
         return seen
+    seen = environment.recalled(seen, state, tree.turns_above(node))
     answers = [child.text for child in tree.children(node) if child.kind == "observation"]
     transcript = "".join(above.text for above in tree.path(node)[1:-1])
     return msgspec.structs.replace(seen, transcript=transcript, observation=answers[0] if answers else None)

@@ -9,7 +9,6 @@ sampled reply is rendered; a request that continues none (another agent inside, 
 """
 
 import asyncio
-import collections
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from actors.environments.agents.episode import Ended, Episode, Limits
 from actors.environments.agents.gateway import Asked, Gateway, Reply
 from actors.environments.agents.nursery import Nursery
 from actors.environments.base import Action, Diverged, Environment, Spent, Task, Tools, Transition
-from wire.dialogue import Message, histories, text_of
+from wire.dialogue import Message, histories
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn
 from wire.numbers import Count, NotNegative, Positive
@@ -37,16 +36,13 @@ MOST_OVER = 16
 """Calls beyond the budget after which an agent is ended."""
 
 
-class Exchange(msgspec.Struct, frozen=True):
-    """A request and its reply, with what the reply took. asked, after: digests of the conversation before and after the reply
-    (``wire.dialogue.histories``). offered: names of the tools. tail: what the agent added after the reply, once it has."""
+class Exchange(msgspec.Struct, frozen=True, array_like=True):
+    """A request and what its reply took. asked, after: digests of the conversation before and after the reply (``wire.dialogue.histories``). The reply
+    itself is in the tree, because every later state has the exchange."""
 
     asked: str
-    reply: str
     after: str
     spent: Spent = Spent()
-    offered: tuple[str, ...] = ()
-    tail: tuple[Message, ...] = ()
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -63,7 +59,7 @@ class Standing(msgspec.Struct, frozen=True):
     tools: tuple[dict[str, Any], ...] = ()
 
     def __hash__(self) -> int:
-        return hash((self.asked, *(exchange.reply for exchange in self.record)))
+        return hash((self.asked, self.record))
 
 
 class Agent(Environment):
@@ -101,7 +97,7 @@ class Agent(Environment):
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
-        self._waiting: collections.OrderedDict[Standing, tuple[Episode, Asked]] = collections.OrderedDict()
+        self._waiting: list[tuple[Standing, Episode, Asked]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
         """Replies that were given again."""
@@ -140,7 +136,7 @@ class Agent(Environment):
         """Give the agent a reply, and return what it asks next, or how its episode ended."""
         episode, asked = await self._stand(state, tools)
         reply = self._reply(action.text, state.offered, tools.spent())
-        record = (*state.record, Exchange(state.asked, action.text, _digest(asked, reply), reply.spent, state.offered))
+        record = (*state.record, Exchange(state.asked, _digest(asked, reply), reply.spent))
         try:
             episode.answer(reply)
             event = await episode.next()
@@ -154,8 +150,6 @@ class Agent(Environment):
             self._end(episode)
             return msgspec.structs.replace(self._ended(state, record, event), reward=reward)
         place, tail = _continued(record, event)
-        if place is not None:
-            record = (*record[:place], msgspec.structs.replace(record[place], tail=tuple(tail)), *record[place + 1 :])
         after = _standing(state, record, event, whole=place is None)
         self._keep(after, episode, event)
         return Transition(after, "", False, reward=reward, messages=tail, after=place)
@@ -165,27 +159,32 @@ class Agent(Environment):
         return Transition(state, "", True, 0.0, {"success": 0.0, "crashed": 0.0})
 
     def judged(self, task: Task, state: Standing, action: Action, step: int, budget: int) -> JudgedTurn:
-        """Return what a judge sees of a reply: a query if it calls tools (the texts among their arguments), an answer if it does not; the queries
-        and the results of tools before it; and the conversation as the context."""
+        """Return what a judge sees of a reply: a query if it calls tools (the texts among their arguments), an answer if it does not."""
         reply = parse(action.text, self.family, state.offered)
-        queries = [_query(parse(one.reply, self.family, one.offered).calls) for one in state.record]
-        results = [text_of(m.get("content")) for one in state.record for m in one.tail if m["role"] == "tool"]
-        lines = [f"Question: {task.question}"]
-        for one in state.record:
-            lines += [f"Reply: {one.reply}", *(f"{m['role']}: {text_of(m.get('content'))[:SHOWN]}" for m in one.tail)]
         return JudgedTurn(
             question=task.question or task.id,
             golds=task.golds,
-            context="\n".join(lines),
+            context="",
             response=action.text,
             step=step,
             budget=budget,
-            think=reply.think or reply.text if reply.calls else reply.think,
+            think=reply.think or (reply.text if reply.calls else ""),
             query=_query(reply.calls) if reply.calls else None,
             answer=None if reply.calls else reply.text.strip(),
-            past_queries=[query for query in queries if query],
-            past_observations=results,
             evidence=task.evidence,
+        )
+
+    def recalled(self, turn: JudgedTurn, state: Standing, before: Sequence[tuple[str, str]]) -> JudgedTurn:
+        """Return the turn with the queries and what came back before it, and with the conversation as its context."""
+        queries = [_query(parse(reply, self.family, state.offered).calls) for reply, _ in before]
+        lines = [f"Question: {turn.question}"]
+        for reply, seen in before:
+            lines += [f"Reply: {reply}", f"Then: {seen.strip()[:SHOWN]}"]
+        return msgspec.structs.replace(
+            turn,
+            context="\n".join(lines),
+            past_queries=[query for query in queries if query],
+            past_observations=[seen for _, seen in before],
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -195,14 +194,15 @@ class Agent(Environment):
     # ------------------------------------------------------------------------------------------ episodes
 
     async def _stand(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
-        """Return the agent that waits in ``state``, or another one that has been brought there."""
-        if state in self._waiting:
-            return self._waiting.pop(state)
+        """Return an agent that waits in ``state``, or another one that has been brought there."""
+        place = next((i for i, (waits, _, _) in enumerate(self._waiting) if waits == state), None)
+        if place is not None:
+            return self._waiting.pop(place)[1:]
         episode, asked = await self._begun(state, tools)
-        left = list(state.record)
+        left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
         while left:
             digest = histories(asked.messages, asked.tools)[-1]
-            known = next((exchange for exchange in left if exchange.asked == digest), None)
+            known = next((pair for pair in left if pair[0].asked == digest), None)
             if known is None:
                 self._end(episode)
                 raise Diverged(
@@ -210,7 +210,7 @@ class Agent(Environment):
                 )
             left.remove(known)
             self.replayed += 1
-            episode.answer(self._reply(known.reply, asked.offered, known.spent))
+            episode.answer(self._reply(known[1], asked.offered, known[0].spent))
             event = await episode.next()
             if isinstance(event, Ended):
                 self._end(episode)
@@ -260,9 +260,9 @@ class Agent(Environment):
         return Transition(after, said, True, None if self.outcome_judge and not crashed else outcome, measures)
 
     def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
-        self._waiting[state] = episode, asked
+        self._waiting.append((state, episode, asked))
         while len(self._waiting) > KEPT:
-            self._end(self._waiting.popitem(last=False)[1][0])
+            self._end(self._waiting.pop(0)[1])
 
     def _end(self, episode: Episode) -> None:
         closing = asyncio.get_running_loop().create_task(episode.close())
@@ -271,7 +271,7 @@ class Agent(Environment):
 
     async def close(self) -> None:
         """End all processes and the gateway."""
-        for episode, _ in self._waiting.values():
+        for _, episode, _ in self._waiting:
             self._end(episode)
         self._waiting.clear()
         await asyncio.gather(*self._closing)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Transition
+from actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Tools, Transition
 from actors.environments.sotopia import conversation
 from actors.environments.sotopia.conversation import Conversation, Turn
 from actors.environments.sotopia.environment import Sotopia, State
@@ -23,7 +23,7 @@ def reply(kind: str, argument: str = "") -> str:
     return json.dumps({"action_type": kind, "argument": argument})
 
 
-class Table:
+class Table(Tools):
     """Tools whose speaker says what the script holds, and remembers what it was told."""
 
     def __init__(self, *script: str):
