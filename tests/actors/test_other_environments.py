@@ -1,16 +1,21 @@
 """What every adapter of another library's environments promises: pure steps, states that can be stored, and episodes that do not disturb each other."""
 
 import asyncio
+import os
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from actors.environments.base import Environment
 from actors.environments.others.gymnasium_text import Gymnasium
 from actors.environments.others.mutable import Mutable, Turned
+from actors.environments.others.other_python import OtherPython
 from actors.environments.others.reasoning import ReasoningGym
 from actors.environments.others.textarena_games import TextArena
 
@@ -35,17 +40,21 @@ class Drawn(Mutable):
         return Turned(str(environment), random.random(), False)
 
 
-class Talk:
+class _Talk:
     """The tools of an environment, of which a second player speaks."""
-
-    def __init__(self, seed: int = 0):
-        self.rng = random.Random(seed)
 
     async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
         await asyncio.sleep(0)
         return f"<action>[{len(messages[-1]['content']) % 9}]"  # determined by what it sees
 
 
+def other(python: str, game: str, **arguments: Any) -> OtherPython:
+    """Return a game in this Python ("sys"), or in the one that a variable names. Without it the test is skipped."""
+    path = sys.executable if python == "sys" else os.environ.get(python)
+    return OtherPython(path, game, arguments) if path else pytest.skip(f"{python} names no Python")
+
+
+Talk: Any = _Talk
 ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
     "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
@@ -56,16 +65,34 @@ ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
     "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
+    "other Python": (lambda: other("sys", "tests.drawn_game:Drawn"), ["a", "bb", "ccc"]),
+    "other Python, no copies": (lambda: other("sys", "tests.drawn_game:Uncopied"), ["a", "bb", "ccc"]),
+    "GEM 2048": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Game2048-v0-easy"), ["left", "up", "right"]),
+    "GEM Sudoku": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2", "1 1 3"]),
+    "TextWorld": (lambda: other("COPPICE_TEXTWORLD_PYTHON", "textworld"), ["look", "inventory", "go north"]),
     "reasoning": (lambda: ReasoningGym("basic_arithmetic"), ["3", "x"]),
 }
 
 
-@pytest.fixture(params=ADAPTED)
-def adapted(request: pytest.FixtureRequest) -> tuple[Callable[[], Environment], list[str]]:
+@pytest_asyncio.fixture(params=ADAPTED)
+async def adapted(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Callable[[], Environment], list[str]]]:
     """A way to make the environment, and actions to play."""
     for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
-    return ADAPTED[request.param]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    environments: list[Any] = []
+    make, actions = ADAPTED[request.param]
+
+    def kept() -> Environment:
+        environments.append(make())
+        return environments[-1]
+
+    yield kept, actions
+    for environment in environments:
+        if isinstance(environment, OtherPython):
+            await environment.close()
 
 
 def reply(action: str) -> str:
