@@ -42,7 +42,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any) -> Any:  # fmt: skip
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **more: Any) -> Any:  # fmt: skip
         client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret)
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
         for _ in range(2):
