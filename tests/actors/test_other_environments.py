@@ -189,6 +189,17 @@ async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with
         assert (last.done, last.outcome, last.measures) == (True, first.reward, {"success": 0.0})
 
 
+@pytest.mark.parametrize(("answer", "score"), [("7", 0.01), ("words", 0.0), ("5 \u00d7 6", 0.5)])
+async def test_an_answer_at_which_a_set_fails_scores_0_and_leaves_its_question_alone(answer: str, score: float) -> None:
+    pytest.importorskip("reasoning_gym")
+    environment: Any = ReasoningGym("prime_factorization", {"min_value": 30, "max_value": 30})
+    task = environment.task(3)
+    for text, expected in ((answer, score), (task.golds[0], 1.0), (answer, score)):
+        state = environment.initial(task)
+        transition = await environment.step(state, environment.read(state, reply(text)), Talk())
+        assert (transition.outcome, transition.done) == (expected, True)
+
+
 async def test_the_horizon_ends_an_episode() -> None:
     environment: Any = Drawn()
     seen = await episode(environment, 5, ["a"] * 9)
@@ -203,6 +214,7 @@ async def test_the_horizon_ends_an_episode() -> None:
         (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
         (lambda: ReasoningGym("no_such_set"), "no_such_set"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
+        (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-player game only"),
     ],
 )
 def test_an_environment_that_is_not_there_is_named(make: Callable[[], Environment], said: str) -> None:

@@ -3,6 +3,8 @@
 ``pip install reasoning-gym``; data.environment = "reasoning_gym", data.options.name = "basic_arithmetic".
 """
 
+import copy
+import functools
 import re
 from typing import Any
 
@@ -10,6 +12,8 @@ import msgspec
 
 from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 
+KEPT = 256
+"""Questions that are kept for their answers; some sets take seconds to make one."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -34,16 +38,21 @@ class ReasoningGym(Environment):
             import reasoning_gym
         except ModuleNotFoundError:
             raise ValueError("reasoning-gym is not installed: pip install reasoning-gym") from None
-        self._set = lambda seed: reasoning_gym.create_dataset(name, seed=seed, size=1, **(config or {}))
+
+        def asked(seed: int) -> tuple[Any, dict[str, Any]]:
+            questions = reasoning_gym.create_dataset(name, seed=seed, size=1, **(config or {}))
+            return questions, questions[0]
+
+        self._asked = functools.lru_cache(KEPT)(asked)
         try:
-            self._set(0)[0]
+            self._asked(0)
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"name = {name!r}, config = {config or {}}: {error}") from None
         self.set = name
 
     def task(self, seed: int) -> Task:
         """Return the question of ``seed``."""
-        entry = self._set(seed)[0]
+        entry = self._asked(seed)[1]
         return Task(f"{self.set}-{seed}", entry["question"], [str(entry["answer"])], seed=seed)
 
     def initial(self, task: Task) -> Asked:
@@ -61,9 +70,12 @@ class ReasoningGym(Environment):
         return Action("answer", text, answer=answers[-1].strip()) if answers else Action("invalid", text)
 
     async def step(self, state: Asked, action: Action, tools: Tools) -> Transition:
-        """Score the answer, with the library's partial credit. A reply without an answer scores 0."""
+        """Score the answer, with the library's partial credit. A reply without an answer scores 0, and so does one at which the library fails."""
         score = 0.0
         if action.answer is not None:
-            questions = self._set(state.seed)
-            score = float(questions.score_answer(action.answer, questions[0]))
+            questions, entry = self._asked(state.seed)
+            try:  # of a copy, because some sets write down in it what they score
+                score = float(questions.score_answer(action.answer, copy.deepcopy(entry)))
+            except Exception:  # noqa: BLE001 a set may raise anything for an answer that it cannot read
+                score = 0.0
         return Transition(state, "", True, score, {"success": float(score >= 1)}, score)
