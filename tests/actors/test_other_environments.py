@@ -18,6 +18,7 @@ from actors.environments.others.mutable import Mutable, Turned
 from actors.environments.others.other_python import OtherPython
 from actors.environments.others.reasoning import ReasoningGym
 from actors.environments.others.textarena_games import TextArena
+from wire.faults import DataFault
 
 
 class Drawn(Mutable):
@@ -70,6 +71,7 @@ ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "GEM 2048": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Game2048-v0-easy"), ["left", "up", "right"]),
     "GEM Sudoku": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2", "1 1 3"]),
     "TextWorld": (lambda: other("COPPICE_TEXTWORLD_PYTHON", "textworld"), ["look", "inventory", "go north"]),
+    "other Python, reasoning": (lambda: other("sys", "reasoning_gym", name="word_ladder"), ["COLD,CORD", "x"]),
     "reasoning": (lambda: ReasoningGym("basic_arithmetic"), ["3", "x"]),
 }
 
@@ -198,6 +200,14 @@ async def test_an_answer_at_which_a_set_fails_scores_0_and_leaves_its_question_a
         state = environment.initial(task)
         transition = await environment.step(state, environment.read(state, reply(text)), Talk())
         assert (transition.outcome, transition.done) == (expected, True)
+
+
+async def test_a_question_that_another_process_made_otherwise_is_a_fault_and_no_score() -> None:
+    pytest.importorskip("reasoning_gym")
+    environment: Any = ReasoningGym("basic_arithmetic")
+    state = msgspec.structs.replace(environment.initial(environment.task(3)), question="1 + 1")
+    with pytest.raises(DataFault, match="another question of seed 3"):
+        await environment.step(state, environment.read(state, reply("2")), Talk())
 
 
 async def test_the_horizon_ends_an_episode() -> None:

@@ -137,7 +137,7 @@ async def test_keys_of_this_process_do_not_reach_the_other(
     ("options", "said"),
     [
         ({"python": "/no/such/python"}, "/no/such/python"),
-        ({"game": "gym"}, "expected one of .'gem', 'textworld'., or module:Class"),
+        ({"game": "gym"}, "expected one of .'gem', 'reasoning_gym', 'textworld'., or module:Class"),
         ({"game": "tests.no_such_game:Drawn"}, "no_such_game"),
         ({"arguments": {"second": 1}}, "unexpected keyword argument 'second'"),
     ],

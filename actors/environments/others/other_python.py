@@ -1,7 +1,7 @@
 """Games of libraries that cannot live in this process, because their licence or the versions that they pin forbid it: another Python plays them.
 
 data.environment = "other_python", data.options.python = the path of that Python, data.options.game = "gem" (``pip install gem-llm`` there), "textworld"
-(``pip install textworld`` there) or your own "module:Class" (``beside/worker.py`` says what it must have). data.options.arguments.id = "game:Sudoku-v0-easy".
+(``pip install textworld`` there), "reasoning_gym" or your own "module:Class" (``beside/worker.py`` says what it must have). data.options.arguments.id = "game:Sudoku-v0-easy".
 
 The other Python gets with every step the seed and all actions, so that it can be killed at any time: a new one plays the game again.
 """
@@ -23,7 +23,7 @@ from wire.faults import DataFault, InfrastructureFault
 from wire.numbers import Count, Positive
 from wire.process import die_with
 
-GAMES = {"gem": "gem_games:Gem", "textworld": "textworld_games:TextWorld"}
+GAMES = {"gem": "gem_games:Gem", "reasoning_gym": "reasoning_sets:Reasoning", "textworld": "textworld_games:TextWorld"}
 """Classes in the folder of the worker, by the names of their libraries."""
 WORKER = Path(__file__).parent / "beside" / "worker.py"
 LARGEST = 16 << 20

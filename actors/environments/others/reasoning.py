@@ -1,6 +1,10 @@
 """The task sets of reasoning-gym: one question, one answer, a score between 0 and 1.
 
 ``pip install reasoning-gym``; data.environment = "reasoning_gym", data.options.name = "basic_arithmetic".
+
+Two kinds of sets belong in a process of their own (``other_python`` with game = "reasoning_gym"): those that evaluate the policy's answer as a formula, such
+as countdown and puzzle24, which an answer can keep busy for ever; and isomorphic_strings, polynomial_multiplication, ransom_note and word_ladder,
+whose questions depend on the hashes of the process (PYTHONHASHSEED) beside the seed.
 """
 
 import copy
@@ -11,6 +15,7 @@ from typing import Any
 import msgspec
 
 from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from wire.faults import DataFault
 
 KEPT = 256
 """Questions that are kept for their answers; some sets take seconds to make one."""
@@ -18,9 +23,10 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The state: the seed of the question."""
+    """The state: the seed of the question, and the question."""
 
     seed: int
+    question: str
 
 
 class ReasoningGym(Environment):
@@ -57,7 +63,7 @@ class ReasoningGym(Environment):
 
     def initial(self, task: Task) -> Asked:
         """Return the state."""
-        return Asked(task.seed)
+        return Asked(task.seed, task.question)
 
     def prompt(self, task: Task, state: Asked) -> list[dict[str, Any]]:
         """Return one user message."""
@@ -70,10 +76,17 @@ class ReasoningGym(Environment):
         return Action("answer", text, answer=answers[-1].strip()) if answers else Action("invalid", text)
 
     async def step(self, state: Asked, action: Action, tools: Tools) -> Transition:
-        """Score the answer, with the library's partial credit. A reply without an answer scores 0, and so does one at which the library fails."""
+        """Score the answer, with the library's partial credit. A reply without an answer scores 0, and so does one at which the library fails.
+
+        Raises DataFault if the set makes another question of the seed than in the process that asked it.
+        """
         score = 0.0
         if action.answer is not None:
             questions, entry = self._asked(state.seed)
+            if entry["question"] != state.question:
+                raise DataFault(
+                    f"{self.set} makes another question of seed {state.seed} in this process: play it with data.environment = 'other_python'"
+                )
             try:  # of a copy, because some sets write down in it what they score
                 score = float(questions.score_answer(action.answer, copy.deepcopy(entry)))
             except Exception:  # noqa: BLE001 a set may raise anything for an answer that it cannot read
