@@ -13,6 +13,7 @@ KNOWN = {
     "gymnasium": "actors.environments.others.gymnasium_text:Gymnasium",
     "openenv": "actors.environments.others.openenv:OpenEnv",
     "openenv_server": "actors.environments.others.openenv:OpenEnvServer",
+    "other_python": "actors.environments.others.other_python:OtherPython",
     "reasoning_gym": "actors.environments.others.reasoning:ReasoningGym",
     "textarena": "actors.environments.others.textarena_games:TextArena",
     "sotopia": "actors.environments.sotopia.environment:Sotopia",

@@ -1,18 +1,24 @@
 """What every adapter of another library's environments promises: pure steps, states that can be stored, and episodes that do not disturb each other."""
 
 import asyncio
+import os
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from actors.environments.base import Environment
 from actors.environments.others.gymnasium_text import Gymnasium
 from actors.environments.others.mutable import Mutable, Turned
+from actors.environments.others.other_python import OtherPython
 from actors.environments.others.reasoning import ReasoningGym
 from actors.environments.others.textarena_games import TextArena
+from wire.faults import DataFault
 
 
 class Drawn(Mutable):
@@ -35,17 +41,21 @@ class Drawn(Mutable):
         return Turned(str(environment), random.random(), False)
 
 
-class Talk:
+class _Talk:
     """The tools of an environment, of which a second player speaks."""
-
-    def __init__(self, seed: int = 0):
-        self.rng = random.Random(seed)
 
     async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
         await asyncio.sleep(0)
         return f"<action>[{len(messages[-1]['content']) % 9}]"  # determined by what it sees
 
 
+def other(python: str, game: str, **arguments: Any) -> OtherPython:
+    """Return a game in this Python ("sys"), or in the one that a variable names. Without it the test is skipped."""
+    path = sys.executable if python == "sys" else os.environ.get(python)
+    return OtherPython(path, game, arguments) if path else pytest.skip(f"{python} names no Python")
+
+
+Talk: Any = _Talk
 ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
     "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
@@ -56,16 +66,35 @@ ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
     "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
+    "other Python": (lambda: other("sys", "tests.drawn_game:Drawn"), ["a", "bb", "ccc"]),
+    "other Python, no copies": (lambda: other("sys", "tests.drawn_game:Uncopied"), ["a", "bb", "ccc"]),
+    "GEM 2048": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Game2048-v0-easy"), ["left", "up", "right"]),
+    "GEM Sudoku": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2", "1 1 3"]),
+    "TextWorld": (lambda: other("COPPICE_TEXTWORLD_PYTHON", "textworld"), ["look", "inventory", "go north"]),
+    "other Python, reasoning": (lambda: other("sys", "reasoning_gym", name="word_ladder"), ["COLD,CORD", "x"]),
     "reasoning": (lambda: ReasoningGym("basic_arithmetic"), ["3", "x"]),
 }
 
 
-@pytest.fixture(params=ADAPTED)
-def adapted(request: pytest.FixtureRequest) -> tuple[Callable[[], Environment], list[str]]:
+@pytest_asyncio.fixture(params=ADAPTED)
+async def adapted(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Callable[[], Environment], list[str]]]:
     """A way to make the environment, and actions to play."""
     for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
-    return ADAPTED[request.param]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    environments: list[Any] = []
+    make, actions = ADAPTED[request.param]
+
+    def kept() -> Environment:
+        environments.append(make())
+        return environments[-1]
+
+    yield kept, actions
+    for environment in environments:
+        if isinstance(environment, OtherPython):
+            await environment.close()
 
 
 def reply(action: str) -> str:
@@ -162,6 +191,25 @@ async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with
         assert (last.done, last.outcome, last.measures) == (True, first.reward, {"success": 0.0})
 
 
+@pytest.mark.parametrize(("answer", "score"), [("7", 0.01), ("words", 0.0), ("5 \u00d7 6", 0.5)])
+async def test_an_answer_at_which_a_set_fails_scores_0_and_leaves_its_question_alone(answer: str, score: float) -> None:
+    pytest.importorskip("reasoning_gym")
+    environment: Any = ReasoningGym("prime_factorization", {"min_value": 30, "max_value": 30})
+    task = environment.task(3)
+    for text, expected in ((answer, score), (task.golds[0], 1.0), (answer, score)):
+        state = environment.initial(task)
+        transition = await environment.step(state, environment.read(state, reply(text)), Talk())
+        assert (transition.outcome, transition.done) == (expected, True)
+
+
+async def test_a_question_that_another_process_made_otherwise_is_a_fault_and_no_score() -> None:
+    pytest.importorskip("reasoning_gym")
+    environment: Any = ReasoningGym("basic_arithmetic")
+    state = msgspec.structs.replace(environment.initial(environment.task(3)), question="1 + 1")
+    with pytest.raises(DataFault, match="another question of seed 3"):
+        await environment.step(state, environment.read(state, reply("2")), Talk())
+
+
 async def test_the_horizon_ends_an_episode() -> None:
     environment: Any = Drawn()
     seen = await episode(environment, 5, ["a"] * 9)
@@ -176,6 +224,7 @@ async def test_the_horizon_ends_an_episode() -> None:
         (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
         (lambda: ReasoningGym("no_such_set"), "no_such_set"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
+        (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-player game only"),
     ],
 )
 def test_an_environment_that_is_not_there_is_named(make: Callable[[], Environment], said: str) -> None:

@@ -2,7 +2,7 @@
 
 A state says how an episode was played: its seed and its actions. The object that stands there is kept in a cache, and a step plays a copy of it; what
 is not in the cache, after a crash or in another process, is played again from the beginning. So every library's environment must be determined
-by its seed and its actions, which a contract test holds of each (tests/actors/environments/contract.py). Many libraries draw from the random
+by its seed and its actions, which a contract test holds of each (tests/actors/test_other_environments.py). Many libraries draw from the random
 state of the whole process; each object has its own, which stands there only while the object is played.
 """
 
@@ -53,6 +53,7 @@ class Live:
     """An object of the library, with the random states of Python and numpy that it has left behind."""
 
     def __init__(self, seed: int):
+        self.seed = seed
         self.environment: Any = None
         self.dice = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 

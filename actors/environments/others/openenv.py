@@ -6,20 +6,23 @@ of its fields, or as bare text where the action has one field. It sees the obser
 """
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from actors.environments.base import Task, Tools
+from actors.environments.base import Action, Task, Tools, Transition
 from actors.environments.others.mutable import Live, Mutable, Played, Turned
-from wire.faults import InfrastructureFault
+from wire.faults import DataFault, InfrastructureFault
 from wire.numbers import Count, Positive
 from wire.options import imported
 
 LARGEST = 4 << 20
 """The most bytes of a server's answer."""
+FULL_S = 0.2
+"""Seconds between two requests to a server that has no place free."""
 _OWN = ("done", "reward", "metadata")
 """Fields that every observation has."""
 
@@ -67,8 +70,11 @@ class OpenEnv(Mutable):
 
 class OpenEnvServer(Mutable):
     """url: of a server, "ws://host:port". rules, field: as in ``OpenEnv``. timeout_s: for an answer of the server. A session cannot be copied, so
-    siblings are played from the beginning in sessions of their own. sessions: that are kept for states to come; the server must allow these and one for
-    each step under way (max_concurrent_envs)."""
+    siblings are played from the beginning in sessions of their own. sessions: that are kept for states to come. A server allows one session at a
+    time unless its max_concurrent_envs says more; where it is full, a kept session makes way, or a step waits for its place.
+
+    The server does not tell an action that its environment refuses from a mistake of the environment: both end the episode with what it has earned.
+    """
 
     name = "openenv_server"
     copies = False
@@ -97,6 +103,16 @@ class OpenEnvServer(Mutable):
         self.keep(first, live)
         return first
 
+    async def step(self, state: Played, action: Action, tools: Tools) -> Transition:
+        """Play the action. A session that was kept may have gone since; then a new one plays the episode again."""
+        kept = (state.seed, state.actions) in self._cache
+        try:
+            return await super().step(state, action, tools)
+        except InfrastructureFault:
+            if not kept:
+                raise
+            return await super().step(state, action, tools)
+
     async def began(self, seed: int) -> Live:
         return (await self._session(seed))[0]
 
@@ -114,11 +130,30 @@ class OpenEnvServer(Mutable):
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
+    async def close(self) -> None:
+        """Close all sessions."""
+        while self._cache:
+            self.forget(self._cache.popitem()[1])
+        await asyncio.gather(*self._closing)
+
     async def _session(self, seed: int) -> tuple[Live, str]:
-        live = Live(seed)
-        live.environment = _Session(self.url, self.timeout_s)
-        answer = await self._ask(live, {"type": "reset", "data": {"seed": seed}})
-        return live, _shown(answer["observation"])
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.timeout_s
+        while True:
+            live = Live(seed)
+            live.environment = _Session(self.url, self.timeout_s)
+            try:
+                return live, _shown((await self._ask(live, {"type": "reset", "data": {"seed": seed}}))["observation"])
+            except Full:
+                if loop.time() > until:
+                    raise
+            except ValueError as error:
+                raise DataFault(
+                    f"OpenEnv server {self.url}: the episode of seed {seed} cannot begin: {error}"
+                ) from None
+            if self._cache:
+                self.forget(self._cache.popitem(last=False)[1])
+            await asyncio.sleep(FULL_S)
 
     async def _ask(self, live: Live, message: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -128,8 +163,13 @@ class OpenEnvServer(Mutable):
             raise
 
 
+class Full(InfrastructureFault):
+    """A server that has no place for a session."""
+
+
 class _Session:
-    """A connection with an episode of its own. Raises InfrastructureFault where the server does not answer, and ValueError for an action that it refuses."""
+    """A connection with an episode of its own. Raises InfrastructureFault where the server does not answer, Full where it has no place, and ValueError for
+    a message that it, or its environment, refuses."""
 
     def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url, timeout_s
@@ -143,15 +183,21 @@ class _Session:
                 if self._socket is None:
                     self._client = aiohttp.ClientSession()
                     self._socket = await self._client.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST)
-                await self._socket.send_json(message)
+                with contextlib.suppress(ConnectionResetError):  # a server without a place says so and hangs up
+                    await self._socket.send_json(message)
                 answer = await self._socket.receive_json()
                 kind, data = answer["type"], answer["data"]
         except (aiohttp.ClientError, TimeoutError, TypeError, ValueError, KeyError, ConnectionError) as error:
             raise InfrastructureFault(f"OpenEnv server {self.url}: {type(error).__name__}: {error}") from None
         if kind == "observation":
             return data
-        if kind == "error" and data.get("code") == "VALIDATION_ERROR":
+        code = data.get("code") if kind == "error" else None
+        if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
             raise ValueError(data.get("message"))
+        if code == "CAPACITY_REACHED":
+            raise Full(
+                f"OpenEnv server {self.url} is full: {data.get('message')}; give it a greater max_concurrent_envs"
+            )
         raise InfrastructureFault(f"OpenEnv server {self.url} answered {kind}: {data}")
 
     async def close(self) -> None:

@@ -27,15 +27,21 @@ class TextArena(Mutable):
         super().__init__(horizon)
         try:
             import textarena
+            from textarena.envs import registration
         except ModuleNotFoundError:
             raise ValueError("textarena is not installed: pip install textarena") from None
-        known = textarena.envs.registration.ENV_REGISTRY
+        known = registration.ENV_REGISTRY
         if id not in known:
             raise ValueError(f"id = {id!r}: TextArena has {', '.join(sorted(known))}")
         self._make = lambda: textarena.make(id)
         self.players, self.second, self.opponent = players, second, opponent
         self.speakers = () if players == 1 or opponent == POLICY else (opponent,)
         self.rules = "You play a text game."
+        try:
+            self._begun(0)
+        except Exception as error:  # noqa: BLE001 a game may lack other players, a list of words, a key or a newer Python
+            reason = " ".join(f"{type(error).__name__}: {error}".replace("*", "").split())
+            raise ValueError(f"id = {id!r}, players = {players}: it does not begin: {reason}") from None
 
     def seat(self, seed: int) -> int:
         """Return the number of the policy among the players in the episode of ``seed``."""

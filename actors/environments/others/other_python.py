@@ -1,0 +1,156 @@
+"""Games of libraries that cannot live in this process, because their licence or the versions that they pin forbid it: another Python plays them.
+
+data.environment = "other_python", data.options.python = the path of that Python, data.options.game = "gem" (``pip install gem-llm`` there), "textworld"
+(``pip install textworld`` there), "reasoning_gym" or your own "module:Class" (``beside/worker.py`` says what it must have). data.options.arguments.id = "game:Sudoku-v0-easy".
+
+The other Python gets with every step the seed and all actions, so that it can be killed at any time: a new one plays the game again.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.environments.base import Task, Tools
+from actors.environments.others.mutable import KEPT, Live, Mutable, Played, Turned
+from wire.faults import DataFault, InfrastructureFault
+from wire.numbers import Count, Positive
+from wire.process import die_with
+
+GAMES = {"gem": "gem_games:Gem", "reasoning_gym": "reasoning_sets:Reasoning", "textworld": "textworld_games:TextWorld"}
+"""Classes in the folder of the worker, by the names of their libraries."""
+WORKER = Path(__file__).parent / "beside" / "worker.py"
+LARGEST = 16 << 20
+"""The most bytes of an answer."""
+
+
+class OtherPython(Mutable):
+    """python: its path. game, arguments: a class and what it is made with. rules: what the policy is told beside what the game shows. timeout_s: for
+    an answer, that of the first step with the start of the process. processes: that play at the same time; a task's states are all with one."""
+
+    name = "other_python"
+
+    def __init__(
+        self,
+        python: str,
+        game: str,
+        arguments: dict[str, Any] | None = None,
+        rules: str = "You play a text game.",
+        horizon: Count = 100,
+        timeout_s: Positive = 120.0,
+        processes: Count = 1,
+    ):
+        super().__init__(horizon)
+        self.rules = rules
+        command = [python, str(WORKER), GAMES.get(game, game), json.dumps(arguments or {}), str(KEPT)]
+        if ":" not in command[2]:
+            raise ValueError(f"game = {game!r}: expected one of {sorted(GAMES)}, or module:Class")
+        try:
+            trial = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, env=_environment())  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ValueError(f"python = {python!r}, game = {game!r}: {error}") from None
+        if trial.returncode:
+            last = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ValueError(f"game = {game!r}, arguments = {arguments or {}}, in {python}: {last}")
+        self._children = [_Child(command, timeout_s) for _ in range(processes)]
+
+    def initial(self, task: Task) -> Played:
+        """Return the state before the other Python is asked."""
+        return Played(task.seed, "")
+
+    async def open(self, state: Played, tools: Tools) -> Played:
+        """Return the state of a game that has begun."""
+        return msgspec.structs.replace(state, seen=(await self._answer(state.seed, (), None))["seen"])
+
+    async def standing(self, state: Played) -> Live:
+        """Return the place of a game in the other Python, which keeps the game itself."""
+        live = Live(state.seed)
+        live.environment = state.actions
+        return live
+
+    async def played(self, live: Live, action: str) -> Turned:
+        self.turns += 1
+        answer = await self._answer(live.seed, live.environment, action)
+        live.environment = (*live.environment, action)
+        return Turned(answer["seen"], answer["reward"], answer["done"], answer.get("success"))
+
+    def keep(self, state: Played, live: Live) -> None:
+        """Nothing is kept here."""
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(child.close() for child in self._children))
+
+    async def _answer(self, seed: int, actions: tuple[str, ...], action: str | None) -> dict[str, Any]:
+        answer = await self._children[seed % len(self._children)].ask(seed, actions, action)
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        if "failed" in answer:
+            raise DataFault(f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}")
+        return answer
+
+
+class _Child:
+    """A process that answers one request after the other. It is started when it is needed, also after it has died."""
+
+    def __init__(self, command: list[str], timeout_s: float):
+        self.command, self.timeout_s = command, timeout_s
+        self._one, self._asked = asyncio.Lock(), 0
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, *request: Any) -> dict[str, Any]:
+        """Send a request and return its answer. Raises InfrastructureFault if the process dies or takes too long, which ends it."""
+        async with self._one:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    return await self._exchanged(request)
+            except (OSError, TimeoutError, ValueError) as error:
+                await self.close()
+                reason = f"no answer in {self.timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                raise InfrastructureFault(f"{self.command[2]} in {self.command[0]}: {reason}") from None
+
+    async def close(self) -> None:
+        """Kill the process, with all that it has started."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    async def _exchanged(self, request: tuple[Any, ...]) -> dict[str, Any]:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await self._started()
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        self._asked += 1
+        stdin.write(json.dumps([self._asked, *request]).encode() + b"\n")
+        await stdin.drain()
+        while line := await stdout.readline():
+            answer = json.loads(line)
+            if answer.pop("id") == self._asked:  # the one before it may have been asked by a step that was cancelled
+                return answer
+        raise ConnectionResetError("the process has died; its own words are in the log")
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        parent = os.getpid()
+        return await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LARGEST,
+            env=_environment(),
+            start_new_session=True,
+            preexec_fn=lambda: die_with(parent),
+        )
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment without the keys of the user's services. Sets of texts have one order in all processes, so that a replay is one."""
+    known = {name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_TOKEN"))}
+    return known | {"PYTHONHASHSEED": "0"}

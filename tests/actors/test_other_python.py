@@ -1,0 +1,157 @@
+"""Games that another Python plays: the contract is in test_other_environments.py; here is what a process of one's own may do beside it."""
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.environments.others.other_python import OtherPython
+from actors.environments.registry import load
+from wire.faults import DataFault, InfrastructureFault
+
+
+@pytest_asyncio.fixture
+async def drawn(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
+    """Makes environments over ``tests.drawn_game``, and ends their processes."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    environments: list[OtherPython] = []
+
+    def make(game: str = "tests.drawn_game:Drawn", **options: Any) -> Any:
+        environments.append(OtherPython(sys.executable, game, **options))
+        return environments[-1]
+
+    yield make
+    for environment in environments:
+        await environment.close()
+
+
+async def played(environment: Any, state: Any, *actions: str) -> Any:
+    """Play actions one after the other. Returns the last transition."""
+    transition: Any = None
+    for action in actions:
+        reply = f"<action>{action}</action>"
+        tools: Any = None
+        transition = await environment.step(state, environment.read(state, reply), tools)
+        state = transition.state
+    return transition
+
+
+async def opened(environment: Any, seed: int = 7) -> Any:
+    tools: Any = None
+    return await environment.open(environment.initial(environment.task(seed)), tools)
+
+
+async def process_of(environment: Any, state: Any) -> int:
+    return int((await played(environment, state, "process")).state.seen.partition("[")[0])
+
+
+async def test_the_game_is_in_a_process_of_its_own_that_close_ends(drawn: Callable[..., Any]) -> None:
+    environment = drawn()
+    state = await opened(environment)
+    pid = await process_of(environment, state)
+    assert pid != os.getpid() and await process_of(environment, state) == pid
+    await environment.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("action", "fault", "said"),
+    [
+        ("die", InfrastructureFault, "the process has died"),
+        ("hang", InfrastructureFault, "no answer in"),
+        ("fail", DataFault, "KeyError: 'a mistake of the library'"),
+    ],
+)
+async def test_a_step_that_fails_is_a_fault_and_the_episode_goes_on_from_its_state(
+    drawn: Callable[..., Any], action: str, fault: type[Exception], said: str
+) -> None:
+    environment = drawn()
+    state = (await played(environment, await opened(environment), "a", "bb")).state
+    expected = await played(environment, state, "ccc")
+    before = await process_of(environment, state)
+    environment._children[0].timeout_s = 1.0 if action == "hang" else 60.0
+    with pytest.raises(fault, match=said):
+        await played(environment, state, action)
+    environment._children[0].timeout_s = 60.0
+    assert await played(environment, state, "ccc") == expected
+    assert (await process_of(environment, state) == before) == (fault is DataFault)
+
+
+async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(drawn: Callable[..., Any]) -> None:
+    environment = drawn()
+    state = await opened(environment)
+    expected = [await played(environment, state, action) for action in ("a", "bb")]
+    for ticks in range(8):
+        step = asyncio.create_task(played(environment, state, "a"))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        both = await asyncio.gather(played(environment, state, "a"), played(environment, state, "bb"))
+        assert both == expected
+
+
+async def test_a_game_that_cannot_be_copied_is_played_again(drawn: Callable[..., Any]) -> None:
+    copied, again = drawn(), drawn("tests.drawn_game:Uncopied")
+    for environment in (copied, again):
+        state = (await played(environment, await opened(environment), "a", "bb")).state
+        siblings = [await played(environment, state, action) for action in ("c", "ccc", "c")]
+        assert siblings[0] == siblings[2] != siblings[1]
+    assert siblings[0].state == (await played(copied, await opened(copied), "a", "bb", "c")).state
+
+
+async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(drawn: Callable[..., Any]) -> None:
+    environment = drawn(processes=2)
+    states = [await opened(environment, seed) for seed in (1, 2, 3)]
+    first, second, third = [await process_of(environment, state) for state in states]
+    assert first == third != second
+
+
+async def test_an_end_says_whether_it_was_a_success(drawn: Callable[..., Any]) -> None:
+    environment = drawn()
+    last = await played(environment, await opened(environment), "a", "end")
+    assert (last.done, last.measures) == (True, {"success": 1.0})
+
+
+async def test_keys_of_this_process_do_not_reach_the_other(
+    drawn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peeking.py").write_text(
+        "import os\nclass Peek:\n    def begin(self, seed): return str(sorted(os.environ))\n    def turn(self, action): return action, 0, True\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    state = await opened(drawn("peeking:Peek"))
+    assert "PYTHONHASHSEED" in state.seen and "SOME_" not in state.seen
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"python": "/no/such/python"}, "/no/such/python"),
+        ({"game": "gym"}, "expected one of .'gem', 'reasoning_gym', 'textworld'., or module:Class"),
+        ({"game": "tests.no_such_game:Drawn"}, "no_such_game"),
+        ({"arguments": {"second": 1}}, "unexpected keyword argument 'second'"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_a_run(
+    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    with pytest.raises(ValueError, match=said):
+        load("other_python", {"python": sys.executable, "game": "tests.drawn_game:Drawn", **options})
+
+
+async def test_the_random_state_of_this_process_is_not_touched(drawn: Callable[..., Any]) -> None:
+    before = random.getstate()
+    environment = drawn()
+    await played(environment, await opened(environment), "a")
+    assert random.getstate() == before

@@ -1,0 +1,41 @@
+"""A game as a library has them, for another Python: it needs the standard library alone. Its object changes, and it draws from the process's random state."""
+
+import os
+import random
+import time
+from typing import Any
+
+
+class Drawn:
+    """words: that it refuses, fails or waits for, dies of, or ends with."""
+
+    def __init__(self, first: str = "begin"):
+        self.first = first
+        self.numbers: list[float] = []
+
+    def begin(self, seed: int) -> str:
+        self.numbers = [random.random(), seed]
+        return self.first
+
+    def turn(self, action: str) -> tuple[Any, ...]:
+        print("libraries print", flush=True)
+        if action == "bad":
+            raise ValueError("no such action")
+        if action == "fail":
+            raise KeyError("a mistake of the library")
+        if action == "die":
+            os._exit(3)
+        while action == "hang":
+            time.sleep(1)
+        self.numbers.append(self.numbers[-1] * random.random() + len(action))
+        seen = f"{os.getpid() if action == 'process' else ''}{self.numbers}"
+        return (seen, random.random(), True, 1.0) if action == "end" else (seen, random.random(), False)
+
+
+class Uncopied(Drawn):
+    """A game that cannot be copied."""
+
+    copies = False
+
+    def __deepcopy__(self, memory: Any) -> Any:
+        raise AssertionError("it was copied")
