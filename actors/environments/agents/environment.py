@@ -54,6 +54,9 @@ class Standing(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
+    def __hash__(self) -> int:
+        return hash((self.asked, self.record))
+
 
 class Agent(Environment):
     """run: "module:function", called with the task (id, question, golds, seed) in a process of its own, or a command line, which finds them as JSON in
