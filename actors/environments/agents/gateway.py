@@ -120,8 +120,10 @@ class Session:
             )
 
     def close(self, reason: str) -> None:
-        """Refuse further requests, and those that wait."""
-        self.closed = reason
+        """Refuse further requests, and those that wait. Of a closed session only the reason is kept."""
+        self.closed, self.open = reason, ""
+        self._asked.clear()
+        self._answers.clear()
         for answer in list(self._waiting):
             answer.set_exception(Refused(f"this episode is over: {reason}", 409))
             answer.exception()  # nobody may be waiting for it any more
