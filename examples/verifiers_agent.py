@@ -5,7 +5,7 @@ Install verifiers and the tasksets in a Python of their own, and name it in the 
     data.environment = "agent"
     data.options.run = "/path/of/that/python -m examples.verifiers_agent"
 
-The id of a task is TASKSET/INDEX, such as gsm8k-v1/17: a line {"id": "gsm8k-v1/17", "question": "", "golds": []} of a task file. Modules beside this
+The id of a task is TASKSET/INDEX, such as gsm8k-v1/17: a line {"id": "gsm8k-v1/17", "question": ""} of a task file. Modules beside this
 file are found as tasksets too (verifiers_adding.py is one). An episode has one reward, so one role may learn: of several, set
 ``trainable`` to False for the others, as verifiers' own trainer asks.
 """

@@ -63,7 +63,10 @@ def summarise(version: int, environment: Environment, trees: Sequence[tuple[Task
 
 
 def trivial_baselines(heldout: Sequence[Task], train: Sequence[Task]) -> dict[str, float]:
-    """Exact match without a model: of a random training answer, and of the constant answer that is best on the held-out set itself."""
+    """Exact match without a model: of a random training answer, and of the constant answer that is best on the held-out set itself. Empty if a task has
+    no gold answer."""
+    if not all(task.golds for task in (*heldout, *train)):
+        return {}
     rng = random.Random(0)
     answers = [task.golds[0] for task in train]
     random_hits = [float(rng.choice(answers).lower() in {g.lower() for g in task.golds}) for task in heldout]

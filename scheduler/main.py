@@ -117,8 +117,8 @@ class Run:
             self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
             heldout, self.notes = self.tasks.held_out(count), []
         else:
-            self.tasks = Tasks(process.train, process.seed)
-            heldout, self.notes = held_out(process.heldout, count)
+            self.tasks = Tasks(process.train, process.seed, self.environment.verbatim)
+            heldout, self.notes = held_out(process.heldout, count, self.environment.verbatim)
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained)
         self.pacing: Pacing

@@ -8,12 +8,12 @@ from actors.environments.task_files import load_tasks, too_few, unusable
 
 
 class Tasks:
-    """The training tasks of one source or several. rejected: the rows that cannot work, with the reasons; they are quarantined."""
+    """The training tasks of one source or several (``load_tasks``). rejected: the rows that cannot work, with the reasons; they are quarantined."""
 
-    def __init__(self, source: str | list[str], seed: int):
+    def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
         self.tasks: list[Task]
         self.rejected: list[Rejected]
-        self.tasks, self.rejected = load_tasks(source)
+        self.tasks, self.rejected = load_tasks(source, verbatim)
         self.seed = seed
         self._epoch = -1
         self._order: list[int] = []
@@ -28,9 +28,9 @@ class Tasks:
         return self.tasks[self._order[place]]
 
 
-def held_out(source: str | list[str], count: int) -> tuple[list[Task], list[str]]:
+def held_out(source: str | list[str], count: int, verbatim: bool = False) -> tuple[list[Task], list[str]]:
     """The fixed held-out subset, the same ``count`` tasks for every seed (all when there are fewer), and what the user should know of it."""
-    tasks, rejected = load_tasks(source)
+    tasks, rejected = load_tasks(source, verbatim)
     notes = unusable("held-out set", rejected, len(tasks)) + too_few("held-out set", len(tasks), count)
     random.Random(0).shuffle(tasks)
     return tasks[:count], notes

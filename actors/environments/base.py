@@ -161,6 +161,8 @@ class Environment(Protocol):
     """Whether every transition has a ``reward``."""
     headline: str = "return"
     """The most important measure."""
+    verbatim: bool = False
+    """Whether questions of task files are taken as they stand, and may lack a gold answer."""
     searches: bool = False
     """Whether it calls ``Tools.retrieve``. Then a run has a retriever."""
     pictures: bool = False

@@ -34,18 +34,19 @@ def check_form(source: str) -> None:
         raise ValueError(f"{source!r}: expected {EXPECTED}")
 
 
-def load_tasks(setting: str | Sequence[str]) -> tuple[list[Task], list[Rejected]]:
+def load_tasks(setting: str | Sequence[str], verbatim: bool = False) -> tuple[list[Task], list[Rejected]]:
     """Return the tasks of one source or of several sources in turn, and the rejected rows.
 
     A source is a .jsonl or .parquet file, a hub dataset ``owner/name[:split]``, or a folder of such a dataset, ``owner/name/folder[:split]``;
-    the default split is train. Tasks of several sources get ids ``source#id``, because each source may count from 0.
+    the default split is train. verbatim: questions are taken as they stand, and a row may lack a gold answer, or have an id instead of a question
+    (``Environment.verbatim``). Tasks of several sources get ids ``source#id``, because each source may count from 0.
     Raises FileNotFoundError or ValueError (with the remedy) when a source cannot be read at all or has no usable task.
     """
     sources = listed(setting)
     tasks: list[Task] = []
     rejected: list[Rejected] = []
     for source in sources:
-        some, unusable = _load(source)
+        some, unusable = _load(source, verbatim)
         alone = len(sources) == 1
         tasks += some if alone else [msgspec.structs.replace(task, id=f"{source}#{task.id}") for task in some]
         rejected += unusable
@@ -67,12 +68,12 @@ def too_few(of: str, tasks: int, asked: int) -> list[str]:
     return [f"{of}: {asked} questions are asked for and {tasks} are there, so all of them are used"] * (tasks < asked)
 
 
-def _load(source: str) -> tuple[list[Task], list[Rejected]]:
+def _load(source: str, verbatim: bool) -> tuple[list[Task], list[Rejected]]:
     tasks: list[Task] = []
     rejected: list[Rejected] = []
     for number, row in _rows(source):
         where = f"{source}:{number}"
-        task = row if isinstance(row, Rejected) else _task(row, where)
+        task = row if isinstance(row, Rejected) else _task(row, where, verbatim)
         if isinstance(task, Task):
             tasks.append(task)
         else:
@@ -122,19 +123,23 @@ def _json_row(line: bytes) -> dict[str, Any] | Rejected:
     return row if isinstance(row, dict) else Rejected("", f"a {type(row).__name__}, expected an object")
 
 
-def _task(row: dict[str, Any], where: str) -> Task | Rejected:
+def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
     question = row.get("question") or _prompt_question(row.get("prompt"))
-    if not isinstance(question, str) or not question.strip():
+    if verbatim and question in (None, "") and row.get("id") not in (None, ""):
+        question = ""
+    elif not isinstance(question, str) or not question.strip():
         return Rejected(where, "no question: expected a field question, or prompt=[{role, content}]")
     golds = row.get("golden_answers")
     if golds is None:
         golds = _inside(_inside(row, "reward_model"), "ground_truth").get("target")
-    golds = [golds] if isinstance(golds, str) else golds
-    if not isinstance(golds, list) or not [g for g in golds if isinstance(g, str) and g.strip()]:
+    golds = [golds] if isinstance(golds, str) else [] if verbatim and golds is None else golds
+    if verbatim and golds == []:
+        pass
+    elif not isinstance(golds, list) or not [g for g in golds if isinstance(g, str) and g.strip()]:
         return Rejected(where, "no gold answer: expected golden_answers or reward_model.ground_truth.target")
-    question = question.strip()
-    if question[-1] not in "?.!":
-        question += "?"
+    if not verbatim:
+        question = question.strip()
+        question += "" if question[-1] in "?.!" else "?"
     try:
         evidence = [f"{e['title']}\n{e['field']}: {e['value']}" for e in row.get("evidence") or []]
         hops = int(row.get("hops") or max(1, len(evidence)))

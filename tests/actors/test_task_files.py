@@ -257,3 +257,14 @@ def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(m
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
     with pytest.raises(FileNotFoundError, match=f"did not give {SET}: Config name is missing.*owner/name/folder:split"):
         load_tasks(f"{SET}:train")
+
+
+def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
+    rows = [{"id": "a", "question": " Add 1 and 2"}, {"id": "b"}, {"question": "Why", "golden_answers": "x"}, {"golden_answers": ["x"]}]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks, rejected = load_tasks(str(path), verbatim=True)
+    assert [(task.id, task.question, task.golds) for task in tasks[:2]] == [("a", " Add 1 and 2", []), ("b", "", [])]
+    assert (tasks[2].question, tasks[2].golds) == ("Why", ["x"])
+    assert [one.where.rpartition(":")[2] for one in rejected] == ["4"]
+    assert len(load_tasks(str(path))[0]) == 1

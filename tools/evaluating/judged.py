@@ -57,7 +57,7 @@ def _tasks(of: Process, environment: Environment, row: TreeRow) -> Iterator[Task
         generated = GeneratedTasks(environment.task, of.seed)  # pyright: ignore[reportAttributeAccessIssue]
         yield from [generated.at(row.position)] if row.split == "train" else generated.held_out(row.position + 1)
     else:
-        yield from load_tasks(of.train if row.split == "train" else of.heldout)[0]
+        yield from load_tasks(of.train if row.split == "train" else of.heldout, environment.verbatim)[0]
 
 
 def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: int) -> JudgedTurn:

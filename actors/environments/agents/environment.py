@@ -73,6 +73,7 @@ class Agent(Environment):
 
     name = "agent"
     fresh = False
+    verbatim = True
     measured = ("success", "crashed")
     headline = "return"
     begins_with_prompt = False
