@@ -141,7 +141,7 @@ class Run:
         self.shop = Shop(
             self.dispatcher,
             self.journal,
-            Text(process.model),
+            Text(process.model, self.environment.marks),
             self.environment,
             self.settings,
             self.counts,

@@ -31,16 +31,19 @@ def _embedded(folder: Path) -> int:
 
 
 class Text:
-    """The tokenizer and the chat template of a Hugging Face folder. vocabulary: the rows of the model's embedding, 0 if unknown."""
+    """The tokenizer and the chat template of a Hugging Face folder. vocabulary: the rows of the model's embedding, 0 if unknown.
+    marks: special tokens that decoding keeps."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, marks: Sequence[str] = ()):
         self.folder = path = Path(folder)
         if not (path / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{path} has no tokenizer.json: expected a Hugging Face model folder")
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self._template = ChatTemplate(path)
         self._renderer = Renderer(self._template)
-        self._special = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._special = {token.content for token in added.values() if token.special}
+        self._unsaid = [number for number, token in added.items() if token.special and token.content not in marks]
         self.vocabulary = _embedded(path)
         self.vision = vision.Vision.of(folder)
 
@@ -61,8 +64,8 @@ class Text:
         return np.concatenate(pieces)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of ``tokens`` without special tokens."""
-        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        """The text of ``tokens`` without special tokens other than ``marks``."""
+        return self.tokenizer.decode(tokens[~np.isin(tokens, self._unsaid)].tolist(), skip_special_tokens=False)
 
     def check_sight(self) -> None:
         """Raise ValueError if the model cannot read pictures in its chat format."""

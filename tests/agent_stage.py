@@ -95,7 +95,7 @@ class Stage:
             shutil.copytree(llama, model)
             (model / "chat_template.jinja").write_text(template.replace("<|im_end|>", "</s>"))
         self.environment = Agent(name if ":" in name else f"agents_of_a_test:{name}", **options)
-        self.text = Text(str(model))
+        self.text = Text(str(model), self.environment.marks)
         self.policy = Policy(self.text, reply)
         self.groups: list[list[Turn]] = []
         self.counts: Counter[str] = Counter()

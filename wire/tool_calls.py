@@ -68,6 +68,9 @@ FAMILIES = {
 }
 """By name. Qwen, SmolLM3 and others write calls as Hermes does."""
 
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
+"""What ``parse`` reads and some tokenizers count among the special tokens, which are no text."""
+
 
 def family_of(template: str) -> str:
     """Return the family of a chat template's source; "hermes" if it knows no tools, because they are then described in that notation."""
@@ -75,7 +78,7 @@ def family_of(template: str) -> str:
 
 
 def parse(reply: str, family: str, offered: Collection[str]) -> Parsed:
-    """Read a reply whose special tokens are still in it. offered: names of the tools."""
+    """Read a reply whose ``MARKS`` are still in it. offered: names of the tools."""
     kind, (think, ended, said) = FAMILIES[family], reply.partition(THOUGHT)
     think, said = (think.partition("<think>")[2] or think, said.lstrip()) if ended else ("", reply)
     place = said.find(kind.mark) if offered else -1

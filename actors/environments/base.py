@@ -161,6 +161,8 @@ class Environment(Protocol):
     """Whether every transition has a ``reward``."""
     headline: str = "return"
     """The most important measure."""
+    marks: Sequence[str] = ()
+    """Special tokens of the model that stay in the text of its actions. All others are no text."""
     verbatim: bool = False
     """Whether questions of task files are taken as they stand, and may lack a gold answer."""
     searches: bool = False

@@ -260,7 +260,12 @@ def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(m
 
 
 def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
-    rows = [{"id": "a", "question": " Add 1 and 2"}, {"id": "b"}, {"question": "Why", "golden_answers": "x"}, {"golden_answers": ["x"]}]
+    rows = [
+        {"id": "a", "question": " Add 1 and 2"},
+        {"id": "b"},
+        {"question": "Why", "golden_answers": "x"},
+        {"golden_answers": ["x"]},
+    ]
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks, rejected = load_tasks(str(path), verbatim=True)

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from scheduler.context import Context
 from scheduler.strategies import chain, mc_value
+from scheduler.text import Text
 from tests.agent_stage import Stage, adds
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
@@ -195,3 +196,16 @@ async def test_an_agent_without_a_retriever_is_told_so(stage: Callable[..., Stag
     s = stage(looks, "searching")
     tree = await s.grow(chain)
     assert tree.actions()[-1].scores["crashed"] == 1.0
+
+
+async def test_calls_and_thoughts_in_special_tokens_are_read(
+    tmp_path: Path, llama: Path, stage: Callable[..., Stage]
+) -> None:
+    s = stage(lambda prompt, i: "7", "counting", family="mistral")
+    tokenizer = s.text.tokenizer
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "<|eot|>"])
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    text = Text(str(tmp_path / "model"), s.environment.marks)
+    tokens = text.encode('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]<|eot|></s>')
+    assert text.decode(tokens) == '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
+    assert "[TOOL_CALLS]" not in Text(str(tmp_path / "model")).decode(tokens)

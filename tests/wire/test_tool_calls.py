@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from wire.dialogue import THOUGHT
 from wire.tool_calls import FAMILIES, Parsed, ToolCall, family_of, parse
 
 ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'
@@ -82,3 +83,9 @@ def test_the_family_is_that_of_the_template() -> None:
     assert [family_of(t) for t in ("..<tool_call>..", "..<|python_tag|>..", "..[TOOL_CALLS][..", "none")] == [
         "hermes", "llama3", "mistral", "hermes"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("thought", ["<think> a <tool_call> b </think>", " a <tool_call> b </think>"])
+def test_a_thought_is_neither_text_nor_calls(thought: str) -> None:
+    parsed = parse(thought + ' 7 <tool_call>{"name": "look", "arguments": {}}</tool_call>', "hermes", ["look"])
+    assert (parsed.think, parsed.text, len(parsed.calls)) == ("a <tool_call> b", "7", 1)

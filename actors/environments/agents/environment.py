@@ -24,10 +24,8 @@ from wire.dialogue import Message, histories
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn
 from wire.numbers import Count, NotNegative, Positive
-from wire.tool_calls import ToolCall, parse
+from wire.tool_calls import MARKS, ToolCall, parse
 
-KEPT = 64
-"""Waiting processes that are kept; the one that waits longest is ended, and reached again by replay."""
 OVER = "The budget of this episode is used up."
 """What a call beyond the budget is answered. It is no reply of the policy and in no tree."""
 SHOWN = 300
@@ -68,11 +66,13 @@ class Agent(Environment):
     judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
     retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
     composite of its columns think, query and answer. step_rewards: whether the agent posts a reward of every reply there, with its response_id and
-    before it asks again; a reply without one is unscored. seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool
+    before it asks again; a reply without one is unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended, and
+    reached again by replay. seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool
     calls (``wire.tool_calls``)."""
 
     name = "agent"
     fresh = False
+    marks = MARKS
     verbatim = True
     measured = ("success", "crashed")
     headline = "return"
@@ -86,6 +86,7 @@ class Agent(Environment):
         retriever: bool = False,
         rewarded: Literal["judge", "slate"] = "judge",
         step_rewards: bool = False,
+        kept: Count = 256,
         seconds: Positive = 600.0,
         memory_gib: NotNegative = 0.0,
         output_mib: Positive = 4.0,
@@ -95,6 +96,7 @@ class Agent(Environment):
         self.run, self.nursery = run, Nursery([] if plain else shlex.split(run), run if plain else "")
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
         self.searches, self.rewarded_by_judge, self.gives_step_rewards = retriever, rewarded == "judge", step_rewards
+        self.kept = kept
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
@@ -228,7 +230,7 @@ class Agent(Environment):
 
     def _reply(self, text: str, offered: Sequence[str], spent: Spent) -> Reply:
         parsed = parse(text, self.family, offered)
-        return Reply(parsed.text, parsed.calls, spent)
+        return Reply(parsed.text, parsed.calls, spent, parsed.think)
 
     async def _begun(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
         if self._started is None:
@@ -262,7 +264,7 @@ class Agent(Environment):
 
     def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
         self._waiting.append((state, episode, asked))
-        while len(self._waiting) > KEPT:
+        while len(self._waiting) > self.kept:
             self._end(self._waiting.pop(0)[1])
 
     def _end(self, episode: Episode) -> None:

@@ -53,11 +53,12 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the policy answered."""
+    """What the policy answered. think: its thought, which clients get beside the reply."""
 
     text: str
     calls: list[ToolCall] = []
     spent: Spent = Spent()
+    think: str = ""
 
     @property
     def finish(self) -> str:
@@ -409,6 +410,7 @@ class _Chat(_Form):
             "role": "assistant",
             "content": reply.text or (None if reply.calls else ""),
             "refusal": None,
+            **({"reasoning_content": reply.think} if reply.think else {}),
         }
         if reply.calls:
             message["tool_calls"] = self._calls(reply)
@@ -417,6 +419,7 @@ class _Chat(_Form):
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{"reasoning_content": reply.think}] if reply.think else []
         deltas += [{"content": reply.text}] if reply.text else []
         deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(self._calls(reply))]
         chunks = [
