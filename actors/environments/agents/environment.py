@@ -74,7 +74,7 @@ class Agent(Environment):
     fresh = False
     marks = MARKS
     verbatim = True
-    measured = ("success", "crashed")
+    measured = ("crashed",)
     headline = "return"
     begins_with_prompt = False
 
@@ -159,7 +159,7 @@ class Agent(Environment):
 
     def outgrown(self, state: Standing) -> Transition:
         """Return the end of an episode whose conversation has no room: a failure."""
-        return Transition(state, "", True, 0.0, {"success": 0.0, "crashed": 0.0})
+        return Transition(state, "", True, 0.0, {"crashed": 0.0})
 
     def judged(self, task: Task, state: Standing, action: Action, step: int, budget: int) -> JudgedTurn:
         """Return what a judge sees of a reply: a query if it calls tools (the texts among their arguments), an answer if it does not."""
@@ -191,8 +191,11 @@ class Agent(Environment):
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Return the measures of an episode; an episode without an outcome has no return."""
-        return super().measures(task, turns) if "outcome" in turns[-1] else {"turns": [float(len(turns))]}
+        """Return the measures of an episode; an episode without an outcome has no return. Tasks of several hops have a return by hops too."""
+        if "outcome" not in turns[-1]:
+            return {"turns": [float(len(turns))]}
+        measures = super().measures(task, turns)
+        return measures | ({f"return_{task.hops}_hop": measures["return"]} if task.evidence else {})
 
     # ------------------------------------------------------------------------------------------ episodes
 
@@ -258,9 +261,8 @@ class Agent(Environment):
         after = msgspec.structs.replace(state, record=record, asked="", messages=(), tools=())
         crashed = float(bool(event.fault))
         outcome = 0.0 if crashed else event.reward
-        measures = {"crashed": crashed} | ({} if outcome is None else {"success": float(outcome > 0)})
         said = f"the agent's process: {event.fault}\n{event.said[-500:]}" if crashed else ""
-        return Transition(after, said, True, None if self.outcome_judge and not crashed else outcome, measures)
+        return Transition(after, said, True, None if self.outcome_judge and not crashed else outcome, {"crashed": crashed})
 
     def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
         self._waiting.append((state, episode, asked))
