@@ -1,6 +1,7 @@
 """Agents that are brought back to an earlier turn, and what they may ask beside the policy: continuations, dropped branches, lost processes, the
 retriever, and what a judge sees of their replies."""
 
+import asyncio
 import os
 import random
 import signal
@@ -12,9 +13,11 @@ import pytest
 import pytest_asyncio
 
 from scheduler.context import Context
-from scheduler.strategies import chain, mc_value
+from scheduler.strategies import chain, full, mc_value
 from scheduler.text import Text
+from scheduler.tree import Tree
 from tests.agent_stage import Stage, adds
+from wire import loop
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
 
@@ -113,6 +116,29 @@ async def test_random_numbers_and_modules_are_an_episodes_own(stage: Callable[..
     tree = await s.grow(mc_value, continuations=3)
     assert [action.scores["mc_value"] for action in tree.actions()] == [0.5, 0.5]
     assert s.counts["dropped_branches"] == 0
+
+
+def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+
+    async def play() -> list[int]:
+        s, files = Stage(tmp_path, llama, adds, "counting"), list[int]()
+        for number in range(1, 5):
+            tree = Tree(number, s.task.id)
+            s.journal.start_tree(tree, number, 0)
+            await s.grow(full, tree, k=4)
+            await asyncio.gather(*s.environment._closing)
+            await asyncio.sleep(0.1)
+            files.append(len(os.listdir("/proc/self/fd")))
+        await s.environment.close()
+        s.journal.close()
+        return files
+
+    files = loop.run(play())
+    assert files[-1] <= files[0] + 1, files
 
 
 async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_stays(

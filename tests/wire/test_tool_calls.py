@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from wire.dialogue import THOUGHT
 from wire.tool_calls import FAMILIES, Parsed, ToolCall, family_of, parse
 
 ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'

@@ -262,7 +262,9 @@ class Agent(Environment):
         crashed = float(bool(event.fault))
         outcome = 0.0 if crashed else event.reward
         said = f"the agent's process: {event.fault}\n{event.said[-500:]}" if crashed else ""
-        return Transition(after, said, True, None if self.outcome_judge and not crashed else outcome, {"crashed": crashed})
+        return Transition(
+            after, said, True, None if self.outcome_judge and not crashed else outcome, {"crashed": crashed}
+        )
 
     def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
         self._waiting.append((state, episode, asked))

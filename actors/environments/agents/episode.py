@@ -108,7 +108,10 @@ class Episode:
             fault = f"it ran longer than {self.limits.seconds:g} s"
         if self._process.returncode is None:
             _kill(self._process.pid)
-        code = await self._process.wait()
+        try:
+            code = await self._process.wait()
+        finally:
+            self.nursery.forget(self._process)
         if code and not fault:
             fault = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
         return Ended(
@@ -136,3 +139,5 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.read(error.consumed)
+    except ConnectionError:
+        return b""

@@ -148,7 +148,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/episode/reward", self._reward)
             app.router.add_post(f"{prefix}/v1/retrieve", self._retrieve)
         self._runner = web.AppRunner(
-            app, handler_cancellation=False, shutdown_timeout=1.0
+            app, handler_cancellation=False, shutdown_timeout=1.0, access_log=None
         )  # an answer that nobody takes is still the episode's
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port)

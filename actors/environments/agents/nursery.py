@@ -60,6 +60,11 @@ class Nursery:
                 preexec_fn=prepare,
             )
 
+    def forget(self, running: Running) -> None:
+        """Read no more of what an episode writes."""
+        if isinstance(running, _Forked) and running.writer is not None:
+            running.writer.close()
+
     async def close(self) -> None:
         """End the process from which episodes are forked, and them."""
         if self._channel is not None:
@@ -76,7 +81,8 @@ class Nursery:
             if self._nurse is None or self._nurse.returncode is not None:
                 await self._open()
         assert self._channel is not None
-        out, into = os.pipe()
+        # A pair of sockets and not a pipe: uvloop closes the file of a pipe twice, and the second time it may be another's.
+        ours, into = socket.socketpair()
         born = asyncio.get_running_loop().create_future()
         try:
             with tempfile.TemporaryFile() as stdin:
@@ -84,15 +90,14 @@ class Nursery:
                 stdin.write(json.dumps(task).encode())
                 stdin.seek(0)
                 self._expected.append(born)
-                socket.send_fds(self._channel, [b"f"], [stdin.fileno(), into])
-        finally:
-            os.close(into)
-        try:
+                socket.send_fds(self._channel, [b"f"], [stdin.fileno(), into.fileno()])
             child = await born
+            child.stdout, child.writer = await asyncio.open_connection(sock=ours)
         except BaseException:
-            os.close(out)
+            ours.close()
             raise
-        child.stdout = await _reader(out)
+        finally:
+            into.close()
         return child
 
     async def _open(self) -> None:
@@ -140,6 +145,7 @@ class _Forked:
     def __init__(self, pid: int):
         self.pid = pid
         self.stdout: asyncio.StreamReader | None = None
+        self.writer: asyncio.StreamWriter | None = None
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
@@ -149,11 +155,3 @@ class _Forked:
     async def wait(self) -> int:
         """Return the exit status. Raises InfrastructureFault if nobody knows it any more."""
         return await asyncio.shield(self.ended)
-
-
-async def _reader(file: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(file, "rb")
-    )
-    return reader
