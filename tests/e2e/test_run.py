@@ -82,7 +82,8 @@ def launch(config: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
     """tools/launch as the first of a process group of its own."""
     command = [sys.executable, "-c", "import sys; from tools.launching.command import main; sys.exit(main())"]
     command += ["--config", str(config), "--run-folder", str(run), *arguments]
-    environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
+    importable = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": importable}
     return subprocess.Popen(
         command,
         cwd=ROOT,

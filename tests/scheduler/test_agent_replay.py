@@ -63,6 +63,12 @@ def changing(task):
     call([{"role": "user", "content": "again"}])
     return 1.0
 
+def importing(task):
+    import sys
+    known = f"late {'colorsys' in sys.modules} own {'own_module' in sys.modules}"
+    import colorsys, own_module
+    call([{"role": "user", "content": known}])
+
 def searching(task):
     messages = [{"role": "user", "content": task["question"]}]
     while (reply := call(messages, [tool("search")])).get("tool_calls"):
@@ -235,3 +241,19 @@ async def test_calls_and_thoughts_in_special_tokens_are_read(
     tokens = text.encode('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]<|eot|></s>')
     assert text.decode(tokens) == '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
     assert "[TOOL_CALLS]" not in Text(str(tmp_path / "model")).decode(tokens)
+
+
+async def test_what_an_episode_imports_late_is_there_for_the_next_and_its_own_modules_are_not(
+    tmp_path: Path, stage: Callable[..., Stage]
+) -> None:
+    (tmp_path / "own_module.py").write_text("")
+    s, said = stage(lambda prompt, i: "r", "importing"), []
+    for number in range(1, 4):
+        tree = Tree(number, s.task.id)
+        s.journal.start_tree(tree, number, 0)
+        await s.grow(chain, tree)
+        said.append(s.policy.prompts[-1])
+        await asyncio.gather(*s.environment._closing)
+        await asyncio.sleep(0.5)
+    assert "late False own False" in said[0]
+    assert "late True own False" in said[-1]

@@ -1,8 +1,8 @@
 """What the processes of agents run that are Python functions. It imports nothing but the agent, so that an episode begins at once.
 
 ``python -m actors.environments.agents.runner MODULE:FUNCTION FD`` imports what the module imports, once, and then forks one process for each episode that
-is asked for over the socket FD (``actors.environments.agents.nursery``). The module itself is imported in the episode's process, which knows the
-episode's key by then. A number that the function returns is the episode's reward.
+is asked for over the socket FD (``actors.environments.agents.nursery``). What libraries import later, episodes tell, and it is there for those that follow.
+The module itself is imported in the episode's process, which knows the episode's key by then. A number that the function returns is the episode's reward.
 """
 
 import ast
@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,8 +65,11 @@ def serve(run: str, channel: socket.socket) -> None:
     told.setblocking(False)
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    late, tell = os.pipe()
     while True:
-        ready, _, _ = select.select([channel, heard], [], [])
+        ready, _, _ = select.select([channel, heard, late], [], [])
+        if late in ready:
+            _import(os.read(late, 1 << 16).decode().split("\n")[:-1])
         if heard in ready:
             heard.recv(4096)
             _bury(channel)
@@ -75,7 +79,7 @@ def serve(run: str, channel: socket.socket) -> None:
                 return
             pid = os.fork()
             if not pid:
-                _episode(run, files, [channel, heard, told])
+                _episode(run, files, [channel, heard, told], tell)
             for file in files:
                 os.close(file)
             channel.sendall(json.dumps({"born": pid}).encode() + b"\n")
@@ -88,9 +92,9 @@ def _bury(channel: socket.socket) -> None:
             channel.sendall(json.dumps(line).encode() + b"\n")
 
 
-def _episode(run: str, files: list[int], inherited: list[socket.socket]) -> NoReturn:
-    """Be the process of an episode. Its stdin holds a line of settings and then the task."""
-    status = 1
+def _episode(run: str, files: list[int], inherited: list[socket.socket], tell: int) -> NoReturn:
+    """Be the process of an episode. Its stdin holds a line of settings and then the task. tell: takes the names of modules that were imported late."""
+    status, before = 1, set(sys.modules)
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -116,7 +120,16 @@ def _episode(run: str, files: list[int], inherited: list[socket.socket]) -> NoRe
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+            for name in _libraries(set(sys.modules) - before):
+                os.write(tell, name.encode() + b"\n")
         os._exit(status)
+
+
+def _libraries(names: set[str]) -> list[str]:
+    """The modules among ``names`` that are of Python or installed, whose import says nothing of an episode."""
+    roots = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+    files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in names}
+    return sorted(name for name, file in files.items() if file.startswith(roots) or "site-packages" in file)
 
 
 def _preload(module: str) -> None:
@@ -126,9 +139,13 @@ def _preload(module: str) -> None:
         body = ast.parse(Path(str(spec and spec.origin)).read_text()).body
         names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
         names += [str(node.module) for node in body if isinstance(node, ast.ImportFrom) and not node.level]
-        for name in names:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+        _import(names)
+
+
+def _import(names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 if __name__ == "__main__":
