@@ -49,9 +49,7 @@ judge = "none"
 """
 
 
-def test_an_agent_is_trained_as_it_is_and_goes_on_after_kill_9_of_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_is_trained_as_it_is_and_goes_on_after_kill_9_of_everything(tmp_path: Path) -> None:
     prepare(tmp_path)
     text = CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=UPDATES, questions=QUESTIONS)
     head, tail = text[: text.index("[data]")], text[text.index("strategy_options") :]
@@ -59,11 +57,10 @@ def test_an_agent_is_trained_as_it_is_and_goes_on_after_kill_9_of_everything(
     config, run = tmp_path / "agent.toml", tmp_path / "run"
     config.write_text(head + OWN.format(folder=tmp_path) + tail)
     (tmp_path / "agent_of_a_test.py").write_text(AGENT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = launch(config, run)
+    process = launch(config, run, folder=tmp_path)
     wait_for_update(run, process)
     kill_everything(run, process)
-    process = launch(config, run, "--resume", str(run))
+    process = launch(config, run, "--resume", str(run), folder=tmp_path)
     out = finish(process)
     assert process.returncode == 0, out
     assert left_over(run) == []

@@ -78,15 +78,14 @@ def prepare(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, [*tasks, {"question": "Nobody knows"}])) + "\n")
 
 
-def launch(config: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
-    """tools/launch as the first of a process group of its own."""
+def launch(config: Path, run: Path, *arguments: str, folder: Path = ROOT) -> subprocess.Popen[str]:
+    """tools/launch as the first of a process group of its own, started in ``folder``."""
     command = [sys.executable, "-c", "import sys; from tools.launching.command import main; sys.exit(main())"]
     command += ["--config", str(config), "--run-folder", str(run), *arguments]
-    importable = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": importable}
+    environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -56,7 +56,8 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
 
 def _for_questions(config: Config, environment: SearchQA | Agent, model: Path, cache: Path) -> Assets:
     data = config.data
-    facts = ensure_facts(cache) if "default" in (*listed(data.train), *listed(data.heldout), data.corpus) else None
+    read = (*listed(data.train), *listed(data.heldout), *([data.corpus] if environment.searches else []))
+    facts = ensure_facts(cache) if "default" in read else None
     train, heldout = _files(data.train, facts, "train"), _files(data.heldout, facts, "heldout")
     retriever = config.retriever.backend if environment.searches else ""
     if environment.searches and not retriever:

@@ -253,7 +253,7 @@ class Agent(Environment):
         if isinstance(event, Ended):
             self._end(episode)
             raise DataFault(
-                f"the agent ended before it asked the policy ({event.fault or 'exit status 0'}): {event.said[-500:]}"
+                f"the agent ended before it asked the policy ({event.fault or 'exit status 0'}): {event.last}"
             )
         return episode, event
 
@@ -261,7 +261,7 @@ class Agent(Environment):
         after = msgspec.structs.replace(state, record=record, asked="", messages=(), tools=())
         crashed = float(bool(event.fault))
         outcome = 0.0 if crashed else event.reward
-        said = f"the agent's process: {event.fault}\n{event.said[-500:]}" if crashed else ""
+        said = f"the agent's process: {event.fault}: {event.last}" if crashed else ""
         return Transition(
             after, said, True, None if self.outcome_judge and not crashed else outcome, {"crashed": crashed}
         )

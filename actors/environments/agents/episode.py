@@ -32,6 +32,11 @@ class Ended(msgspec.Struct, frozen=True):
     fault: str = ""
     said: str = ""
 
+    @property
+    def last(self) -> str:
+        """The last line that it wrote, as a rule an error's."""
+        return self.said.strip().rpartition("\n")[2][-500:]
+
 
 class Episode:
     """A process and its session, from ``start`` to ``close``. Requests come one at a time: ``next``, then ``answer``."""
