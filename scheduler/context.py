@@ -82,7 +82,7 @@ class Shop(msgspec.Struct, frozen=True):
     newest: Callable[[], int] = lambda: sys.maxsize
 
 
-class Context:
+class Context(Tools):
     """One tree's view of the system. ``settings`` may differ from the run's: an evaluation has its own temperature.
 
     Call ``plant`` first; strategies do the rest. attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one. top: actions that

@@ -180,11 +180,11 @@ async def agents_streamed(task: dict[str, Any]) -> float:
 
     result = agents.Runner.run_streamed(_openai_agent("any"), ASKED + task["question"])
     deltas = [
-        event.data.delta
+        event.data.delta  # pyright: ignore
         async for event in result.stream_events()
         if getattr(getattr(event, "data", None), "type", "") == "response.output_text.delta"
     ]
-    assert "".join(deltas) == result.final_output
+    assert "".join(deltas) == result.final_output  # pyright: ignore
     return right(task, result.final_output)
 
 
@@ -267,7 +267,7 @@ def _smol(kind: str) -> Any:
         """
         return a + b
 
-    model = smolagents.OpenAIModel("any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+    model = smolagents.OpenAIModel("any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])  # pyright: ignore
     return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
 
 

@@ -41,8 +41,12 @@ class EndpointText:
         """Return the text of bytes."""
         return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], thinking: bool = True) -> str:
-        """Return the messages as JSON. thinking: has no effect, because the endpoint renders its own template."""
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool = True, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """Return the messages as JSON. thinking: has no effect, because the endpoint renders its own template. Raises ValueError for tools."""
+        if tools:
+            raise ValueError("an endpoint does not play agents, whose tools it would have to be sent")
         sent = [message | {"content": _content(message["content"])} for message in map(dict, messages)]
         return _ESCAPED_SPLIT.sub(lambda match: match[1] + SPLIT, json.dumps(sent, ensure_ascii=False))
 

@@ -132,9 +132,9 @@ def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
     golds = row.get("golden_answers")
     if golds is None:
         golds = _inside(_inside(row, "reward_model"), "ground_truth").get("target")
-    golds = [golds] if isinstance(golds, str) else [] if verbatim and golds is None else golds
-    if verbatim and golds == []:
-        pass
+    golds = [golds] if isinstance(golds, str) else golds
+    if verbatim and not golds:
+        golds = []
     elif not isinstance(golds, list) or not [g for g in golds if isinstance(g, str) and g.strip()]:
         return Rejected(where, "no gold answer: expected golden_answers or reward_model.ground_truth.target")
     if not verbatim:

@@ -12,6 +12,7 @@ import pytest_asyncio
 from actors.environments.agents import gateway as module
 from actors.environments.agents.episode import Ended, Episode, Limits
 from actors.environments.agents.gateway import Gateway, Reply, Session
+from actors.environments.agents.nursery import Nursery
 from actors.environments.base import Spent
 
 HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
@@ -167,7 +168,7 @@ async def lasting() -> Ended:
 
 
 async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(door: Door) -> None:
-    episode = Episode(door.gateway, [], {}, Limits())
+    episode = Episode(door.gateway, Nursery([]), {}, Limits())
     door.session = session = episode.session
     episode._ended = asyncio.create_task(lasting())
 

@@ -4,7 +4,6 @@ Its warm start is that of ``search_play`` in this notation: random calls about m
 """
 
 from pathlib import Path
-from typing import ClassVar
 
 import tokenizers
 
@@ -37,7 +36,7 @@ END = "</s>"
 def make_tiny_agent(folder: Path, corpus: Path) -> Path:
     """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million parameters."""
     words = tokenizer(*names_and_fields(corpus), f"Tool: search {INSTRUCTIONS}")
-    words.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in (CALL, CALLED)])
+    words.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in (CALL, CALLED)])  # pyright: ignore[reportArgumentType]
     words.chat_template = TEMPLATE
     return make_tiny_search(folder, corpus, words=words)
 
@@ -45,8 +44,8 @@ def make_tiny_agent(folder: Path, corpus: Path) -> Path:
 class Calls:
     """The notation of an agent that searches with a tool and answers in plain text (``search_play.Notation``)."""
 
-    topk = TOPK
-    shown: ClassVar = [NAME, TOPK, INSTRUCTIONS, SEARCH, CALL, CALLED]
+    def __init__(self):
+        self.topk, self.shown = TOPK, [NAME, TOPK, INSTRUCTIONS, SEARCH, CALL, CALLED]
 
     def opening(self, text: Text, question: str) -> str:
         """Return the prompt, as an agent's first request is rendered."""

@@ -17,11 +17,13 @@ from wire.process import die_with
 
 
 class Running(Protocol):
-    """The process of an episode. returncode: as in asyncio's processes."""
+    """The process of an episode, with what asyncio's processes have."""
 
     pid: int
     stdout: asyncio.StreamReader | None
-    returncode: int | None
+
+    @property
+    def returncode(self) -> int | None: ...
 
     async def wait(self) -> int: ...
 
