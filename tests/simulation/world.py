@@ -358,7 +358,7 @@ def quiet() -> Iterator[None]:
     """The scheduler prints and logs nothing, writes no metrics and no reports, and reads its tokenizer once per process."""
     before, written = (scheduling.Metrics, scheduling.Text), health.write_whole
     health.write_whole = lambda path, value: None  # pyright: ignore
-    scheduling.Metrics, scheduling.Text = Records, lambda folder: text()  # pyright: ignore
+    scheduling.Metrics, scheduling.Text = Records, lambda *_: text()  # pyright: ignore
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:

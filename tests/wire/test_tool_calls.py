@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from wire.dialogue import THOUGHT
 from wire.tool_calls import FAMILIES, Parsed, ToolCall, family_of, parse
 
 ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'
@@ -72,6 +73,7 @@ def test_what_is_read_is_what_was_written(family: str, text: str, arguments: dic
         "llama3": f"<|python_tag|>{written}",
         "mistral": f"[TOOL_CALLS][{written}]",
     }
+    assume(THOUGHT not in text)
     parsed = parse(text + calls[family], family, ["look"])
     assume(kind.mark not in text + calls[family][: len(kind.mark) - 1])
     assert (parsed.text, parsed.problem) == (text.rstrip(), "")
