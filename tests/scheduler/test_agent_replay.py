@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from actors.environments.base import Task
 from scheduler.context import Context
 from scheduler.strategies import chain, full, mc_value
 from scheduler.text import Text
@@ -68,6 +69,14 @@ def importing(task):
     known = f"late {'colorsys' in sys.modules} own {'own_module' in sys.modules}"
     import colorsys, own_module
     call([{"role": "user", "content": known}])
+
+def slow(task):
+    import time
+    messages = [{"role": "user", "content": "one"}]
+    messages += [call(messages), {"role": "user", "content": "two"}]
+    time.sleep(float(task["question"]))
+    call(messages)
+    return 1.0
 
 def searching(task):
     messages = [{"role": "user", "content": task["question"]}]
@@ -257,3 +266,15 @@ async def test_what_an_episode_imports_late_is_there_for_the_next_and_its_own_mo
         await asyncio.sleep(0.5)
     assert "late False own False" in said[0]
     assert "late True own False" in said[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("question", "outcome"), [("0", 1.0), ("300", 0.0)])
+async def test_waiting_for_a_reply_is_not_the_agents_time(
+    stage: Callable[..., Stage], question: str, outcome: float
+) -> None:
+    s = stage(lambda prompt, i: "r", "slow", seconds=8.0)
+    s.task = Task("t", question)
+    s.policy.before = lambda: asyncio.sleep(9.0)
+    tree = await s.grow(chain)
+    assert tree.actions()[-1].scores["outcome"] == outcome

@@ -67,7 +67,8 @@ class Agent(Environment):
     retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
     composite of its columns think, query and answer. step_rewards: whether the agent posts a reward of every reply there, with its response_id and
     before it asks again; a reply without one is unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended, and
-    reached again by replay. seconds, memory_gib, output_mib: limits of a process. family: how the model writes tool
+    reached again by replay. seconds (without those in which it waits for replies), memory_gib,
+    output_mib: limits of a process. family: how the model writes tool
     calls (``wire.tool_calls``)."""
 
     name = "agent"
@@ -205,12 +206,19 @@ class Agent(Environment):
         if place is not None:
             return self._waiting.pop(place)[1:]
         episode, asked = await self._begun(state, tools)
+        try:
+            return episode, await self._brought(state, tools, episode, asked)
+        except BaseException:
+            self._end(episode)
+            raise
+
+    async def _brought(self, state: Standing, tools: Tools, episode: Episode, asked: Asked) -> Asked:
+        """Give a new agent the recorded replies, and return its request in ``state``. Raises Diverged."""
         left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
         while left:
             digest = histories(asked.messages, asked.tools)[-1]
             known = next((pair for pair in left if pair[0].asked == digest), None)
             if known is None:
-                self._end(episode)
                 raise Diverged(
                     f"the agent asks something else after {len(state.record) - len(left)} of {len(state.record)} replies of a replay"
                 )
@@ -219,17 +227,15 @@ class Agent(Environment):
             episode.answer(self._reply(known[1], asked.offered, known[0].spent))
             event = await episode.next()
             if isinstance(event, Ended):
-                self._end(episode)
                 raise Diverged(
                     f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
                 )
             asked = event
         if state.asked and histories(asked.messages, asked.tools)[-1] != state.asked:
-            self._end(episode)
             raise Diverged(
                 "the agent asks something else at the end of a replay: expected one that asks the same when it is told the same"
             )
-        return episode, asked
+        return asked
 
     def _reply(self, text: str, offered: Sequence[str], spent: Spent) -> Reply:
         parsed = parse(text, self.family, offered)

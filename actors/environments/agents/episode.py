@@ -18,7 +18,7 @@ TAIL = 2_000
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """seconds: of an episode; memory_gib: address space of its process, 0 for no limit; output_mib: that it may write."""
+    """seconds: of an episode, without those in which it waits for replies; memory_gib: address space of its process, 0 for no limit; output_mib: that it may write."""
 
     seconds: float = 600.0
     memory_gib: float = 0.0
@@ -49,6 +49,8 @@ class Episode:
         self._process: Running | None = None
         self._ended: asyncio.Task[Ended] | None = None
         self._said = bytearray()
+        self._limit: asyncio.Timeout = asyncio.timeout(None)
+        self._left, self._since = limits.seconds, 0.0
 
     async def start(self) -> None:
         """Start the process. Raises OSError if it cannot be started."""
@@ -71,6 +73,8 @@ class Episode:
             await asyncio.wait([request, self._ended], return_when=asyncio.FIRST_COMPLETED)
             if request.done():
                 asked, self._answer = request.result()
+                self._left -= asyncio.get_running_loop().time() - self._since
+                self._hold(None)
                 self._asked, self.session.open = asked.id, ""
                 return asked
             return self._ended.result()
@@ -80,6 +84,8 @@ class Episode:
     def answer(self, reply: Reply) -> None:
         """Answer the request that ``next`` returned. An agent that has gone away has no use for it."""
         self.session.open, self.session.step_reward = self._asked, None
+        self._since = asyncio.get_running_loop().time()
+        self._hold(self._since + max(self._left, 0.0))
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(reply)
         self._answer = None
@@ -92,12 +98,19 @@ class Episode:
         if self._ended is not None:
             await asyncio.gather(self._ended, return_exceptions=True)
 
+    def _hold(self, when: float | None) -> None:
+        """End the process at ``when``, on the loop's clock, or not at all."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._limit.reschedule(when)
+
     async def _run(self) -> Ended:
         """Read what the process writes until it ends, or until a limit ends it."""
         assert self._process is not None and self._process.stdout is not None
         fault, written, reward = "", 0, None
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with self._limit:
+                self._since = asyncio.get_running_loop().time()
+                self._hold(self._since + self._left)
                 while line := await _line(self._process.stdout):
                     written += len(line)
                     if line.startswith(REWARD):
