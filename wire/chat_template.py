@@ -16,7 +16,7 @@ _OURS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"
 
 
 class ChatTemplate:
-    """The chat template of one model folder. ``available``: whether the folder has one. ``variables``: the switches that it reads."""
+    """The chat template of one model folder. ``available``: whether the folder has one. ``source``: its text. ``variables``: the switches that it reads."""
 
     def __init__(self, folder: Path):
         path = folder / "tokenizer_config.json"
@@ -31,8 +31,9 @@ class ChatTemplate:
         sandbox.filters["tojson"] = _to_json
         sandbox.globals |= {"raise_exception": _raise, "strftime_now": time.strftime}
         self.available = isinstance(source, str)
-        self._template = sandbox.from_string(source if isinstance(source, str) else "")
-        read = jinja2.meta.find_undeclared_variables(sandbox.parse(source)) if isinstance(source, str) else set()
+        self.source = source if isinstance(source, str) else ""
+        self._template = sandbox.from_string(self.source)
+        read = jinja2.meta.find_undeclared_variables(sandbox.parse(self.source))
         self.variables = read - _OURS
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ and its sampled tokens are taken, never a second rendering of its text.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wire.chat_template import ChatTemplate
@@ -82,9 +82,14 @@ class Renderer:
         self.template = template
         self.knows_tools = "tools" in template.variables
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Return the prompt of a conversation. Raises ValueError when the template refuses it."""
-        return self._rendered(self._plain(messages, tools), tools)
+    def whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        switches: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt of a conversation. switches: of the template. Raises ValueError when the template refuses it."""
+        return self._rendered(self._plain(messages, tools), tools, switches)
 
     def after(self, tail: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         """Return the text that follows a reply's own text: what ends the reply, the messages of ``tail``, and the opening of the next reply.
@@ -108,8 +113,11 @@ class Renderer:
         rest = plain[1:] if system or (plain and plain[0]["role"] == "system") else plain
         return [{"role": "system", "content": f"{system}\n\n{_described(tools)}".strip()}, *rest]
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-        return self.template.render(messages, {"tools": list(tools)} if tools and self.knows_tools else {})
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], switches: Mapping[str, Any] | None = None
+    ) -> str:
+        known = {"tools": list(tools)} if tools and self.knows_tools else {}
+        return self.template.render(messages, {**(switches or {}), **known})
 
 
 def _parsed(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

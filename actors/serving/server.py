@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server over the embedded engine: /v1/models, /v1/completions, /v1/chat/completions, /health.
+"""An OpenAI-compatible HTTP server over the embedded engine: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /health.
 
 A malformed request, or one with an unsupported field that would change the answer, is answered with status 400 and the reason. A request waits
 while the engine is full. When a client hangs up, its samples are aborted. ``tools/serve-model`` starts a server (docs/serve-model.md).
@@ -21,6 +21,7 @@ from actors.engines.base import OnTop
 from actors.engines.local import LocalEngine
 from actors.serving.answers import Answer
 from actors.serving.protocol import Asked, Chat, Completion, Refused, read
+from actors.serving.tools import Conversation, Tools, conversation
 from wire.chat_template import ChatTemplate
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult
@@ -40,6 +41,7 @@ class Server:
         self.engine, self.name, self._api_key = engine, name or folder.name, api_key
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.template = ChatTemplate(folder)
+        self.tools = Tools(self.template, self.tokenizer)
         self._started = int(time.time())
 
     def application(self) -> web.Application:
@@ -51,6 +53,7 @@ class Server:
                 web.get("/v1/models", self.models),
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions", self.completions),
+                web.post("/v1/responses", self.responses),
             ]
         )
         return app
@@ -78,6 +81,8 @@ class Server:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/chat/completions."""
+        if talk := conversation(await request.read(), self.name):
+            return await self._converse(request, talk)
         asked = read(await request.read(), Chat)
         if not self.template.available:
             raise Refused(f"model {self.name} has no chat template: use /v1/completions")
@@ -87,6 +92,12 @@ class Server:
             raise Refused(str(error)) from None
         return await self._answer(request, asked, [text])
 
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """Answer POST /v1/responses."""
+        talk = conversation(await request.read(), self.name, responses=True)
+        assert talk is not None
+        return await self._converse(request, talk)
+
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/completions."""
         asked = read(await request.read(), Completion)
@@ -94,9 +105,30 @@ class Server:
 
     # ------------------------------------------------------------------------------------------ answers
 
-    async def _answer(self, request: web.Request, asked: Asked, prompts: list[str | list[int]]) -> web.StreamResponse:
+    async def _converse(self, request: web.Request, talk: Conversation) -> web.StreamResponse:
+        """Answer whole, because calls are known at the end; a stream is replayed."""
+        self._check(talk.sampled)
+        if not self.template.available:
+            raise Refused(f"model {self.name} has no chat template: use /v1/completions")
+        ask = await self._ask(talk.sampled, self.tools.prompt(talk))
+        sampling = msgspec.structs.replace(ask.sampling, constraint=talk.constraint)
+        (result,) = await self._generate([msgspec.structs.replace(ask, sampling=sampling)])
+        reply = self.tools.reply(talk, result)
+        if not talk.sampled.stream:
+            return web.json_response(talk.form.whole(reply))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for event in talk.form.events(reply, talk.sampled.wants_usage):
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    def _check(self, asked: Asked) -> None:
         if asked.model not in ("", self.name):
             raise Refused(f"`model`: {asked.model!r}: this server has {self.name!r}", 404, "model_not_found")
+
+    async def _answer(self, request: web.Request, asked: Asked, prompts: list[str | list[int]]) -> web.StreamResponse:
+        self._check(asked)
         asks = [await self._ask(asked, prompt) for prompt in prompts]
         answer = Answer(asked, self.name, self.tokenizer, len(asks) * asked.n)
         if asked.stream:

@@ -11,9 +11,10 @@ import pytest_asyncio
 
 from actors.environments.agents import gateway as module
 from actors.environments.agents.episode import Ended, Episode, Limits
-from actors.environments.agents.gateway import Gateway, Reply, Session
+from actors.environments.agents.gateway import Gateway, Session
 from actors.environments.agents.nursery import Nursery
 from actors.environments.base import Spent
+from actors.serving.replies import Reply
 
 HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}

@@ -17,9 +17,11 @@ from typing import Any, Literal
 import msgspec
 
 from actors.environments.agents.episode import Ended, Episode, Limits
-from actors.environments.agents.gateway import Asked, Gateway, Reply
+from actors.environments.agents.gateway import Gateway
 from actors.environments.agents.nursery import Nursery
 from actors.environments.base import Action, Diverged, Environment, Spent, Task, Tools, Transition
+from actors.serving.asked import Asked
+from actors.serving.replies import Reply
 from wire.dialogue import Message, histories
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn

@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.agents.gateway import Asked, Gateway, Reply, Session
+from actors.environments.agents.gateway import Gateway, Session
 from actors.environments.agents.nursery import Nursery, Running
 from actors.environments.agents.runner import REWARD
+from actors.serving.asked import Asked
+from actors.serving.replies import Reply
 
 TAIL = 2_000
 """Bytes of what an agent wrote last that a fault shows."""
