@@ -6,8 +6,8 @@ import urllib.request
 from typing import Any
 
 TURNS = 10
-ADDED = "Go on from there, and name three things that you have not named before. " * 2
-"""What it says after each reply, about 30 tokens."""
+ADDED = "Go on from there, and name three things that you have not named."
+"""What it says after each reply, about 15 tokens of the default model."""
 
 
 def talk(task: dict[str, Any]) -> float:
