@@ -55,7 +55,7 @@ class Event(msgspec.Struct, frozen=True):
 class Worker:
     """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
 
-    answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
+    joined, changes: the number of its arrival, and how often its load or state has changed (``scheduler.pool``). answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
     attempts. key: its public key.
     """
 
@@ -72,11 +72,21 @@ class Worker:
         self.recent: deque[Event] = deque(maxlen=4)
         self.ready = False
         self.draining = False
+        self.joined = self.changes = 0
 
     @property
     def has_room(self) -> bool:
         """Whether the worker has fewer calls than its capacity."""
         return len(self.in_flight) < self.hello.capacity
+
+    @property
+    def share(self) -> float:
+        """The used share of the capacity; above 1 when pinned calls were added to a full worker."""
+        return len(self.in_flight) / self.hello.capacity
+
+    def usable(self, now: float) -> bool:
+        """Whether calls may be sent to the worker now, if it has room."""
+        return self.ready and not self.draining and self.breaker.closed(now)
 
     def answers(self, now: float) -> None:
         """The worker has answered a call."""

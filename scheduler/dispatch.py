@@ -9,10 +9,8 @@ States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> dra
 """
 
 import asyncio
-import bisect
 import itertools
 import logging
-import operator
 import random
 import time
 from collections import Counter, defaultdict
@@ -22,7 +20,8 @@ from typing import Any, Protocol
 import msgspec
 
 from scheduler.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
-from scheduler.placement import Load, Place, backoff, choose
+from scheduler.placement import Place, backoff
+from scheduler.pool import Pool, Queue
 from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
 from wire.faults import FAULTS, Fault, InfrastructureFault, WireError
 from wire.keys import Grant, RunKeys
@@ -68,6 +67,8 @@ _LOOK_AHEAD = 64
 """At most so many calls at the head of a queue are passed over (each waits for a certain worker) before those behind wait too."""
 _AT_DEADLINE_S = 1.0
 """An error so shortly before the deadline of its call means that the worker gave the call up at the deadline, a moment before this process."""
+_TOLD = 8
+"""At most so many workers are named in the message of a call that found none."""
 _LOOK_AGAIN_S = 0.05
 """Seconds until held-back calls are tried again although nothing happened, while workers have room."""
 
@@ -75,9 +76,6 @@ _LOOK_AGAIN_S = 0.05
 def _order(pending: Pending) -> tuple[Any, ...]:
     """The sorting key of a waiting call: retried calls come first, then the ranks of their places decide, then the order of arrival."""
     return (not pending.failed_on, *(pending.place.rank() if pending.place is not None else ()), pending.arrival)
-
-
-_BY_ORDER = operator.attrgetter("order")
 
 
 class Dispatcher:
@@ -113,8 +111,10 @@ class Dispatcher:
         # A worker may outlive this scheduler and answer the next one with an old number, so no two schedulers may share numbers.
         self._numbers = itertools.count(time.time_ns())
         self._workers: dict[bytes, Worker] = {}
+        self._named: dict[str, Worker] = {}
+        self._pools: defaultdict[str, Pool] = defaultdict(Pool)
         self._open: set[Pending] = set()
-        self._waiting: defaultdict[str, list[Pending]] = defaultdict(list)  # ascending by ``order``
+        self._waiting: defaultdict[str, Queue] = defaultdict(Queue)
         self._arrivals = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._again_at: dict[str, asyncio.TimerHandle] = {}
@@ -169,18 +169,20 @@ class Dispatcher:
             self._open.discard(pending)
             self._abandon(pending, "cancelled")
             if pending.done.cancelled():
-                self._forget_waiting(pending)
+                self._waiting[pending.service].forget(pending)
             # The future holds the error, whose traceback holds this frame: without this, a cycle with the whole request in it.
             del pending
 
     def workers(self, service: str | None = None) -> list[Worker]:
         """The ready workers that offer ``service``, or all ready workers."""
-        return [w for w in self._workers.values() if w.ready and (service is None or service in w.hello.services)]
+        if service is not None:
+            return list(self._pools[service].members.values()) if service in self._pools else []
+        return [w for w in self._workers.values() if w.ready]
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
         """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many came."""
         end = self.clock() + timeout
-        while len(self.workers(service)) < count:
+        while len(self._pools[service].members) < count:
             self._joined.clear()
             try:
                 async with asyncio.timeout(max(0.0, end - self.clock())):
@@ -224,8 +226,8 @@ class Dispatcher:
         for pending in list(self._open):
             pending.attempt = None
             pending.settle(InfrastructureFault("the dispatcher was closed"))
-        self._waiting.clear()
-        self._workers.clear()
+        for by_name in (self._waiting, self._workers, self._named, self._pools):
+            by_name.clear()
         self.router.close()
 
     def remove(self, worker: Worker, reason: str) -> None:
@@ -243,10 +245,10 @@ class Dispatcher:
         """Start a call, or put it in the queue."""
         if pending.worker is not None:
             # A call pinned to a worker never waits: new weights must reach an actor that is still joining or that is full.
-            pinned = next((w for w in self._workers.values() if w.name == pending.worker), None)
+            pinned = self._named.get(pending.worker)
             if pinned is None:
                 self.counters["failed"] += 1
-                known = sorted(w.name for w in self._workers.values())
+                known = sorted(self._named)
                 pending.settle(
                     InfrastructureFault(f"{pending.service}: no worker {pending.worker!r} is here, only {known}")
                 )
@@ -258,7 +260,7 @@ class Dispatcher:
     def _queue(self, pending: Pending) -> None:
         pending.arrival = next(self._arrivals)
         pending.order = _order(pending)
-        bisect.insort(self._waiting[pending.service], pending, key=_BY_ORDER)
+        self._waiting[pending.service].add(pending)
         self._pump(pending.service)
 
     def _pump(self, service: str) -> None:
@@ -266,29 +268,29 @@ class Dispatcher:
         queue = self._waiting.get(service)
         if not queue:
             return
-        usable, refused, passed = self._usable(service), set(), 0
-        while passed < min(len(queue), _LOOK_AHEAD) and any(len(w.in_flight) < w.hello.capacity for w in usable):
+        pool, now, refused, passed = self._pools[service], self.clock(), set(), 0
+        while passed < min(len(queue), _LOOK_AHEAD) and pool.has_room(now):
             pending = queue[passed]
             kind = pending.place.waits_with() if pending.place is not None else None
             if pending.done.done():
-                del queue[passed]  # its caller was cancelled and has not run since
-            elif kind in refused or (worker := self._place(pending, usable)) is None:
+                queue.take(passed)  # its caller was cancelled and has not run since
+            elif kind in refused or (worker := self._place(pending, pool, now)) is None:
                 refused |= {kind} - {None}
                 passed += 1
             else:
-                del queue[passed]
+                queue.take(passed)
                 self._start(pending, worker)
                 if pending.place is not None:
                     self._reorder(queue, passed)
-        if any(pending.place is not None for pending in queue[:passed]) and any(w.has_room for w in usable):
+        if passed and any(queue[at].place is not None for at in range(passed)) and pool.has_room(now):
             self._pump_later(service)
 
-    def _reorder(self, queue: list[Pending], at: int) -> None:
+    def _reorder(self, queue: Queue, at: int) -> None:
         """Move the calls from ``at`` on whose ranks have changed. They are calls of one tree, which has just begun, and stand side by side."""
         while at < len(queue) and (order := _order(queue[at])) != queue[at].order:
-            moved = queue.pop(at)
+            moved = queue.take(at)
             moved.order = order
-            bisect.insort(queue, moved, key=_BY_ORDER)
+            queue.add(moved)
 
     def _pump_later(self, service: str) -> None:
         def pump() -> None:
@@ -298,23 +300,24 @@ class Dispatcher:
         if service not in self._again_at:
             self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, pump)
 
-    def _usable(self, service: str) -> list[Worker]:
-        now = self.clock()
-        return [w for w in self.workers(service) if not w.draining and w.breaker.closed(now)]
+    def _place(self, pending: Pending, pool: Pool, now: float) -> Worker | None:
+        if pending.place is None:
+            return pool.least(now, pending.failed_on)
+        name = pending.place.choose(pool.loads(now, pending.place.homes(), pending.failed_on), pending.failed_on)
+        return pool.members.get(name) if name is not None else None
 
-    def _place(self, pending: Pending, usable: list[Worker]) -> Worker | None:
-        if len(usable) == 1 and pending.place is None:
-            return usable[0] if usable[0].has_room else None
-        loads = [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in usable]
-        chosen = choose if pending.place is None else pending.place.choose
-        name = chosen(loads, pending.failed_on)
-        return next((w for w in usable if w.name == name), None)
+    def _changed(self, worker: Worker) -> None:
+        """The load or the state of a worker has changed."""
+        worker.changes += 1
+        for service in worker.hello.services:
+            self._pools[service].touch(worker)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
         now = self.clock()
         number = next(self._numbers)
         pending.tries += 1
         pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
+        self._changed(worker)
         header = encode_header(Request(number, pending.service, max(0.001, pending.deadline - now)))
         self.router.send([worker.identity, header, *pending.body])
         if pending.place is not None:
@@ -324,6 +327,7 @@ class Dispatcher:
         """An attempt has ended with any outcome: free its room and start waiting calls."""
         worker, pending = attempt.worker, attempt.pending
         worker.in_flight.pop(attempt.number, None)
+        self._changed(worker)
         pending.attempt = None
         if pending.place is not None:
             pending.place.ended(worker.name, result)
@@ -367,7 +371,9 @@ class Dispatcher:
             return
         self.counters["timeouts"] += 1
         now, attempt = self.clock(), pending.attempt
-        states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in self.workers(pending.service))
+        here = self.workers(pending.service)
+        states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in here[:_TOLD])
+        states += f" and {len(here) - _TOLD} more" if len(here) > _TOLD else ""
         where = (
             f"on {attempt.worker.name}, which did not answer"
             if attempt
@@ -380,7 +386,7 @@ class Dispatcher:
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
         self._tell(pending, fault)
         pending.settle(fault)
-        self._forget_waiting(pending)
+        self._waiting[pending.service].forget(pending)
         self._abandon(pending, "deadline")
 
     def _tell(self, pending: Pending, fault: Fault) -> None:
@@ -394,12 +400,6 @@ class Dispatcher:
         if (attempt := pending.attempt) is not None:
             self._send(attempt.worker, Cancel(attempt.number))
             self._finish(attempt, outcome)
-
-    def _forget_waiting(self, pending: Pending) -> None:
-        queue = self._waiting[pending.service]
-        at = bisect.bisect_left(queue, pending.order, key=_BY_ORDER)
-        if at < len(queue) and queue[at] is pending:
-            del queue[at]
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -435,7 +435,8 @@ class Dispatcher:
                 worker.stats, worker.beat_at = stats, worker.heard
                 self._compare(worker, set(listed), echo)
                 self._send(worker, Heartbeat(len(worker.in_flight), {}, echo=next(self._numbers)))
-                self._pump_all(worker)  # a rested worker may be usable again
+                self._changed(worker)  # a rested worker may be usable again
+                self._pump_all(worker)
             case Drain():
                 worker.draining = True
             case Goodbye(reason=reason):
@@ -500,10 +501,11 @@ class Dispatcher:
             raise WireError(
                 f"{hello.worker} registers with protocol {hello.protocol}, capacity {hello.capacity}: expected 1 and at least 1"
             )
-        for old in [w for w in self._workers.values() if w.name == hello.worker]:
+        if (old := self._named.get(hello.worker)) is not None:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
         worker = Worker(identity, hello, self.clock(), f"{next(self._numbers):x}", self.router.sender)
-        self._workers[identity] = worker
+        worker.joined = next(self._arrivals)
+        self._workers[identity] = self._named[worker.name] = worker
         self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
         if self._draining:
             self._send(worker, Drain())
@@ -516,7 +518,7 @@ class Dispatcher:
             return "its key was revoked: ask for a new invitation (tools/serve --invite)"
         if extra := [service for service in hello.services if not grant.allows(service)]:
             return f"its key may offer {', '.join(grant.services)}, and not {', '.join(extra)}"
-        if any(w.name == hello.worker and w.key != self.router.sender for w in self._workers.values()):
+        if (other := self._named.get(hello.worker)) is not None and other.key != self.router.sender:
             return "a worker of this name is alive and has another key: choose another name (tools/serve --name)"
         return None
 
@@ -536,6 +538,8 @@ class Dispatcher:
                 return
         if self._workers.get(worker.identity) is worker:
             worker.ready = True
+            for service in worker.hello.services:
+                self._pools[service].add(worker)
             self._joined.set()
             self._pump_all(worker)
 
@@ -546,8 +550,10 @@ class Dispatcher:
     def _leave(self, worker: Worker, reason: str) -> None:
         if self._workers.get(worker.identity) is not worker:
             return  # gone already
-        del self._workers[worker.identity]
+        del self._workers[worker.identity], self._named[worker.name]
         worker.ready = False
+        for service in worker.hello.services:
+            self._pools[service].discard(worker)
         for attempt in list(worker.in_flight.values()):
             self._fail(attempt, InfrastructureFault(f"{worker.name} is gone: {reason}"))
         if self.on_leave is not None:

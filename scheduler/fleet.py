@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from scheduler.placement import Load, Place, roomy
+from scheduler.pool import LOOKED_AT
 from scheduler.residency import Residency
 from wire.messages import GenerateRequest, GenerateResult
 
@@ -31,6 +32,8 @@ PATIENCE_S = 0.2
 """Seconds within which a tree sends its next call after an answer, unless a judge or a tool is slow."""
 KEPT = 64
 """The expected need of a tree is the mean over so many ended trees."""
+HOMES = 4
+"""A tree's calls look for their prefix on so many actors where the tree has been last."""
 MEMORY = 0.99
 """Weight of the earlier samples in the moving mean of the length of a sample."""
 CAPACITY = "kv_capacity_tokens"
@@ -50,10 +53,12 @@ class Seat(msgspec.Struct):
 
 
 class Growing(msgspec.Struct):
-    """A tree that has begun. shared: tokens of its first prompt that an actor had cached; first: tokens its first call needed besides."""
+    """A tree that has begun. shared: tokens of its first prompt that an actor had cached; first: tokens its first call needed besides.
+    actors: where it has been, the last one last."""
 
     shared: int
     first: float
+    actors: list[str] = []
 
 
 class Fleet:
@@ -81,12 +86,13 @@ class Fleet:
 
     def ended(self, tree: int) -> None:
         """The tree needs no more calls: free its room, and remember what it needed as the measure for other trees."""
-        seats = [seats.pop(tree) for seats in self._seats.values() if tree in seats]
-        if seats:
-            self._needs.append(max(seat.need for seat in seats))
+        growing = self._trees.pop(tree, None)
+        here = [self._seats.get(actor, {}) for actor in growing.actors] if growing is not None else []
+        needs = [seats.pop(tree).need for seats in here if tree in seats]
+        if needs:
+            self._needs.append(max(needs))
             self._mean = sum(self._needs) / len(self._needs)
-        self._trees.pop(tree, None)
-        self._sums.clear()
+            self._sums.clear()
 
     def left(self, worker: str) -> None:
         """Forget a worker that is gone, or whose name belongs to a new worker."""
@@ -100,13 +106,18 @@ class Fleet:
         """Whether a call of the tree was ever sent."""
         return tree in self._trees
 
+    def homes(self, tree: int) -> list[str]:
+        """The actors that probably hold most of the prefix of a tree's next call; none before it has begun."""
+        return self._trees[tree].actors[-HOMES:] if tree in self._trees else []
+
     def choose(self, call: "Generation", loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
         """The actor on which a call starts now, or None if the call must wait."""
         for load in loads:
             if CAPACITY in load.stats:
                 self.residency.limit(load.worker, load.stats[CAPACITY])
         free = roomy(loads, avoid)
-        fitting = [load for load in free if self._fits(call, load)]
+        tree = self._trees.get(call.tree) or self._begin(call)
+        fitting = [load for load in free if self._fits(call, tree, load)]
         if not fitting:
             return None
         if not self.begun(call.tree):
@@ -123,14 +134,15 @@ class Fleet:
         near = [load for load in loads if load.share <= least + AFFINITY_SLACK]
         return max(near, key=lambda load: (held[load.worker], -load.share))
 
-    def _fits(self, call: "Generation", load: Load) -> bool:
+    def _fits(self, call: "Generation", tree: Growing, load: Load) -> bool:
         """Whether older trees on the worker leave cache room for this call's tree. The oldest always fits, and any tree while ``_low``."""
         capacity = self.residency.capacity(load.worker)
+        if math.isinf(capacity):
+            return True
         trees, sums = self._expected(load.worker)
         older = bisect.bisect_left(trees, call.tree)
-        if math.isinf(capacity) or not older:
+        if not older:
             return True
-        tree = self._trees.get(call.tree) or self._begin(call)
         own = self._size(tree, call.length - tree.shared + self.sampling(call))
         return tree.shared + sums[older] + own <= capacity or self._low(load.worker)
 
@@ -149,15 +161,17 @@ class Fleet:
 
     def _crowd(self, load: Load) -> tuple[float, int]:
         """How crowded a worker is for a new tree: its load plus the taken share of its cache, then its number of trees."""
-        trees, sums = self._expected(load.worker)
-        return load.share + sums[-1] / self.residency.capacity(load.worker), len(trees)
+        capacity = self.residency.capacity(load.worker)
+        taken = 0.0 if math.isinf(capacity) else self._expected(load.worker)[1][-1] / capacity
+        return load.share + taken, len(self._seats.get(load.worker, ()))
 
     def _size(self, tree: Growing, need: float) -> float:
         """Tokens that a tree is expected to need in all, from its own need so far and the needs of ended trees."""
         return max(need, self.steps * tree.first if self._mean is None else self._mean)
 
     def _begin(self, call: "Generation") -> Growing:
-        shared = max((self.residency.expect(worker, call.tokens) for worker in self._seats), default=0)
+        some = itertools.islice(self._seats, LOOKED_AT)  # what trees share, such as instructions, is on any of them
+        shared = max((self.residency.expect(worker, call.tokens) for worker in some), default=0)
         return Growing(shared, call.length - shared + self.sampling(call))
 
     def sampling(self, call: "Generation") -> float:
@@ -172,16 +186,19 @@ class Fleet:
         tree = self._trees.get(call.tree)
         if tree is None:
             tree = self._trees[call.tree] = self._begin(call)
-        for name, seats in self._seats.items():
-            if name != worker and call.tree in seats and not seats[call.tree].calls:
+        for actor in tree.actors:
+            seats = self._seats.get(actor, {})
+            if actor != worker and call.tree in seats and not seats[call.tree].calls:
                 del seats[call.tree]  # the tree has moved
+                self._sums.pop(actor, None)
+        tree.actors = [actor for actor in tree.actors if actor != worker] + [worker]
         sent = Sent(self.residency.started(worker, call.tokens), self.sampling(call))
         seat = self._seats.setdefault(worker, {}).setdefault(call.tree, Seat())
         seat.calls += 1
         seat.path = max(seat.path, call.length - tree.shared)
         seat.sampling += sent.sampling
         seat.need = max(seat.need, seat.path + seat.sampling)
-        self._sums.clear()
+        self._sums.pop(worker, None)
         self._decode(worker, call.request.n)
         return sent
 
@@ -238,6 +255,10 @@ class Generation(Place):
     def waits_with(self) -> Any:
         """A tree that has not begun does not overtake an older one that has no cache room yet."""
         return None if self.fleet.begun(self.tree) else "new"
+
+    def homes(self) -> list[str]:
+        """See ``Fleet.homes``."""
+        return self.fleet.homes(self.tree)
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
         """See ``Fleet.choose``."""

@@ -4,7 +4,7 @@ These are pure decisions with an injected clock; the dispatcher does the I/O.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -54,8 +54,12 @@ class Place:
         """What it shares with calls behind it that need not be asked if this one must wait; None if they may start nevertheless."""
         return None
 
+    def homes(self) -> Collection[str]:
+        """The workers that it prefers, which are among the ``loads`` that it is shown also in a large fleet."""
+        return ()
+
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        """The worker to run on now, or None to wait. loads: the usable workers; avoid: see ``roomy``.
+        """The worker to run on now, or None to wait. loads: the usable workers, or some of many (``scheduler.pool``); avoid: see ``roomy``.
 
         A call that waits although there is room is asked again when a call ends, when a heartbeat comes, and soon anyway.
         """

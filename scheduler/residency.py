@@ -216,4 +216,6 @@ class Residency:
         return warning
 
     def _cache(self, worker: str) -> Prefixes:
-        return self._caches.setdefault(worker, Prefixes())
+        if (cache := self._caches.get(worker)) is None:
+            cache = self._caches[worker] = Prefixes()
+        return cache

@@ -57,8 +57,10 @@ _original_dispatcher = Dispatcher.__init__
 
 def _leave_without_calls(self: Dispatcher, worker: Any, reason: str) -> None:
     if self._workers.get(worker.identity) is worker:
-        del self._workers[worker.identity]
+        del self._workers[worker.identity], self._named[worker.name]
         worker.ready = False
+        for service in worker.hello.services:
+            self._pools[service].discard(worker)
         if self.on_leave is not None:
             self.on_leave(worker, reason)
 

@@ -1,0 +1,157 @@
+"""The scheduler's processor time for a call, from one worker to 10,000 and from 64 open calls to 100,000, with and without places.
+
+There are no sockets and no peers' work in it: a transport in this process answers each request with the same frames, first in, first out. So what is
+measured is the dispatcher, the placement and the event loop, and a ratio is not flattered by a constant part. Rounds alternate.
+"""
+
+import asyncio
+import gc
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from scheduler.dispatch import DispatchConfig, Dispatcher
+from scheduler.fleet import CAPACITY, Fleet
+from scheduler.placement import Place
+from tools.research.benches.overhead import ANSWER, REQUEST, SERVICE
+from wire import loop
+from wire.arrays import Frame, decode_header, encode, encode_body
+from wire.keys import Grant
+from wire.messages import GenerateRequest, GenerateResult, Heartbeat, Register, Request, Result, Sample, Sampling
+from wire.numbers import Count
+
+SIZES = {
+    "1 worker, 64 open calls": (1, 64, 64),
+    "16 workers, 64 open calls": (16, 4, 64),
+    "256 workers, 512 open calls": (256, 4, 512),
+    "1,024 workers, 2,048 open calls": (1024, 4, 2048),
+    "10,000 workers, 20,000 open calls": (10_000, 4, 20_000),
+    "16 workers, 1,000 open calls": (16, 4, 1000),
+    "16 workers, 10,000 open calls": (16, 4, 10_000),
+    "16 workers, 100,000 open calls": (16, 4, 100_000),
+    "1,024 workers, 100,000 open calls": (1024, 4, 100_000),
+}
+"""Workers, calls that each takes at once, callers that each have one call open."""
+GROWTH, TURNS, SHARED = 40, 4, 100
+"""Tokens that a tree's prompt grows by at a call, the calls of a tree, and the tokens that all prompts begin with."""
+
+
+class Answering:
+    """A transport whose peers answer at once. answers: the frames of an answer's body, by service."""
+
+    endpoint, keys, sender = "inproc", None, ""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[Frame]] = {}
+        self._asked = deque[tuple[Frame, int, str]]()
+        self._deliver: Callable[[list[Frame]], None] = lambda frames: None
+
+    def grant(self, public: str) -> Grant | None:
+        """Everything may be offered."""
+        return Grant("bench", ("judge", "generate"))
+
+    def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
+        """Deliver answers to the dispatcher from now on."""
+        self._deliver = deliver
+        return asyncio.get_running_loop().create_future()
+
+    def send(self, frames: Iterable[Frame]) -> None:
+        """Answer a request in the next turn of the event loop."""
+        identity, *parts = frames
+        header = decode_header(parts)
+        if isinstance(header, Request):
+            self._asked.append((identity, header.id, header.service))
+            asyncio.get_running_loop().call_soon(self._answer)
+
+    def _answer(self) -> None:
+        identity, number, service = self._asked.popleft()
+        self._deliver([identity, encode(Result(number))[0], *self.answers[service]])
+
+    def say(self, identity: bytes, message: Any) -> None:
+        """Deliver a message of a peer."""
+        self._deliver([identity, *encode(message)])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _generated() -> GenerateResult:
+    tokens, zeros = np.arange(GROWTH // 2, dtype=np.int32), np.zeros(GROWTH // 2, np.float32)
+    sample = Sample(tokens=tokens, logprobs=zeros, versions=zeros.astype(np.int32), finish="stop")
+    return GenerateResult([sample], prompt_tokens=SHARED, cached_tokens=SHARED)
+
+
+class Callers:
+    """Callers that have one call open each, without an end; with ``fleet`` each grows trees, one after the other. done: calls that have returned."""
+
+    def __init__(self, dispatcher: Dispatcher, fleet: Fleet | None):
+        self.dispatcher, self.fleet = dispatcher, fleet
+        self.done = 0
+        self._trees = itertools.count()
+
+    async def call(self) -> None:
+        """Call again and again."""
+        while True:
+            if self.fleet is None:
+                await self.dispatcher.call(SERVICE, REQUEST, deadline=3600.0)
+                self.done += 1
+            else:
+                await self._tree(self.fleet, next(self._trees))
+
+    async def _tree(self, fleet: Fleet, tree: int) -> None:
+        tokens = np.arange(SHARED + GROWTH * TURNS, dtype=np.int32)
+        tokens[SHARED:] += 1000 + tree % 100_000 * GROWTH * TURNS
+        for turn in range(1, TURNS + 1):
+            request = GenerateRequest(tokens[: SHARED + GROWTH * turn], 1, Sampling(max_tokens=GROWTH))
+            place: Place = fleet.call(tree, request)
+            await self.dispatcher.call("generate", request, deadline=3600.0, place=place)
+            self.done += 1
+        fleet.ended(tree)
+
+
+async def measure(workers: int, capacity: int, callers: int, placed: bool, calls: int) -> float:
+    """Return the microseconds of processor time of a call, over ``calls`` calls after as many that are not counted."""
+    transport, service = Answering(), "generate" if placed else SERVICE
+    transport.answers[service] = encode_body(_generated() if placed else ANSWER)
+    dispatcher = Dispatcher("", None, DispatchConfig(dead_after_s=3600.0), router=transport)
+    await dispatcher.start()
+    for number in range(workers):
+        identity = b"%d" % number
+        transport.say(identity, Register(f"w{number}", [service], capacity, 1, "here"))
+        transport.say(identity, Heartbeat(0, {CAPACITY: 1e5}))
+    await dispatcher.wait_for(service, workers, 60.0)
+    calling = Callers(dispatcher, Fleet() if placed else None)
+    tasks = [asyncio.create_task(calling.call()) for _ in range(callers)]
+    try:
+        while calling.done < calls:
+            await asyncio.sleep(0.01)
+        gc.collect()
+        gc.freeze()  # as scheduler.survivors does in a run
+        before, began = calling.done, time.process_time()
+        while calling.done < before + calls:
+            await asyncio.sleep(0.01)
+        return 1e6 * (time.process_time() - began) / (calling.done - before)
+    finally:
+        gc.unfreeze()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await dispatcher.close()
+
+
+def run(calls: Count = 10_000, rounds: Count = 3) -> dict[str, Any]:
+    """Return the largest ratio of a call's cost to that with one worker, and all costs in microseconds (medians over the rounds)."""
+    spent: dict[tuple[str, bool], list[float]] = {(name, placed): [] for name in SIZES for placed in (False, True)}
+    for _ in range(rounds):
+        for (name, placed), costs in spent.items():
+            costs.append(loop.run(measure(*SIZES[name], placed, calls)))
+    cost = {key: statistics.median(costs) for key, costs in spent.items()}
+    first = next(iter(SIZES))
+    row = {"name": "processor time of a call, the dearest size / one worker", "goal": 1.5, "better": "lower"}
+    row |= {"ratio": max(us / cost[first, placed] for (_, placed), us in cost.items())}
+    return row | {f"us: {name}{', placed' if placed else ''}": us for (name, placed), us in cost.items()}
