@@ -97,6 +97,7 @@ class Context(Tools):
         self.environment = shop.environment
         self.seed = rng.getrandbits(62)
         self.state_type: type = type(None)
+        self._state: tuple[Node | None, Any] = None, None
 
     # ------------------------------------------------------------------------------------------ strategy calls
 
@@ -287,7 +288,10 @@ class Context(Tools):
 
     def state(self, node: Node) -> Any:
         """The environment state in which ``node`` acts."""
-        return self._typed(self.tree.state_before(node))
+        place = self.tree.acted_in(node)
+        if place is not self._state[0]:  # siblings act in one state
+            self._state = place, self._typed(None if place is None else place.state)
+        return self._state[1]
 
     # ------------------------------------------------------------------------------------------ beside the tree
 

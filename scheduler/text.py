@@ -43,7 +43,7 @@ class Text:
         self._renderer = Renderer(self._template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special = {token.content for token in added.values() if token.special}
-        self._unsaid = [number for number, token in added.items() if token.special and token.content not in marks]
+        self._unsaid = {number for number, token in added.items() if token.special and token.content not in marks}
         self.vocabulary = _embedded(path)
         self.vision = vision.Vision.of(folder)
 
@@ -65,7 +65,8 @@ class Text:
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of ``tokens`` without special tokens other than ``marks``."""
-        return self.tokenizer.decode(tokens[~np.isin(tokens, self._unsaid)].tolist(), skip_special_tokens=False)
+        said = [token for token in tokens.tolist() if token not in self._unsaid]
+        return self.tokenizer.decode(said, skip_special_tokens=False)
 
     def check_sight(self) -> None:
         """Raise ValueError if the model cannot read pictures in its chat format."""

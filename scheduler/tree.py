@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from wire.arrays import DTYPES
+from wire.arrays import DTYPES, NAMES
 from wire.messages import TreeNode
 
 Kind = Literal["prompt", "action", "observation"]
@@ -69,7 +69,10 @@ class Tree:
 
     def __init__(self, id: int, task: str, split: str = "train", nodes: list[Node] | None = None):
         self.id, self.task, self.split = id, task, split
-        self.nodes: dict[int, Node] = {node.id: node for node in nodes or []}
+        self.nodes: dict[int, Node] = {}
+        self._below: dict[int, list[Node]] = {}
+        for node in nodes or []:
+            self._put(node)
         self.groups: list[int] = []
         self.changed: dict[int, Node] = {}
         self.actions_read: dict[int, Any] = {}
@@ -81,8 +84,12 @@ class Tree:
         parent_id = parent.id if parent is not None else -1
         id = next(reversed(self.nodes), -1) + 1  # not len(nodes): a journal may lack candidates of an unfinished step
         node = Node(id, parent_id, kind, tokens, text, step, trajectory=trajectory, **fields)
-        self.nodes[node.id] = node
+        self._put(node)
         return node
+
+    def _put(self, node: Node) -> None:
+        self.nodes[node.id] = node
+        self._below.setdefault(node.parent, []).append(node)
 
     def parent(self, node: Node) -> Node | None:
         """The parent of ``node``, None for the root."""
@@ -100,8 +107,8 @@ class Tree:
         return np.concatenate([n.tokens for n in self.path(node)]).astype(np.int32, copy=False)
 
     def children(self, node: Node) -> list[Node]:
-        """The children of ``node``."""
-        return [n for n in self.nodes.values() if n.parent == node.id]
+        """The children of ``node``, in the order in which they were added."""
+        return self._below.get(node.id, [])
 
     def tip(self, trajectory: int = 0) -> Node:
         """The end of one trajectory's spine: its last chosen node, or the root."""
@@ -121,17 +128,22 @@ class Tree:
         path = self.path(node)
         return [(n.text, then.text) for n, then in itertools.pairwise(path) if n.kind == "action"]
 
-    def state_before(self, node: Node) -> Any:
-        """The environment state in which ``node`` was added: the state of the nearest ancestor that has one."""
+    def acted_in(self, node: Node) -> Node | None:
+        """The nearest ancestor that has an environment state, which is the state in which ``node`` was added."""
         above = self.parent(node)
         while above is not None and above.state is None:
             above = self.parent(above)
+        return above
+
+    def state_before(self, node: Node) -> Any:
+        """The environment state in which ``node`` was added, as plain values; None if there is none."""
+        above = self.acted_in(node)
         return above.state if above is not None else None
 
 
 def encode_node(node: Node) -> bytes:
     """Encode a node as msgpack, with arrays inline as [dtype, bytes]."""
-    return msgspec.msgpack.encode(node, enc_hook=lambda array: [array.dtype.name, array.tobytes()])
+    return msgspec.msgpack.encode(node, enc_hook=lambda array: [NAMES[array.dtype], array.tobytes()])
 
 
 def decode_node(blob: bytes) -> Node:

@@ -20,6 +20,8 @@ Body = TypeVar("Body")
 
 DTYPES = frozenset({"bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"})
 """Only plain buffers are allowed, because object arrays and structured arrays could smuggle code or pointers."""
+NAMES = {np.dtype(name): name for name in DTYPES}
+"""By dtype, in native byte order. ``dtype.name`` is put together anew at each use."""
 
 
 SMALL = 4096
@@ -59,13 +61,13 @@ def encode_body(body: msgspec.Struct) -> list[Frame]:
     def place(value: Any) -> list[Any]:
         if not isinstance(value, np.ndarray):
             raise WireError(f"cannot send a {type(value).__name__}: messages hold plain values and numpy arrays only")
-        if value.dtype.name not in DTYPES or not value.dtype.isnative:
+        if (name := NAMES.get(value.dtype)) is None:
             raise WireError(
                 f"cannot send an array of dtype {value.dtype!r}: expected one of {sorted(DTYPES)} in native byte order"
             )
         small = value.nbytes < SMALL
         arrays.append(value.tobytes() if small else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        return [value.dtype.name, list(value.shape), len(arrays) - 1]
+        return [name, list(value.shape), len(arrays) - 1]
 
     return [msgspec.msgpack.encode(body, enc_hook=place), *arrays]
 

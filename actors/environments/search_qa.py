@@ -129,7 +129,8 @@ class SearchQA(Environment):
         """Return the judge's context of methods.md 1.3: the bare question, then each past step."""
         lines = [f"Question: {state.question}"]
         for step in state.steps:
-            retrieved = re.sub(r"</?information>", "", step.observation).strip()[:_RETRIEVED_CHARACTERS]
+            bare = step.observation.replace("<information>", "").replace("</information>", "")
+            retrieved = bare.strip()[:_RETRIEVED_CHARACTERS]
             lines += [f"Thinking: {step.think}", f"Query: {step.query}", f"Retrieved: {retrieved}"]
         return "\n".join(lines)
 
