@@ -29,7 +29,7 @@ from scheduler.judged import Judged
 from scheduler.placement import Place
 from scheduler.text import Shown, Text
 from scheduler.together import together
-from scheduler.tree import Fork, Node, Tree
+from scheduler.tree import Fork, Node, Tree, turns_of
 from wire import support, vision
 from wire.faults import DataFault
 from wire.messages import (
@@ -98,6 +98,7 @@ class Context(Tools):
         self.seed = rng.getrandbits(62)
         self.state_type: type = type(None)
         self._state: tuple[Node | None, Any] = None, None
+        self._past: tuple[Node | None, list[tuple[str, str]], str] | None = None
 
     # ------------------------------------------------------------------------------------------ strategy calls
 
@@ -488,9 +489,12 @@ class Context(Tools):
         turn = self.environment.judged(self.task, self.state(node), action, node.step, self.settings.budget)
         if self.environment.fresh:
             return turn
-        turn = self.environment.recalled(turn, self.state(node), self.tree.turns_above(node))
-        answer = self._answer(node)
-        transcript = "".join(above.text for above in self.tree.path(node)[1:-1])
+        place, answer = self.tree.parent(node), self._answer(node)
+        if self._past is None or place is not self._past[0]:  # siblings have one past
+            path = self.tree.path(node)
+            self._past = place, turns_of(path), "".join([above.text for above in path[1:-1]])
+        _, before, transcript = self._past
+        turn = self.environment.recalled(turn, self.state(node), before)
         return msgspec.structs.replace(
             turn, transcript=transcript, observation=answer.text if answer is not None else None
         )

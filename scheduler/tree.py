@@ -4,6 +4,7 @@ The chosen nodes form one path from the root, the tree's spine. The next step gr
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -97,9 +98,10 @@ class Tree:
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from the root to ``node``."""
-        path = [node]
-        while (above := self.parent(path[-1])) is not None:
-            path.append(above)
+        path, known = [node], self.nodes
+        while node.parent in known:
+            node = known[node.parent]
+            path.append(node)
         return path[::-1]
 
     def prefix(self, node: Node) -> np.ndarray:
@@ -123,11 +125,6 @@ class Tree:
             return own
         return [action for action in self.actions(start.trajectory) if action.step <= start.step] + own
 
-    def turns_above(self, node: Node) -> list[tuple[str, str]]:
-        """The actions on the path to ``node``, without itself: the text of each, and what the policy read next."""
-        path = self.path(node)
-        return [(n.text, then.text) for n, then in itertools.pairwise(path) if n.kind == "action"]
-
     def acted_in(self, node: Node) -> Node | None:
         """The nearest ancestor that has an environment state, which is the state in which ``node`` was added."""
         above = self.parent(node)
@@ -139,6 +136,11 @@ class Tree:
         """The environment state in which ``node`` was added, as plain values; None if there is none."""
         above = self.acted_in(node)
         return above.state if above is not None else None
+
+
+def turns_of(path: Sequence[Node]) -> list[tuple[str, str]]:
+    """The actions on a path before its last node: the text of each, and what the policy read next."""
+    return [(node.text, then.text) for node, then in itertools.pairwise(path) if node.kind == "action"]
 
 
 def encode_node(node: Node) -> bytes:

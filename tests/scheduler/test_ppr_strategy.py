@@ -9,7 +9,6 @@ import pytest
 from actors.environments.search_qa import INVALID_NOTICE
 from scheduler import strategies
 from scheduler.strategies import full, ppr
-from scheduler.tree import Tree
 from tests.scheduler.test_strategies import BAD, GOOD, NOTHING, RIGHT, TASK, Services, Stage
 from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
 
@@ -104,7 +103,7 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(tmp_path
         node.scores = {"valid": 1.0} if node.kind == "action" else {}
     left = [[[BAD], [RIGHT]], [[BAD], [RIGHT]], [[RIGHT]], [[RIGHT]]][kept - 2]
     stage = staged(tmp_path, llama, left, [0.25] * 3)
-    stage.tree = Tree(0, TASK.id, "train", nodes)
+    stage.tree.__init__(0, TASK.id, "train", nodes)
     await stage.grow(ppr)
     (group,) = stage.groups
     assert [turn.scores["process"] for turn in group[:-1]] == [0.25 if kept < 4 else 0.5, 0.25]

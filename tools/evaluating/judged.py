@@ -11,7 +11,7 @@ from actors.environments.base import Environment, Task
 from actors.environments.task_files import load_tasks
 from scheduler.journal import TreeRow
 from scheduler.tasks import GeneratedTasks
-from scheduler.tree import Node, Tree
+from scheduler.tree import Node, Tree, turns_of
 from wire.messages import JudgedTurn
 
 
@@ -66,7 +66,7 @@ def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: i
     seen = environment.judged(task, state, environment.read(state, node.text), node.step, budget)
     if environment.fresh:
         return seen
-    seen = environment.recalled(seen, state, tree.turns_above(node))
+    seen = environment.recalled(seen, state, turns_of(tree.path(node)))
     answers = [child.text for child in tree.children(node) if child.kind == "observation"]
     transcript = "".join(above.text for above in tree.path(node)[1:-1])
     return msgspec.structs.replace(seen, transcript=transcript, observation=answers[0] if answers else None)

@@ -47,28 +47,28 @@ class Home(Fleet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.homes: dict[int, str] = {}
+        self.served: dict[int, str] = {}
 
     def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
         """See ``Fleet.call``."""
-        return _AtHome(self.homes, tree)
+        return _AtHome(self.served, tree)
 
 
 class _AtHome(Place):
-    def __init__(self, homes: dict[int, str], tree: int):
-        self.homes, self.tree = homes, tree
+    def __init__(self, served: dict[int, str], tree: int):
+        self.served, self.tree = served, tree
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
         free = roomy(loads, avoid)
         least = min((load.share for load in free), default=0.0)
         for load in free:
-            if load.worker == self.homes.get(self.tree) and load.share <= least + AFFINITY_SLACK:
+            if load.worker == self.served.get(self.tree) and load.share <= least + AFFINITY_SLACK:
                 return load.worker
         return choose(loads, avoid)
 
     def ended(self, worker: str, result: Any | None) -> None:
         if result is not None:
-            self.homes[self.tree] = worker
+            self.served[self.tree] = worker
 
 
 class Router(Fleet):

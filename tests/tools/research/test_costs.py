@@ -1,0 +1,66 @@
+"""The scheduler's cost for a call and for a node, in executed bytecode instructions: the same numbers on every machine and under every load.
+
+Work in C is not counted (sorting without a key, encoding, tokenizing); ``tools/bench call_cost tree_cost`` time it.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from scheduler.text import Text
+from tools.research.benches import call_cost, tree_cost
+
+pytestmark = pytest.mark.slow
+
+
+class Instructions:
+    """Counts the instructions that this thread executes in the project's files."""
+
+    def __init__(self) -> None:
+        self.executed = 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Count one event, and ask for each instruction of a new frame."""
+        if event == "call" and "/scheduler/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self.executed += event == "opcode"
+        return self
+
+
+@pytest.fixture
+def instructions() -> Iterator[Instructions]:
+    """The count, from now on."""
+    counting, before = Instructions(), sys.gettrace()
+    sys.settrace(counting)
+    yield counting
+    sys.settrace(before)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(instructions: Instructions, placed: bool) -> None:
+    def cost(workers: int, capacity: int, callers: int) -> float:
+        work = call_cost.measure(workers, capacity, callers, placed, 600, lambda: instructions.executed)
+        return asyncio.run(work)
+
+    one = cost(1, 64, 64)
+    assert one > 100
+    assert cost(256, 4, 512) < 1.5 * one
+    assert cost(16, 4, 2000) < 1.5 * one
+
+
+def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_path: Path, llama: Path) -> None:
+    def cost(budget: int) -> dict[str, float]:
+        work = tree_cost.measure(text, tmp_path, budget, True, 8, lambda: instructions.executed)
+        return asyncio.run(work)
+
+    text = Text(str(llama))
+    small, large = cost(4), cost(20)
+    assert (small["nodes"], large["nodes"]) == (27, 123)
+    assert large["us"] < 1.3 * small["us"]
+    assert large["bytes"] < 2 * small["bytes"]
