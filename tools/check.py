@@ -59,7 +59,7 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     if QUICK in arguments:
         return checks | {"pytest": ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", *given]}
     checks["documentation"] = ["mkdocs", "build", "--strict"]  # --quiet would keep warnings from failing it
-    checks["pytest"] = ["pytest", *given]
+    checks["pytest"] = ["pytest", "--durations=30", *given]
     if plain := numerical(given):
         checks["pytest, plain kernels"] = ["pytest", *plain]
     return checks

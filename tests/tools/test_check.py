@@ -43,7 +43,7 @@ def test_a_quick_check_leaves_out_the_slow_tests_the_site_and_the_second_numeric
     assert set(whole) - set(quick) == {"documentation", "pytest, plain kernels"}
     assert quick["pytest"] == ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", "-x"]
     assert 1 <= PROCESSES <= 4
-    assert whole["pytest"] == ["pytest", "-x"]
+    assert whole["pytest"] == ["pytest", "--durations=30", "-x"]
 
 
 def test_a_check_that_fails_is_named_and_what_it_said_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

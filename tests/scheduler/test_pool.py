@@ -1,0 +1,133 @@
+"""The pool and the queue against the plain definitions: every worker looked at, every call sorted."""
+
+import asyncio
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from scheduler.calls import Pending, Worker
+from scheduler.placement import Load, choose
+from scheduler.pool import FEW, LOOKED_AT, Pool, Queue
+from wire.messages import Register
+
+
+class Fleet:
+    """A pool and the list of its workers, which change at random. now: the clock of the breakers."""
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.pool, self.now = rng, Pool(), 0.0
+        self.workers: list[Worker] = []
+        self.names = iter(range(10_000))
+
+    def join(self) -> None:
+        hello = Register(f"w{next(self.names)}", ["s"], self.rng.randint(1, 4), 1, "here")
+        worker = Worker(hello.worker.encode(), hello, self.now, "")
+        worker.ready, worker.joined = True, int(hello.worker[1:])
+        self.workers.append(worker)
+        self.pool.add(worker)
+
+    def change(self) -> None:
+        """Do one thing that the dispatcher does."""
+        if len(self.workers) < 2 or self.rng.random() < 0.1:
+            return self.join()
+        worker = self.rng.choice(self.workers)
+        what = self.rng.randrange(7)
+        if what < 3:
+            worker.in_flight[self.rng.getrandbits(60)] = Any
+        elif what < 5 and worker.in_flight:
+            del worker.in_flight[next(iter(worker.in_flight))]
+        elif what == 5 and self.rng.random() < 0.3:
+            worker.draining = True
+        elif what == 6 and self.rng.random() < 0.2:
+            self.workers.remove(worker)
+            worker.ready = False
+            return self.pool.discard(worker)
+        elif self.rng.random() < 0.3:
+            worker.breaker.open_until = self.now + 5
+        worker.changes += 1
+        self.pool.touch(worker)
+        return None
+
+    def beat(self) -> None:
+        """Every worker sends a heartbeat."""
+        self.now += 1
+        for worker in self.workers:
+            worker.changes += 1
+            self.pool.touch(worker)
+
+    def usable(self) -> list[Load]:
+        return [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in self.workers if w.usable(self.now)]
+
+
+@pytest.fixture(params=range(20))
+def fleets(request: pytest.FixtureRequest) -> Iterator[Iterator[Fleet]]:
+    """One fleet after each of 300 changes, with a heartbeat before it is looked at."""
+
+    def after_each() -> Iterator[Fleet]:
+        fleet = Fleet(random.Random(request.param))
+        for _ in range(300):
+            fleet.change()
+            fleet.beat()
+            yield fleet
+
+    yield after_each()
+
+
+def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Iterator[Fleet]) -> None:
+    for fleet in fleets:
+        avoid = frozenset(w.name for w in fleet.workers if fleet.rng.random() < 0.3)
+        for names in (frozenset[str](), avoid, frozenset(w.name for w in fleet.workers)):
+            found, expected = fleet.pool.least(fleet.now, names), choose(fleet.usable(), names)
+            assert (found.name if found is not None else None) == expected
+        assert fleet.pool.has_room(fleet.now) == (choose(fleet.usable()) is not None)
+
+
+def test_a_call_that_chooses_sees_all_of_few_and_of_many_the_least_loaded_and_its_homes(
+    fleets: Iterator[Fleet],
+) -> None:
+    sizes = set[bool]()
+    for fleet in fleets:
+        usable, homes = fleet.usable(), [w.name for w in fleet.rng.sample(fleet.workers, 1)]
+        shown = fleet.pool.loads(fleet.now, homes, frozenset())
+        few = len(fleet.workers) <= FEW
+        sizes.add(few)
+        if few:
+            assert shown == usable
+            continue
+        assert set(homes) & {load.worker for load in usable} <= {load.worker for load in shown}
+        assert all(load in usable for load in shown)
+        assert len(shown) <= LOOKED_AT + len(homes)
+        least = choose(usable)
+        assert least is None or least in {load.worker for load in shown}
+    assert sizes == {True, False}
+
+
+async def test_the_queue_is_a_sorted_list_and_keeps_no_call_that_was_taken() -> None:
+    rng, queue = random.Random(1), Queue()
+    plain: list[Pending] = []
+    for number in range(3000):
+        what = rng.random()
+        if what < 0.5 or not plain:
+            pending = Pending("s", [], dict, 0.0, None, None, "", 0.0)
+            pending.order = (rng.random() < 0.9, rng.randrange(5) if rng.random() < 0.2 else 5, number)
+            queue.add(pending)
+            plain.append(pending)
+            plain.sort(key=lambda one: one.order)
+        elif what < 0.9:
+            at = min(len(plain) - 1, rng.choice([0, 0, 0, 3]))
+            assert queue.take(at) is plain.pop(at)
+        else:
+            gone = plain.pop(rng.randrange(len(plain)))
+            queue.forget(gone)
+            queue.forget(gone)  # a call that waits no more
+        assert len(queue) == len(plain)
+        assert all(queue[at] is plain[at] for at in range(min(5, len(plain))))
+    first = weakref.ref(plain[0].done)
+    plain.clear()
+    del pending
+    queue.take(0)
+    await asyncio.sleep(0)
+    assert first() is None

@@ -1,0 +1,49 @@
+"""Which GPUs a process may use, read from a stand-in for nvidia-smi that prints what the real one does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from wire import hardware
+
+LISTED = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-2d1c6a0e-8d0e-4c3f-9f8e-0c5d8a1b2c3d)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-7e9f1a2b-3c4d-5e6f-8a9b-0c1d2e3f4a5b)
+  MIG 1g.10gb     Device  0: (UUID: MIG-a1b2c3d4-e5f6-5789-8abc-def012345678)
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The text that the stand-in prints."""
+    text, program = tmp_path / "listed.txt", tmp_path / "nvidia-smi"
+    text.write_text(LISTED)
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nassert sys.argv[1:] == ['--list-gpus']\nprint(open({str(text)!r}).read(), end='')\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return text
+
+
+def test_the_gpus_are_those_that_nvidia_smi_lists(smi: Path) -> None:
+    assert hardware.visible_gpus() == ["0", "1"]
+    assert hardware.dtype_and_reason("auto") == ("bfloat16", "there is an NVIDIA GPU")
+
+
+def test_a_driver_without_gpus_means_none(smi: Path) -> None:
+    smi.write_text("No devices were found\n")
+    assert hardware.visible_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [("", []), ("-1", []), ("3", ["3"]), ("1,0", ["1", "0"]), ("GPU-2d1c6a0e,MIG-a1b2", ["GPU-2d1c6a0e", "MIG-a1b2"])],
+)
+def test_the_environment_goes_before_the_list(
+    smi: Path, monkeypatch: pytest.MonkeyPatch, named: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert hardware.visible_gpus() == expected
