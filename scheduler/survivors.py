@@ -9,6 +9,9 @@ THAW_S = 3600.0
 MORE, ROOM = 1.5, 100_000
 """Every object is also looked at as soon as more than ``MORE`` times the objects of the last such collection, and ``ROOM``, are spared."""
 
+RARELY = 100
+"""The spared objects are counted again after this many times the time that counting them took."""
+
 
 class Survivors:
     """A callback for ``gc.callbacks``, which freezes what survives a full collection.
@@ -20,16 +23,24 @@ class Survivors:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._thawed = clock, clock()
-        self._bound = 0.0
+        self._bound, self._count_at = 0.0, 0.0
         self._thawing = True  # this collection, the first one, looks at every object
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         if phase != "stop" or info["generation"] != 2:
             return
-        if not self._thawing and (self._clock() - self._thawed > THAW_S or gc.get_freeze_count() > self._bound):
+        if not self._thawing and (self._clock() - self._thawed > THAW_S or self._too_many()):
             gc.unfreeze()
             self._thawed, self._thawing = self._clock(), True
             return
         gc.freeze()
         if self._thawing:
             self._bound, self._thawing = MORE * gc.get_freeze_count() + ROOM, False
+
+    def _too_many(self) -> bool:
+        """Whether more objects than the bound are spared. Counting takes nearly as long as collecting."""
+        if (began := time.perf_counter()) < self._count_at:
+            return False
+        count = gc.get_freeze_count()
+        self._count_at = began + RARELY * (time.perf_counter() - began)
+        return count > self._bound

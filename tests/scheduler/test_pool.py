@@ -63,7 +63,7 @@ class Fleet:
 
 
 @pytest.fixture(params=range(20))
-def fleets(request: pytest.FixtureRequest) -> Iterator[Iterator[Fleet]]:
+def fleets(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """One fleet after each of 300 changes, with a heartbeat before it is looked at."""
 
     def after_each() -> Iterator[Fleet]:
@@ -73,7 +73,7 @@ def fleets(request: pytest.FixtureRequest) -> Iterator[Iterator[Fleet]]:
             fleet.beat()
             yield fleet
 
-    yield after_each()
+    return after_each()
 
 
 def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Iterator[Fleet]) -> None:

@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from scheduler.survivors import ROOM, THAW_S, Survivors
 
 
@@ -36,7 +38,10 @@ def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
         gc.unfreeze()
 
 
-def test_many_more_survivors_than_before_are_all_looked_at_however_early_it_is() -> None:
+def test_many_more_survivors_than_before_are_all_looked_at_however_early_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler.survivors.RARELY", 0)
     survivors = Survivors(lambda: 0.0)
     gc.collect()
     gc.callbacks.append(survivors)

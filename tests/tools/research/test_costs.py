@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scheduler.text import Text
-from tools.research.benches import call_cost, tree_cost
+from tools.research.benches import call_cost, fleet_limit, tree_cost
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +45,13 @@ def instructions() -> Iterator[Instructions]:
 @pytest.mark.parametrize("placed", [False, True])
 def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(instructions: Instructions, placed: bool) -> None:
     def cost(workers: int, capacity: int, callers: int) -> float:
-        work = call_cost.measure(workers, capacity, callers, placed, 600, lambda: instructions.executed)
+        work = call_cost.measure(workers, capacity, callers, placed, 400, lambda: instructions.executed)
         return asyncio.run(work)
 
     one = cost(1, 64, 64)
     assert one > 100
-    assert cost(256, 4, 512) < 1.5 * one
-    assert cost(16, 4, 2000) < 1.5 * one
+    assert cost(128, 4, 256) < 1.5 * one
+    assert cost(16, 4, 1000) < 1.5 * one
 
 
 def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_path: Path, llama: Path) -> None:
@@ -64,3 +64,14 @@ def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_pa
     assert (small["nodes"], large["nodes"]) == (27, 123)
     assert large["us"] < 1.3 * small["us"]
     assert large["bytes"] < 2 * small["bytes"]
+
+
+def test_a_simulated_fleet_grows_trees_to_their_ends(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+    monkeypatch.setattr(
+        fleet_limit, "SECONDS", {name: (0.02, sigma) for name, (_, sigma) in fleet_limit.SECONDS.items()}
+    )
+    monkeypatch.setattr(fleet_limit, "BEGIN_S", 0.1)
+    monkeypatch.setattr(fleet_limit, "model_folder", lambda: llama)
+    row = fleet_limit.run(actors=20, judges=100, most=32, seconds=1.0)
+    assert all(row[f"{many} trees at once: trees_per_hour"] > 3600 * many / 10 for many in (2, 4, 8, 16, 32))
+    assert all(row[f"{many} trees at once: open_calls"] <= many for many in (0, 2, 4, 8, 16, 32))

@@ -54,6 +54,8 @@ OUTCOME = f"judge.{SearchQA.outcome_judge}"
 SECONDS = {"generate": (4.0, 0.5), "judge.any": (1.0, 1.3), "retrieve": (0.05, 0.5), OUTCOME: (0.05, 0.5)}
 """Median and sigma of the log-normal time of an answer."""
 CAPACITIES = {"generate": 8, "judge.any": 4, "retrieve": 64, OUTCOME: 64}
+BEGIN_S = 20.0
+"""Trees that are added begin within so many seconds."""
 FEW = 8
 """Retrievers, and judges of the outcome."""
 
@@ -146,7 +148,7 @@ class Fleet:
         self._tasks += [asyncio.create_task(self._grow()) for _ in range(trees)]
 
     async def _grow(self) -> None:
-        await asyncio.sleep(20 * random.random())
+        await asyncio.sleep(BEGIN_S * random.random())
         while True:
             await tree_cost.grow(self.shop, self.settings, next(self._numbers))
             self.grown += 1
