@@ -49,6 +49,11 @@ PLANS = st.lists(
 FATES = st.lists(st.sampled_from(["lives", "lives", "dies", "drains"]), min_size=1, max_size=3)
 
 
+def harmless(plan: list[tuple[str, str]]) -> bool:
+    """Whether no call of the plan fails by its own fault of infrastructure."""
+    return all(kind in ("ok", "slow", "data") for kind, _ in plan)
+
+
 async def act(request: EchoRequest, call: Call, plan: list[tuple[str, str]]) -> EchoResult:
     """What the plan says about this request, on whatever worker it is."""
     match plan[int(request.tokens[0])][0]:
@@ -69,7 +74,9 @@ async def act(request: EchoRequest, call: Call, plan: list[tuple[str, str]]) -> 
 
 async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) -> Counter[str]:
     """Issue every call of the plan while workers meet their fates; count how the calls ended."""
-    config = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.2, max_attempts=2)
+    # Every worker but one may die or drain, and none of them costs a harmless call more than one attempt.
+    attempts, deadline = (len(fates) + 1, 30.0) if harmless(plan) else (2, DEADLINE_S)
+    config = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.2, max_attempts=attempts)
     dispatcher = Dispatcher(f"ipc://{folder}/scheduler", None, config)
     events: list[Event] = []
     dispatcher.on_event = events.append
@@ -84,7 +91,7 @@ async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) 
 
     async def one(index: int) -> str:
         try:
-            result = await dispatcher.call("echo", ask(index), deadline=DEADLINE_S)
+            result = await dispatcher.call("echo", ask(index), deadline=deadline)
         except Fault as fault:
             return fault.kind
         assert result.tokens.tolist() == [index], "an answer reached the wrong call"
@@ -101,7 +108,7 @@ async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) 
             task.cancel()
         elif fate == "drains":
             service.drain()
-    ended = await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 20 * DEADLINE_S)
+    ended = await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 20 * deadline)
     assert dispatcher.waiting() == {}
     assert all(not worker.in_flight for worker in dispatcher.workers())
     assert dispatcher.failure() is None
@@ -125,7 +132,7 @@ def test_every_dispatched_call_reaches_exactly_one_outcome(plan: list[tuple[str,
     assert set(found) <= {"ok", "data", "infrastructure", "cancelled"}
     assert found["cancelled"] <= sum(patience == "cancels" for _, patience in plan)
     assert found["data"] <= sum(kind == "data" for kind, _ in plan)
-    if all(kind in ("ok", "slow", "data") for kind, _ in plan):
+    if harmless(plan):
         assert not found["infrastructure"]  # dead and draining workers alone lose no call: one worker always stays
 
 

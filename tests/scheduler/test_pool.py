@@ -36,7 +36,8 @@ class Fleet:
         worker = self.rng.choice(self.workers)
         what = self.rng.randrange(7)
         if what < 3:
-            worker.in_flight[self.rng.getrandbits(60)] = Any
+            attempt: Any = None
+            worker.in_flight[self.rng.getrandbits(60)] = attempt
         elif what < 5 and worker.in_flight:
             del worker.in_flight[next(iter(worker.in_flight))]
         elif what == 5 and self.rng.random() < 0.3:
@@ -108,6 +109,7 @@ def test_a_call_that_chooses_sees_all_of_few_and_of_many_the_least_loaded_and_it
 async def test_the_queue_is_a_sorted_list_and_keeps_no_call_that_was_taken() -> None:
     rng, queue = random.Random(1), Queue()
     plain: list[Pending] = []
+    pending: Pending | None = None
     for number in range(3000):
         what = rng.random()
         if what < 0.5 or not plain:
@@ -125,9 +127,8 @@ async def test_the_queue_is_a_sorted_list_and_keeps_no_call_that_was_taken() -> 
             queue.forget(gone)  # a call that waits no more
         assert len(queue) == len(plain)
         assert all(queue[at] is plain[at] for at in range(min(5, len(plain))))
-    first = weakref.ref(plain[0].done)
+    first = weakref.ref(queue.take(0).done)
     plain.clear()
-    del pending
-    queue.take(0)
+    pending = None
     await asyncio.sleep(0)
     assert first() is None
