@@ -55,8 +55,8 @@ class Event(msgspec.Struct, frozen=True):
 class Worker:
     """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
 
-    joined, changes: the number of its arrival, and how often its load or state has changed (``scheduler.pool``). answered: its answers so far. unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last
-    attempts. key: its public key.
+    joined, changes: the number of its arrival, and how often its load or state has changed (``scheduler.pool``). answered: its answers so far.
+    unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last attempts. key: its public key.
     """
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):

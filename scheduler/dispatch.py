@@ -345,7 +345,8 @@ class Dispatcher:
         """An attempt has failed. blamed: whether that counts against its worker, which rests after several failures in a row."""
         pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
         if blamed:
-            attempt.worker.breaker.record(not infrastructure, self.clock())
+            attempt.worker.breaker.record(not infrastructure, now := self.clock())
+            self._wake_after_rest(attempt.worker, now)
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
@@ -361,6 +362,17 @@ class Dispatcher:
             return
         self.counters["retries"] += 1
         asyncio.get_running_loop().call_later(backoff(pending.tries, self._rng), self._again, pending)
+
+    def _wake_after_rest(self, worker: Worker, now: float) -> None:
+        """If the worker rests from now on, look at the waiting calls when its rest is over."""
+
+        def wake() -> None:
+            if self._workers.get(worker.identity) is worker:
+                self._changed(worker)
+                self._pump_all(worker)
+
+        if not worker.breaker.closed(now):
+            asyncio.get_running_loop().call_later(worker.breaker.open_until - now, wake)
 
     def _again(self, pending: Pending) -> None:
         if not pending.done.done():
@@ -382,6 +394,7 @@ class Dispatcher:
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
         if attempt:
             attempt.worker.breaker.record(False, now)
+            self._wake_after_rest(attempt.worker, now)
             attempt.worker.expires(attempt)
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
         self._tell(pending, fault)

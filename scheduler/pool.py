@@ -1,7 +1,7 @@
 """The workers of one service by their load, and its waiting calls by their order: each change costs the same however many there are.
 
 A worker is found by a heap whose entries are stale once its load has changed. A worker that may not be used is left out when it comes
-up, and entered again by ``touch`` when something about it changes, at the latest with its next heartbeat.
+up, and entered again by ``touch`` when something about it changes: when its rest ends, or with its next heartbeat.
 """
 
 import bisect
@@ -31,7 +31,9 @@ class Pool:
         self._turn = 0
 
     def add(self, worker: Worker) -> None:
-        """A worker was admitted."""
+        """A worker was admitted. It may have named the service twice."""
+        if self.members.get(worker.name) is worker:
+            return
         self.members[worker.name] = worker
         self._ring.append(worker)
         self.touch(worker)

@@ -110,7 +110,7 @@ class Tree:
 
     def children(self, node: Node) -> list[Node]:
         """The children of ``node``, in the order in which they were added."""
-        return self._below.get(node.id, [])
+        return list(self._below.get(node.id, ()))
 
     def tip(self, trajectory: int = 0) -> Node:
         """The end of one trajectory's spine: its last chosen node, or the root."""

@@ -342,6 +342,22 @@ async def test_an_answer_that_comes_after_its_call_ended_is_counted_and_ignored(
                 await asyncio.sleep(0)
 
 
+async def test_a_rested_worker_is_used_when_its_rest_ends_and_not_only_at_its_next_heartbeat(tmp_path: Path) -> None:
+    left = [InfrastructureFault("not yet")] * 5
+
+    async def late(request: EchoRequest, call: Call) -> EchoResult:
+        if left:
+            raise left.pop()
+        return EchoResult(request.tokens, 0)
+
+    async with bench(tmp_path, DispatchConfig(heartbeat_s=3600.0, dead_after_s=7200.0, max_attempts=10)) as b:
+        await b.work("w", {"echo": late})
+        (worker,) = b.dispatcher.workers()
+        worker.breaker.rest_s = 0.2
+        assert (await b.dispatcher.call("echo", ask(), deadline=60)).tokens.tolist() == [1.0]
+        assert worker.breaker.open_until > 0
+
+
 async def test_a_worker_that_keeps_failing_is_rested(tmp_path: Path) -> None:
     served: list[str] = []
 
