@@ -146,7 +146,7 @@ class ResponsesForm(Form):
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": output,
             "usage": usage, "error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
-            "temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": [],
+            "temperature": None, "top_p": None, "tool_choice": "auto", "tools": [],
         }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from wire.tool_calls import MARKS, ToolCall, family_of, parse
 _CALLS = ("tools", "tool_choice", "parallel_tool_calls")
 _SAMPLED = ("model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "chat_template_kwargs")
 """Fields that both endpoints have."""
+_DEFINITIONS = ("$defs", "definitions")
+"""Where schemas keep what they refer to."""
 
 
 class Conversation(msgspec.Struct):
@@ -35,8 +37,7 @@ class Conversation(msgspec.Struct):
         if self.sampled.constraint() is not None:
             raise Refused("`tool_choice`: a required call and another constraint: expected one of them")
         offered = [tool["function"] for tool in self.asked.tools if tool["function"]["name"] in self.asked.offered]
-        schema = {"anyOf": [_schema(function) for function in offered]}
-        return Constraint("json_schema", msgspec.json.encode(schema).decode())
+        return Constraint("json_schema", msgspec.json.encode(_one_of(offered)).decode())
 
 
 def conversation(raw: bytes, name: str, responses: bool = False) -> Conversation | None:
@@ -83,9 +84,8 @@ class Tools:
         )
         text = text[: min((place for stop in of.sampled.stops if (place := text.find(stop)) >= 0), default=len(text))]
         spent = Spent(result.prompt_tokens, result.cached_tokens, len(sample.tokens), sample.finish)
-        if of.asked.must_call and sample.finish != "length":
-            call = msgspec.json.decode(text)
-            return Reply("", [ToolCall(call["name"], msgspec.json.encode(call["arguments"]).decode())], spent)
+        if of.asked.must_call:
+            return _called(text, spent)
         parsed = parse(text, self.family, of.asked.offered)
         return Reply(parsed.text, parsed.calls, spent, parsed.think)
 
@@ -96,14 +96,43 @@ def _has_calls(body: dict[str, Any]) -> bool:
     return bool(body.get("tools")) or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
 
 
-def _schema(function: dict[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": function["name"]}, "arguments": function.get("parameters") or {"type": "object"}}
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+def _called(text: str, spent: Spent) -> Reply:
+    """Return the call that a constrained reply is; text if the limit or a stop string has cut it."""
+    try:
+        call = msgspec.json.decode(text, type=_Call)
+    except msgspec.DecodeError:
+        return Reply(text, [], spent)
+    return Reply("", [ToolCall(call.name, bytes(call.arguments).decode())], spent)
+
+
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw
+
+
+def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of a call of one of the functions. References in their parameters start at the root, so their definitions move there."""
+    calls, moved = list[dict[str, Any]](), dict[str, Any]()
+    for place, function in enumerate(functions):
+        text = msgspec.json.encode(function.get("parameters") or {"type": "object"}).decode()
+        for key in _DEFINITIONS:
+            text = text.replace(f'"#/{key}/', f'"#/$defs/{place}.')
+        parameters = msgspec.json.decode(text)
+        for key in _DEFINITIONS:
+            moved |= {f"{place}.{name}": value for name, value in parameters.pop(key, {}).items()}
+        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        calls.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    return {"anyOf": calls, **({"$defs": moved} if moved else {})}
 
 
 def _format(body: dict[str, Any]) -> dict[str, Any] | None:
     """The form of the answer as chat completions name it."""
-    wanted = (body.get("text") or {}).get("format") or {}
+    text = body.get("text") or {}
+    wanted = text.get("format") or {} if isinstance(text, dict) else None
+    if not isinstance(wanted, dict):
+        raise Refused(f"`text`: {str(body['text'])[:80]}: expected an object with a `format`")
     if wanted.get("type") != "json_schema":
         return None if wanted.get("type") in (None, "text") else {"type": wanted["type"]}
     return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}

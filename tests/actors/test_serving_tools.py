@@ -54,6 +54,41 @@ async def test_a_named_tool_is_called_among_several(client: Client) -> None:
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add"
 
 
+async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(client: Client) -> None:
+    """As pydantic writes nested parameters: references that start at the root of each tool's own schema."""
+
+    def tool(name: str, value: int) -> dict[str, Any]:
+        inner = {
+            "type": "object",
+            "properties": {"v": {"enum": [value]}},
+            "required": ["v"],
+            "additionalProperties": False,
+        }
+        parameters = {
+            "type": "object", "$defs": {"Inner": inner}, "properties": {"x": {"$ref": "#/$defs/Inner"}},
+            "required": ["x"], "additionalProperties": False,
+        }  # fmt: skip
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    for name, value in (("one", 1), ("two", 2)):
+        choice = {"type": "function", "function": {"name": name}}
+        for tool_choice in (choice, "required"):
+            answer = await client.chat(
+                **(ASKED | {"tools": [tool("one", 1), tool("two", 2)], "max_tokens": 190}), tool_choice=tool_choice
+            )
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            called = {"one": 1, "two": 2}[call["function"]["name"]]
+            assert json.loads(call["function"]["arguments"]) == {"x": {"v": called}}
+            assert tool_choice == "required" or called == value
+
+
+async def test_a_required_call_that_a_stop_string_cuts_is_text(client: Client) -> None:
+    answer = await client.chat(**ASKED, tool_choice="required", stop=["arguments"])
+    (one,) = answer["choices"]
+    assert one["finish_reason"] == "stop"
+    assert "".join(one["message"]["content"].split()) == '{"name":"add","'
+
+
 async def test_a_call_that_is_cut_is_no_call(client: Client) -> None:
     answer = await client.chat(**(ASKED | {"max_tokens": 3}), tool_choice="required")
     (one,) = answer["choices"]
@@ -123,6 +158,13 @@ async def test_what_cannot_be_done_is_refused_by_name(client: Client, fields: di
     status, answer = await client.post("chat/completions", ASKED | fields)
     assert status in (400, 404)
     assert word in answer["error"]["message"]
+
+
+async def test_a_form_that_is_no_object_is_refused_by_name(client: Client) -> None:
+    for text in ("plain", {"format": "json"}):
+        status, answer = await client.post("responses", {"input": "hi", "text": text})
+        assert status == 400
+        assert "`text`" in answer["error"]["message"]
 
 
 def test_a_chat_without_tools_is_none_of_this() -> None:
