@@ -66,12 +66,23 @@ def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_pa
     assert large["bytes"] < 2 * small["bytes"]
 
 
-def test_a_simulated_fleet_grows_trees_to_their_ends(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+def test_a_simulated_fleet_grows_trees_to_their_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Path
+) -> None:
     monkeypatch.setattr(
         fleet_limit, "SECONDS", {name: (0.02, sigma) for name, (_, sigma) in fleet_limit.SECONDS.items()}
     )
     monkeypatch.setattr(fleet_limit, "BEGIN_S", 0.1)
-    monkeypatch.setattr(fleet_limit, "model_folder", lambda: llama)
-    row = fleet_limit.run(actors=20, judges=100, most=32, seconds=1.0)
-    assert all(row[f"{many} trees at once: trees_per_hour"] > 3600 * many / 10 for many in (2, 4, 8, 16, 32))
-    assert all(row[f"{many} trees at once: open_calls"] <= many for many in (0, 2, 4, 8, 16, 32))
+
+    async def grown() -> dict[str, int]:
+        async with fleet_limit.Fleet(tmp_path, Text(str(llama)), actors=20, judges=100, heartbeat_s=0.5) as fleet:
+            fleet.more(30)
+            async with asyncio.timeout(300):
+                while fleet.grown < 60:
+                    await asyncio.sleep(0.05)
+            assert sum(fleet.dispatcher.waiting().values()) <= 30  # a tree has one call open at a time
+            return fleet.journal.tally()
+
+    tally = asyncio.run(grown())
+    assert tally["closed"] >= 60
+    assert tally["growing"] <= 30

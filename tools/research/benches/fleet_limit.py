@@ -167,7 +167,7 @@ async def _measure(fleet: Fleet, seconds: float) -> dict[str, float]:
     passed, spent = time.monotonic() - began, time.process_time() - spent
     grown, lags = fleet.grown - grown, sorted(fleet.lags)
     return {
-        "trees_per_hour": 3600 * max(1, grown) / passed,
+        "trees_per_hour": 3600 * grown / passed,
         "cpu_share": spent / passed,
         "cpu_ms_per_tree": 1000 * spent / max(1, grown),
         "lag_p50_ms": 1000 * lags[len(lags) // 2],
@@ -204,6 +204,8 @@ def run(
     trees = [max(1, most // share) for share in (16, 8, 4, 2, 1)]
     found = loop.run(_all(actors, judges, trees, seconds, heartbeat_s))
     idle, few = found[0]["cpu_share"], found[trees[0]]
+    if not few["trees_per_hour"]:
+        raise RuntimeError(f"no tree has ended within {seconds} s: expected more of them; set seconds higher")
     per_tree = (few["cpu_share"] - idle) / few["trees_per_hour"]
     row = {"name": "trees an hour, most / promised by a tree's cost", "goal": 0.8, "better": "higher"}
     row |= {
