@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Callable, Iterable
 
 import zmq
-import zmq.auth.asyncio
+import zmq.auth.thread
 
 from wire.arrays import Frame, Limits
 from wire.keys import Grant, PeerKeys, RunKeys
@@ -124,10 +124,11 @@ class Router(Pump):
         super().__init__(self.context.socket(zmq.ROUTER), lead=3)
         self.sender = ""
         self.keys = keys
-        self.authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
+        self.authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         _configure(self.socket, limits)
         if keys is not None:
-            authenticator = self.authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self.context)
+            # A thread of its own: a stopped AsyncioAuthenticator later removes its descriptor from the loop, which may be another socket's by then.
+            authenticator = self.authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
             authenticator.start()
             authenticator.configure_curve_callback(credentials_provider=keys)
             self.socket.curve_server = True
