@@ -1,6 +1,8 @@
 """The command tools/test: ruff, pyright, the documentation as a site, pytest. All of them run; the exit status is 1 if any failed.
 
-With --quick the tests marked slow, the site and the second numerical run are left out, and pytest runs in several processes, with pyright beside it.
+The tests marked slow, which start processes of their own, run one after the other; the others run in several processes, with pyright beside
+them. With --quick the slow tests, the site and the second numerical run are left out. Named tests run one after the other, so that pytest's
+options (--pdb) work for them.
 
 The numerical tests run twice: with the kernels that torch chooses for this processor, and with those for any processor, which sum in
 another order and emulate bfloat16. So a bound that holds on one kind of machine only fails on every machine.
@@ -45,7 +47,8 @@ def _inside(path: str, folder: str) -> bool:
 
 QUICK = "--quick"
 PROCESSES = min(4, len(os.sched_getaffinity(0)))
-"""Of pytest with QUICK. Each holds torch, so more than four would need more memory than a laptop may have."""
+"""Of pytest. Each holds torch, so more than four would need more memory than a laptop may have."""
+_SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 
 def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -57,11 +60,15 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "pyright": ["pyright", "--pythonpath", sys.executable],
     }
     if QUICK in arguments:
-        return checks | {"pytest": ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", *given]}
+        return checks | {"pytest": ["pytest", "-m", "not slow", *_SIDE_BY_SIDE, *given]}
     checks["documentation"] = ["mkdocs", "build", "--strict"]  # --quiet would keep warnings from failing it
-    checks["pytest"] = ["pytest", "--durations=30", *given]
+    if given:
+        checks["pytest"] = ["pytest", "--durations=30", *given]
+    else:
+        checks["pytest, slow"] = ["pytest", "--durations=30", "-m", "slow"]
+        checks["pytest"] = ["pytest", "-m", "not slow", *_SIDE_BY_SIDE]
     if plain := numerical(given):
-        checks["pytest, plain kernels"] = ["pytest", *plain]
+        checks["pytest, plain kernels"] = ["pytest", *plain, *([] if given else _SIDE_BY_SIDE)]
     return checks
 
 
@@ -81,11 +88,10 @@ def main() -> int:
         parser().print_help()
         return 0
     checks, failed = steps(arguments), list[str]()
-    beside = start("pyright", checks.pop("pyright"), subprocess.PIPE) if QUICK in arguments else None
+    beside = start("pyright", checks.pop("pyright"), subprocess.PIPE)
     for name, command in checks.items():
         failed += finish(name, start(name, command))
-    if beside is not None:
-        failed += finish("pyright", beside)
+    failed += finish("pyright", beside)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))

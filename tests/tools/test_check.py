@@ -46,6 +46,13 @@ def test_a_quick_check_leaves_out_the_slow_tests_the_site_and_the_second_numeric
     assert whole["pytest"] == ["pytest", "--durations=30", "-x"]
 
 
+def test_a_check_of_everything_runs_every_test_once_the_slow_ones_one_after_the_other() -> None:
+    everything = steps([])
+    assert everything["pytest, slow"] == ["pytest", "--durations=30", "-m", "slow"]
+    assert everything["pytest"] == steps([QUICK])["pytest"]
+    assert everything["pytest, plain kernels"][-4:] == ["-n", str(PROCESSES), "--dist", "worksteal"]
+
+
 def test_a_check_that_fails_is_named_and_what_it_said_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert finish("style", start("style", ["ruff", "check", "no-such-file.py"], subprocess.PIPE)) == ["style"]
     assert "no-such-file.py" in capfd.readouterr().out
