@@ -125,20 +125,24 @@ class Context(Tools):
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
         """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children."""
-        samples, cached = await self.sample(self.tree.prefix(node), n, self.environment.stop, limit=self._limit(node))
+        state = None if node.state is None else self._typed(node.state)
+        samples, cached, opening = await self.acted(self.tree.prefix(node), n, state)
         trajectory = node.trajectory if trajectory is None else trajectory
-        actions = [self._sampled(node, sample, trajectory=trajectory) for sample in samples]
+        actions = [self._sampled(node, sample, opening, trajectory=trajectory) for sample in samples]
         actions[0].cached = cached
         return actions
 
     async def branch(self, fork: Fork, trajectory: int) -> Node:
         """Sample another action where ``fork`` says, and add it as the first action of a new trajectory. The kept tokens have the
-        log-probabilities with which they were sampled. Fewer are kept if the engine would otherwise not see the beginning of a stop string.
+        log-probabilities with which they were sampled. Fewer are kept if the engine would otherwise not see the beginning of a stop string, and
+        no fewer than were not sampled (``Environment.beginning``).
         """
         action, kept, stop = fork.action, fork.kept, self.environment.stop
         openings = tuple(text[:end] for text in stop for end in range(1, len(text)))
         while kept and self.shop.text.decode(action.tokens[:kept]).endswith(openings):
             kept -= 1
+        opening = 0 if action.sampled is None else int((~action.sampled).sum())
+        kept = max(kept, opening)
         place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
         assert place is not None, "an action has a prompt above it"
         prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
@@ -147,7 +151,7 @@ class Context(Tools):
         tokens, logprobs, versions = (np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True))
         left = support.spliced(action.support, len(action.tokens), kept, sample.support or b"", len(sample.tokens))
         whole = msgspec.structs.replace(sample, tokens=tokens, logprobs=logprobs, versions=versions, support=left)
-        return self._sampled(place, whole, trajectory=trajectory, cached=cached, kept=kept)
+        return self._sampled(place, whole, opening, trajectory=trajectory, cached=cached, kept=kept)
 
     def action(self, node: Node) -> Action:
         """The parsed action of an action node. Each node is parsed once."""
@@ -345,6 +349,18 @@ class Context(Tools):
         self.shop.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
         return samples, results[0].cached_tokens
 
+    async def acted(
+        self, prefix: np.ndarray, n: int, state: Any, beside: bool = False
+    ) -> tuple[list[Sample], int, int]:
+        """Sample ``n`` actions of ``state``, None if unknown, whose prompt is ``prefix``. Also returns the cached tokens, and how many tokens at the
+        beginning of each action are its opening (``Environment.beginning``), which was given and not sampled. beside: as in ``sample``."""
+        environment = self.environment
+        opening = self.shop.text.encode("" if state is None else environment.beginning(state))
+        given, limit = len(opening), 0 if state is None else environment.most(state)
+        begun = np.concatenate([prefix, opening]) if given else prefix
+        samples, cached = await self.sample(begun, n, environment.stop, beside, given, limit)
+        return [_opened(sample, opening) for sample in samples] if given else samples, cached, given
+
     async def outcome_of(self, state: Any, action: Action, step: int, after: Any) -> float:
         """The outcome that the outcome judge gives to an episode whose last action, taken in ``state``, is in no tree."""
         turn = self.environment.concluded(self.task, state, action, after, step, self.settings.budget)
@@ -455,7 +471,9 @@ class Context(Tools):
     def _sampling(self, stop: list[str], trained: bool = False, kept: int = 0, limit: int = 0) -> Sampling:
         s, seed = self.settings, self.rng.getrandbits(62)
         tokens = min(s.max_action_tokens, limit or s.max_action_tokens) - kept
-        return Sampling(tokens, s.temperature, s.top_p, s.top_k, stop, seed, top_logprobs=self.top, support=trained)
+        return Sampling(
+            max(tokens, 1), s.temperature, s.top_p, s.top_k, stop, seed, top_logprobs=self.top, support=trained
+        )
 
     def _anchor(self, node: Node) -> int | None:
         text = self.environment.anchor(self.state(node))
@@ -466,8 +484,8 @@ class Context(Tools):
         check = partial(answers.sampled, request, shop.text.vocabulary, shop.proven(), shop.newest)
         return await self._call("generate", request, self.settings.generate_deadline_s, check, place)
 
-    def _sampled(self, parent: Node, sample: Sample, **settings: Any) -> Node:
-        """Add a sampled action to the tree."""
+    def _sampled(self, parent: Node, sample: Sample, opening: int = 0, **settings: Any) -> Node:
+        """Add a sampled action to the tree. opening: how many tokens at its beginning were not sampled."""
         return self.tree.add(
             parent,
             "action",
@@ -475,7 +493,7 @@ class Context(Tools):
             self.shop.text.decode(sample.tokens),
             logprobs=sample.logprobs,
             versions=sample.versions,
-            sampled=np.ones(len(sample.tokens), bool),
+            sampled=np.arange(len(sample.tokens)) >= opening,
             support=sample.support or b"",
             finish=sample.finish,
             entropies=None if sample.top is None else _entropies(sample.top),
@@ -541,7 +559,7 @@ class Context(Tools):
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
         """A trajectory's columns: turns, valid searches, whether it answered, sampled tokens, all tokens of its response (methods.md 2.4)."""
-        sampled = sum(len(turn.tokens) for turn in turns)
+        sampled = sum(len(turn.tokens) if turn.sampled is None else int(turn.sampled.sum()) for turn in turns)
         whole = len(self.tree.prefix(turns[-1])) - len(self.tree.nodes[0].tokens)
         searches = sum(self.action(turn).kind == "search" for turn in turns)
         return {
@@ -567,6 +585,21 @@ class Taken(Tools):
     def replies(self) -> tuple[str, ...]:
         """The trajectory's actions up to the one that is taken."""
         return self._replies
+
+
+def _opened(sample: Sample, opening: np.ndarray) -> Sample:
+    """Return a sample with the tokens before it, which have the log-probability 0 and the version of its first token."""
+    given = len(opening)
+    return msgspec.structs.replace(
+        sample,
+        tokens=np.concatenate([opening, sample.tokens]),
+        logprobs=np.concatenate([np.zeros(given, np.float32), sample.logprobs]),
+        versions=np.concatenate([np.repeat(sample.versions[:1], given), sample.versions]),
+        top=None if sample.top is None else [*({},) * given, *sample.top],
+        support=support.spliced(b"", given, given, sample.support, len(sample.tokens))
+        if sample.support
+        else sample.support,
+    )
 
 
 def _cut(node: Node) -> dict[str, float]:

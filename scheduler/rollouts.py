@@ -47,9 +47,7 @@ async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
     """The outcomes of ``n`` continuations of ``position``, without those that have none."""
     prefix = np.frombuffer(position.prefix, np.int32)
     async with ctx.shop.aside:
-        samples, _ = await ctx.sample(
-            prefix, n, ctx.environment.stop, beside=True, limit=ctx.environment.most(position.state)
-        )
+        samples, *_ = await ctx.acted(prefix, n, position.state, beside=True)
     reached = await together(advance(ctx, position, sample) for sample in samples)
     ended = [place for place in reached if isinstance(place, float)]
     going = Counter(place for place in reached if isinstance(place, Position))

@@ -27,19 +27,17 @@ class Counter:
         return {"total": self.total, "drawn": self.rng.randrange(100)}
 
 
-def openenv(port: int, capacity: int) -> None:
-    """Serve with OpenEnv."""
-    import uvicorn  # pyright: ignore[reportMissingImports]
-    from openenv.core.env_server import http_server, interfaces, types  # pyright: ignore[reportMissingImports]
+def classes(environment: Any, action: Any, observation: Any) -> tuple[Any, Any, Any]:
+    """The counter as an environment of OpenEnv, with its action and observation. Their bases are OpenEnv's own, or have their shape."""
 
-    class Add(types.Action):
+    class Add(action):
         number: int
 
-    class Seen(types.Observation):
+    class Seen(observation):
         total: int
         drawn: int
 
-    class Environment(interfaces.Environment):
+    class Counting(environment):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
         def __init__(self) -> None:
@@ -55,9 +53,18 @@ def openenv(port: int, capacity: int) -> None:
 
         @property
         def state(self) -> Any:
-            return types.State()
+            return {"total": self.counter.total}
 
-    app = http_server.create_app(Environment, Add, Seen, max_concurrent_envs=capacity)
+    return Counting, Add, Seen
+
+
+def openenv(port: int, capacity: int) -> None:
+    """Serve with OpenEnv."""
+    import uvicorn  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_server import http_server, interfaces, types  # pyright: ignore[reportMissingImports]
+
+    bases = classes(interfaces.Environment, types.Action, types.Observation)
+    app = http_server.create_app(*bases, max_concurrent_envs=capacity)
     uvicorn.run(app, port=port, log_level="warning")
 
 

@@ -5,7 +5,7 @@ calls in the family's notation, of tools that were offered, with an object of ar
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -31,12 +31,13 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 class Family(msgspec.Struct, frozen=True):
-    """How a family writes calls: ``mark`` before the first, ``closing`` after each, ``between`` them, ``end`` at last. key: of the arguments."""
+    """How a family writes calls: ``mark`` and ``gap`` before the first, ``closing`` after each, ``between`` them, ``end`` at last. key: of the arguments."""
 
     mark: str
     closing: str = ""
     between: str = ""
     end: str = ""
+    gap: str = ""
     key: str = "arguments"
 
     def values(self, text: str) -> list[Any]:
@@ -62,7 +63,7 @@ def _without(text: str, beginning: str, optional: bool = False) -> str:
 
 
 FAMILIES = {
-    "hermes": Family("<tool_call>", closing="</tool_call>", between="<tool_call>"),
+    "hermes": Family("<tool_call>", closing="</tool_call>", between="<tool_call>", gap="\n"),
     "llama3": Family("<|python_tag|>", between=";", key="parameters"),
     "mistral": Family("[TOOL_CALLS][", between=",", end="]"),
 }
@@ -75,6 +76,14 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>",
 def family_of(template: str) -> str:
     """Return the family of a chat template's source; "hermes" if it knows no tools, because they are then described in that notation."""
     return next((name for name, family in FAMILIES.items() if family.mark in template), "hermes")
+
+
+def opening(family: str, offered: Sequence[str]) -> str:
+    """Return how a reply begins that is a call: up to the arguments of the only tool that is offered, or up to the name of one of several. It ends where
+    tokens end in what the family writes."""
+    kind = FAMILIES[family]
+    name = f' {json.dumps(offered[0], ensure_ascii=False)}, "{kind.key}":' if len(offered) == 1 else ""
+    return f'{kind.mark}{kind.gap}{{"name":{name}'
 
 
 def parse(reply: str, family: str, offered: Collection[str]) -> Parsed:

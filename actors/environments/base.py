@@ -207,6 +207,10 @@ class Environment(Protocol):
         """Return the most tokens of an action in ``state`` if it is fewer than the run's, 0 for no limit of its own."""
         return 0
 
+    def beginning(self, state: Any) -> str:
+        """Return how every action in ``state`` begins: text that the policy is given and does not sample, so that it is not trained; "" for none."""
+        return ""
+
     def read(self, state: Any, text: str) -> Action:
         """Return the action that generated text means in ``state``."""
         ...

@@ -15,6 +15,7 @@ import pytest_asyncio
 from actors.environments.base import Environment
 from actors.environments.others.gymnasium_text import Gymnasium
 from actors.environments.others.mutable import Mutable, Turned
+from actors.environments.others.openenv import OpenEnv
 from actors.environments.others.other_python import OtherPython
 from actors.environments.others.reasoning import ReasoningGym
 from actors.environments.others.textarena_games import TextArena
@@ -55,6 +56,11 @@ def other(python: str, game: str, **arguments: Any) -> OtherPython:
     return OtherPython(path, game, arguments) if path else pytest.skip(f"{python} names no Python")
 
 
+def openenv(name: str) -> OpenEnv:
+    """Return an environment of OpenEnv's shape in this process."""
+    return OpenEnv(f"tests.openenv_shape:{name}", "tests.openenv_shape:Add", "You add.", field="number")
+
+
 Talk: Any = _Talk
 ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
@@ -72,6 +78,8 @@ ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "GEM Sudoku": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2", "1 1 3"]),
     "TextWorld": (lambda: other("COPPICE_TEXTWORLD_PYTHON", "textworld"), ["look", "inventory", "go north"]),
     "other Python, reasoning": (lambda: other("sys", "reasoning_gym", name="word_ladder"), ["COLD,CORD", "x"]),
+    "OpenEnv": (lambda: openenv("Counting"), ["1", '{"number": 2}', "3"]),
+    "OpenEnv, no seed": (lambda: openenv("Unseeded"), ["1", "2", "9"]),
     "reasoning": (lambda: ReasoningGym("basic_arithmetic"), ["3", "x"]),
 }
 
@@ -81,7 +89,7 @@ async def adapted(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Callable[[], Environment], list[str]]]:
     """A way to make the environment, and actions to play."""
-    for package in ("gymnasium", "textarena", "reasoning_gym"):
+    for package in ("gymnasium", "textarena", "reasoning_gym", "pydantic"):
         pytest.importorskip(package)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     environments: list[Any] = []

@@ -1,12 +1,16 @@
-"""verifiers as an agent: examples/verifiers_agent.py plays its episodes. COPPICE_VERIFIERS_PYTHON names a Python with verifiers."""
+"""verifiers as an agent: examples/verifiers_agent.py plays its episodes. COPPICE_VERIFIERS_PYTHON names a Python with verifiers, and
+COPPICE_VERIFIERS_ENVIRONMENTS the folder ``environments`` of a checkout of its repository, whose published environments are no part of its package.
+"""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from actors.environments.agents.environment import Agent
 from actors.environments.base import Task
@@ -22,6 +26,17 @@ ROOT = Path(__file__).parents[2]
 def python() -> str:
     """The Python in which verifiers is installed."""
     return os.environ.get("COPPICE_VERIFIERS_PYTHON") or pytest.skip("COPPICE_VERIFIERS_PYTHON names no Python")
+
+
+@pytest.fixture
+def published(python: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A command that plays the published environments without uv."""
+    folder = os.environ.get("COPPICE_VERIFIERS_ENVIRONMENTS")
+    missing = [name for name in ("kuhn_poker", "glossary") if not folder or not (Path(folder) / name / name).is_dir()]
+    if not folder or missing:
+        pytest.skip(f"COPPICE_VERIFIERS_ENVIRONMENTS={folder} has no {' and no '.join(missing)}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}/kuhn_poker:{folder}/glossary")
+    return f"{python} -m examples.verifiers_agent --harness verifiers_chat"
 
 
 def playing(staged: Stage, run: str, task: str) -> Stage:
@@ -75,3 +90,120 @@ async def test_a_taskset_that_is_not_there_is_named(
         await playing(stage(answers, "counting"), f"{python} -m examples.verifiers_agent", "no_such_taskset/3").grow(
             chain
         )
+
+
+def bets(prompt: str, i: int) -> str:
+    """Checks first, bets after a check, and calls a bet."""
+    legal = prompt.rpartition("Your legal actions:")[2]
+    return (
+        "[call]"
+        if "[call]" in legal
+        else "[bet]"
+        if "chose [check]" in prompt.rpartition("Betting so far:")[2]
+        else "[check]"
+    )
+
+
+def won(first: str, second: str) -> float:
+    """What the first of two players of Kuhn poker earns who has called a bet, by the cards that their prompts show."""
+    ranks = ["JQK".index(re.findall(r"Your private card: ([JQK])", prompt)[-1]) for prompt in (first, second)]
+    return 2.0 if ranks[0] > ranks[1] else -2.0
+
+
+@pytest.mark.slow
+async def test_two_players_of_a_published_game_have_a_path_each(
+    stage: Callable[..., Stage],  # noqa: F811
+    published: str,
+) -> None:
+    s = playing(stage(bets, "counting"), f"{published} --learns player0,player1", "kuhn_poker/3")
+    tree = await s.grow(chain)
+    s.check(tree)
+    actions = tree.actions()
+    assert [action.text for action in actions] == ["[check]", "[bet]", "[call]"]
+    paths = [[node.id for node in tree.path(action) if node.kind == "action"] for action in actions]
+    assert paths == [[actions[0].id], [actions[1].id], [actions[0].id, actions[2].id]]
+    assert "as Player 0" in s.policy.prompts[2] and s.policy.prompts[2].startswith(s.policy.prompts[0])
+    assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (won(*s.policy.prompts[:2]), 0.0)
+
+
+@pytest.mark.slow
+async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
+    stage: Callable[..., Stage],  # noqa: F811
+    published: str,
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((request.headers["Authorization"], await request.json()))
+        choice = {"index": 0, "message": {"role": "assistant", "content": "[bet]"}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        return web.json_response(
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "start",
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        s = playing(stage(bets, "counting"), f"{published} --learns player0 --others {url} start", "kuhn_poker/4")
+        tree = await s.grow(chain)
+    finally:
+        await runner.cleanup()
+    s.check(tree)
+    actions = tree.actions()
+    assert [action.text for action in actions] == ["[check]", "[call]"]
+    assert [node for node in tree.path(actions[1]) if node.kind == "action"] == actions
+    ((key, body),) = asked
+    assert (key, body["model"]) == ("Bearer none", "start")
+    assert actions[-1].scores["outcome"] == won(s.policy.prompts[0], body["messages"][0]["content"])
+
+
+@pytest.mark.slow
+async def test_a_tool_of_a_published_environment_is_called_over_mcp(
+    stage: Callable[..., Stage],  # noqa: F811
+    published: str,
+) -> None:
+    def looks_up(prompt: str, i: int) -> str:
+        name, seen = re.findall(r'look up "([^"]+)"', prompt)[-1], prompt.partition("<tool_response>\n")[2]
+        if not seen:
+            return f'<tool_call>\n{{"name": "facts_lookup", "arguments": {{"name": "{name}"}}}}\n</tool_call>'
+        return f"<answer>{seen.partition(chr(10) + '</tool_response>')[0]}</answer>"
+
+    s = playing(stage(looks_up, "counting"), published, "glossary/2")
+    tree = await s.grow(slate, k=2, selection="best-of-k")
+    s.check(tree)
+    actions = tree.actions()
+    assert [action.scores["valid"] for action in actions] == [1, 1]
+    assert [node for node in tree.path(actions[1]) if node.kind == "action"] == actions
+    assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (1.0, 0.0)
+    assert '"name": "facts_lookup"' in s.policy.prompts[0] and "Look up what" in s.policy.prompts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", r"--learns : expected one of the roles of kuhn_poker, player0, player1"),
+        ("--learns dealer", r"--learns dealer: expected one of the roles"),
+        ("--learns player1", r"expected --others URL MODEL, which answers player0"),
+    ],
+)
+async def test_of_several_roles_the_one_that_learns_is_named(
+    stage: Callable[..., Stage],  # noqa: F811
+    published: str,
+    options: str,
+    said: str,
+) -> None:
+    with pytest.raises(DataFault, match=said):
+        await playing(stage(bets, "counting"), f"{published} {options}", "kuhn_poker/3").grow(chain)

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from wire.dialogue import THOUGHT
-from wire.tool_calls import FAMILIES, Parsed, ToolCall, family_of, parse
+from wire.tool_calls import FAMILIES, Parsed, ToolCall, family_of, opening, parse
 
 ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'
 CALL = ToolCall("look", '{"a": "</x> é"}')
@@ -25,6 +25,15 @@ CALL = ToolCall("look", '{"a": "</x> é"}')
 )
 def test_calls_are_read_as_their_family_writes_them(family: str, reply: str, expected: Parsed) -> None:
     assert parse(reply, family, ["look"]) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_opening_begins_a_call_that_is_read(family: str) -> None:
+    kind = FAMILIES[family]
+    end = f' {{"a": 1}}}}{kind.closing}{kind.end}'
+    one, several = opening(family, ["look é"]), opening(family, ["look é", "go"])
+    assert parse(one + end, family, ["look é"]).calls == [ToolCall("look é", '{"a": 1}')]
+    assert parse(f'{several} "go", "{kind.key}":{end}', family, ["look é", "go"]).calls == [ToolCall("go", '{"a": 1}')]
 
 
 @pytest.mark.parametrize(

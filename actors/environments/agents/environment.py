@@ -26,7 +26,7 @@ from wire.dialogue import Message, histories
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn
 from wire.numbers import Count, NotNegative, Positive
-from wire.tool_calls import MARKS, ToolCall, parse
+from wire.tool_calls import MARKS, ToolCall, opening, parse
 
 OVER = "The budget of this episode is used up."
 """What a call beyond the budget is answered. It is no reply of the policy and in no tree."""
@@ -71,7 +71,7 @@ class Agent(Environment):
     before it asks again; a reply without one is unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended, and
     reached again by replay. seconds (without those in which it waits for replies), memory_gib,
     output_mib: limits of a process. family: how the model writes tool
-    calls (``wire.tool_calls``)."""
+    calls (``wire.tool_calls``). open_calls: whether a reply that must call a tool begins with the opening of a call, which the policy does not sample."""
 
     name = "agent"
     fresh = False
@@ -94,12 +94,13 @@ class Agent(Environment):
         memory_gib: NotNegative = 0.0,
         output_mib: Positive = 4.0,
         family: str = "hermes",
+        open_calls: bool = False,
     ):
         plain = ":" in run and not any(character.isspace() for character in run)
         self.run, self.nursery = run, Nursery([] if plain else shlex.split(run), run if plain else "")
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
         self.searches, self.rewarded_by_judge, self.gives_step_rewards = retriever, rewarded == "judge", step_rewards
-        self.kept = kept
+        self.kept, self.open_calls = kept, open_calls
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
@@ -130,6 +131,10 @@ class Agent(Environment):
     def most(self, state: Standing) -> int:
         """Return the agent's own limit of a reply."""
         return state.most
+
+    def beginning(self, state: Standing) -> str:
+        """Return how a call begins, if the agent requires one and the run opens it."""
+        return opening(self.family, state.offered) if self.open_calls and state.must_call else ""
 
     def read(self, state: Standing, text: str) -> Action:
         """Return the reply. Its tool calls must be readable and of tools that were offered, and there must be one if the agent requires one."""

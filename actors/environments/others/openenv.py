@@ -7,6 +7,7 @@ of its fields, or as bare text where the action has one field. It sees the obser
 
 import asyncio
 import contextlib
+import inspect
 import json
 from typing import Any
 
@@ -47,7 +48,10 @@ def _shown(observation: dict[str, Any]) -> str:
 
 
 class OpenEnv(Mutable):
-    """environment, action: "module:Class" of an environment and of its actions. rules: what the policy is told. field: as in ``_fields``."""
+    """environment, action: "module:Class" of an environment and of its actions. rules: what the policy is told. field: as in ``_fields``.
+
+    An action that the environment refuses with a ValueError ends the episode with what it has earned. Anything else that the environment raises is a
+    DataFault, which sets its task aside. An environment whose ``reset`` takes no seed draws from the process's random state, which the seed sets."""
 
     name = "openenv"
 
@@ -57,15 +61,32 @@ class OpenEnv(Mutable):
         self.rules, self.field = rules, field
 
     def begin(self, seed: int) -> tuple[Any, str]:
-        environment = self._make()
-        return environment, _shown(environment.reset(seed=seed).model_dump(mode="json"))
+        try:
+            environment = self._make()
+            seeded = {"seed": seed} if _takes_seed(environment.reset) else {}
+            return environment, _shown(environment.reset(**seeded).model_dump(mode="json"))
+        except Exception as error:
+            raise self._fault(error, f"the episode of seed {seed} cannot begin") from error
 
     def turn(self, environment: Any, action: str) -> Turned:
-        observation = environment.step(self._action(**json.loads(action)))  # pydantic's ValidationError is a ValueError
-        return _turned(observation.model_dump(mode="json"), observation.reward, observation.done)
+        try:
+            observation = environment.step(self._action(**json.loads(action)))
+            return _turned(observation.model_dump(mode="json"), observation.reward, observation.done)
+        except ValueError:  # pydantic's ValidationError is one too
+            raise
+        except Exception as error:
+            raise self._fault(error, f"the action {action[:200]} fails") from error
+
+    def _fault(self, error: Exception, said: str) -> DataFault:
+        return DataFault(f"OpenEnv environment {self._make.__name__}: {said}: {type(error).__name__}: {error}")
 
     def allowed(self, text: str) -> str | None:
         return _fields(text, self.field)
+
+
+def _takes_seed(reset: Any) -> bool:
+    parameters = inspect.signature(reset).parameters
+    return "seed" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 class OpenEnvServer(Mutable):
