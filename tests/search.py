@@ -1,7 +1,11 @@
-"""A search for whole runs with an untrained policy, named "tests.search:AnySearch" in data.environment."""
+"""Searches for whole runs with an untrained policy, named "tests.search:AnySearch" or ":CoinSearch" in data.environment, and a judge of theirs."""
+
+import zlib
 
 from actors.environments.base import Action
 from actors.environments.search_qa import SearchQA, State
+from judges.base import RuleJudge
+from wire.messages import JudgedTurn, Judgement
 
 SEARCHES = 2
 
@@ -14,3 +18,21 @@ class AnySearch(SearchQA):
         if len(state.steps) < SEARCHES:
             return Action("search", text, think="", query=state.question)
         return Action("answer", text, think="", answer=text)
+
+
+class CoinSearch(AnySearch):
+    """As AnySearch, judged by Coin, so that trees have right and wrong answers and every method something to learn."""
+
+    outcome_judge = "coin"
+
+
+class Coin(RuleJudge):
+    """Right are the answers whose checksum is even: about half of a random policy's. Columns: outcome and f1."""
+
+    name = "coin"
+    columns = ("outcome", "f1")
+
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        """By the answer alone."""
+        right = turn.answer is not None and zlib.crc32(turn.answer.encode()) % 2 == 0
+        return Judgement(dict.fromkeys(self.columns, float(right)))

@@ -50,6 +50,7 @@ kv_cache_gib = 0.01
 count = 2
 lr = 1e-3
 kl_coef = 0.001
+entropy_coef = 0.01
 dtype = "float32"
 lora = {{ rank = 4, alpha = 8.0 }}
 """
@@ -108,6 +109,7 @@ def undeclared(run: Path) -> list[str]:
 def check_whole(run: Path) -> None:
     """As ``check_groups``, for this page's config."""
     check_groups(run, UPDATES, QUESTIONS)
+    check_gradients(run, UPDATES)
 
 
 def check_groups(run: Path, updates: int, questions: int) -> None:
@@ -125,6 +127,14 @@ def check_groups(run: Path, updates: int, questions: int) -> None:
     for version in range(1, updates + 1):
         assert sum(version in versions for versions in by_tree) == questions
     assert frontier.read(run, updates).groups() == dict(groups)
+
+
+def check_gradients(run: Path, updates: int) -> None:
+    """Every update had something to learn."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    norms = [record["learner/grad_norm"] for record in records if "learner/grad_norm" in record]
+    assert len(norms) >= updates
+    assert min(norms) > 0
 
 
 def check_seconds(run: Path, first: int, most: float) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.journal import Journal
-from tests.e2e.test_run import check_groups, finish, launch, left_over, prepare
+from tests.e2e.test_run import check_gradients, check_groups, finish, launch, left_over, prepare
 
 UPDATES, QUESTIONS = 2, 3
 
@@ -18,7 +18,7 @@ name = "{folder}/model"
 train = "{folder}/tasks.jsonl"
 heldout = "{folder}/tasks.jsonl"
 corpus = "{folder}/corpus.jsonl"
-environment = "tests.search:AnySearch"
+environment = "tests.search:CoinSearch"
 [data.options]
 prompt = "question"
 topk = 1
@@ -39,7 +39,7 @@ count = 1
 dtype = "float32"
 max_context = 1024
 kv_cache_gib = 0.01
-[judges.use.exact_match]
+[judges.use."tests.search:Coin"]
 [learner]
 count = 1
 scheme = "{scheme}"
@@ -80,6 +80,7 @@ def test_a_tree_method_trains_on_all_its_leaves(scheme: str, tmp_path: Path) -> 
     assert process.returncode == 0, out
     assert left_over(run) == []
     check_groups(run, UPDATES, QUESTIONS)
+    check_gradients(run, UPDATES)
     journal = Journal(run / "journal.sqlite", readonly=True)
     for tree in journal.trees("split='train'"):
         groups = [journal.turns(group) for group, _ in journal.groups(tree.id)]
