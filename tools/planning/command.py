@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from tools.inspecting import runs
 from tools.launching import processes
 from tools.launching.config import DEFAULT_CONFIG, Config, load
 from tools.planning import formulas, prediction
-from tools.planning.formulas import GPUS, Dense, Device, Efficiency
+from tools.planning.formulas import GPUS, Device, Efficiency
 from tools.planning.growth import Work
 from tools.planning.prediction import Split
-from tools.planning.samples import Lengths
+from tools.planning.samples import Lengths, MadeUp, Source
 from wire.options import command_parser, known
 
 EXAMPLES = """\
@@ -84,10 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check(options)
         told = against(options) if options.against else plan(options)
+        lines = compared(told) if isinstance(told, dict) else page(told)
     except runs.UNREADABLE as error:
         print(f"tools/plan: {error}", file=sys.stderr)
         return 2
-    print(msgspec.json.format(msgspec.json.encode(told)).decode() if options.json else "\n".join(page(told)))
+    print(msgspec.json.format(msgspec.json.encode(told)).decode() if options.json else "\n".join(lines))
     return 0
 
 
@@ -117,203 +119,129 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected {expected}")
 
 
-def plan(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the plan of a config, as plain values."""
+class Plan(msgspec.Struct, frozen=True):
+    """What a run of ``config`` will take. texts: the lengths that nobody gave are marked as assumed. apart, shared: FLOPs of the learner's update without
+    and with shared prefixes. memory: main memory of the processes, as (how many, GiB of each); none with GPUs, whose splits say it."""
+
+    config: Config
+    weights: float
+    texts: str
+    work: Work
+    apart: float
+    shared: float
+    memory: dict[str, tuple[int, float]]
+    gpu: str
+    efficiency: Efficiency | None
+    splits: list[Split]
+
+
+def plan(options: argparse.Namespace) -> Plan:
+    """Return the plan of a config."""
     if options.run and not options.config:
         config = prediction.config_of(options.run, options.set)
     else:
         config = load(options.config or DEFAULT_CONFIG, options.set)
-    model, s = prediction.model_of(config, options.shape), config.scheduler
-    lengths: dict[str, Any] = {"run": str(options.run)}
-    if options.run:
-        source = prediction.recorded(options.run, config)
-    else:
-        given = {name: getattr(options, name) for name in Lengths.__struct_fields__}
-        size, assumed = prediction.made_up(config, **given)
-        source = prediction.source_of(config, size)
-        lengths = {
-            name: {"tokens": value, "assumed": name in assumed} for name, value in msgspec.structs.asdict(size).items()
-        }
+    model, learner = prediction.model_of(config, options.shape), config.learner
+    source, texts = texts_of(options, config)
     work = prediction.work_of(config, source)
-    shared, apart = (formulas.learner_flops(config.learner, model, work, share) for share in (True, False))
-    method = f"{s.strategy} {strategies.load(s.strategy, s.strategy_options).options or ''}".strip()
-    told = {
-        "config": config.name,
-        "method": method,
-        "model": config.model.name,
-        "weights": model.weights,
-        "lengths": lengths,
-    }
-    told |= {
-        "budget": s.budget,
-        "questions": s.questions_per_update,
-        "updates": s.updates,
-        "max_staleness": s.max_staleness,
-    }
-    told |= {"work": msgspec.structs.asdict(work), "flops": {"shared": shared, "apart": apart}}
-    return told | costs(options, config, model, work)
+    memory, device, reach = dict[str, tuple[int, float]](), None, None
+    if options.gpus is not None:
+        own = {name: value for name in Device.__struct_fields__ if (value := getattr(options, name)) is not None}
+        device = msgspec.structs.replace(GPUS.get(options.gpu, Device(1.0)), **own)
+        reach = Efficiency(options.learner_share, options.prefill_share, options.decode_share, options.wait)
+    else:
+        memory = processes.memory_parts(config, model.settings, model.weights)
+        device, reach = prediction.reached(options.run) if options.run else (None, None)
+    splits = prediction.splits(config, model, work, device, reach, options.gpus) if device and reach else []
+    apart, shared = (formulas.learner_flops(learner, model, work, share) for share in (False, True))
+    gpu = options.gpu if options.gpus is not None else ""
+    return Plan(config, model.weights, texts, work, apart, shared, memory, gpu, reach, splits)
 
 
-def costs(options: argparse.Namespace, config: Config, model: Dense, work: Work) -> dict[str, Any]:
-    """Return memory, times and cost of a plan: with GPUs of every split of them, else of the config's own processes."""
-    if options.gpus is None:
-        parts = processes.memory_parts(config, model.settings, model.weights)
-        main = {"main_memory": {name: {"count": count, "gib": each} for name, (count, each) in parts.items()}}
-        if options.run is None:
-            return main | {"splits": []}
-        device, reach = prediction.reached(options.run)
-        return main | {
-            "splits": [
-                told(
-                    config,
-                    prediction.split(
-                        config, model, work, device, reach, config.actors.count, config.learner.count, False
-                    ),
-                    0.0,
-                )
-            ]
-        }
-    device = GPUS.get(options.gpu, Device(1.0))
-    device = msgspec.structs.replace(
-        device, **{n: v for n in Device.__struct_fields__ if (v := getattr(options, n)) is not None}
-    )
-    reach = Efficiency(options.learner_share, options.prefill_share, options.decode_share, options.wait)
-    every = prediction.splits(config, model, work, device, reach, options.gpus)
-    return {
-        "gpu": options.gpu,
-        "gpus": options.gpus,
-        "efficiency": reach,
-        "splits": [told(config, one, device.price) for one in every],
-    }
+def texts_of(options: argparse.Namespace, config: Config) -> tuple[Source, str]:
+    """Return the texts of a plan, and what they are."""
+    if options.run:
+        return prediction.recorded(options.run, config), f"texts of {options.run}"
+    size, assumed = prediction.made_up(config, {name: getattr(options, name) for name in Lengths.__struct_fields__})
+    lengths = msgspec.structs.asdict(size).items()
+    said = ", ".join(f"{name} {value:g}{' (assumed)' if name in assumed else ''}" for name, value in lengths)
+    return MadeUp(size, config.scheduler.budget, prediction.environment_of(config).fresh), f"lengths: {said}"
 
 
-def told(config: Config, split: Split, price: float) -> dict[str, Any]:
-    """Return a split as plain values, with the hours of the whole run and its cost (without its evaluations)."""
-    hours = split.speed.period * config.scheduler.updates / 3600
-    gpu_hours = hours * (split.actors + split.ranks)
-    own = config.actors.count == split.engines and config.learner.count == split.ranks
-    return msgspec.to_builtins(split) | {
-        "own": own,
-        "hours": hours,
-        "gpu_hours": gpu_hours,
-        "cost": gpu_hours * price or None,
-    }
-
-
-def against(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what is predicted of a run and what it measured, with texts and speeds of ``--run``, or of itself."""
+def against(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Return what is predicted of a run and what it measured, by quantity, with texts and speeds of ``--run``, or of itself."""
     config, texts = prediction.config_of(options.against), options.run or options.against
     model, work = (
         prediction.model_of(config, options.shape),
         prediction.work_of(config, prediction.recorded(texts, config)),
     )
-    speed = prediction.split(
-        config, model, work, *prediction.reached(texts), config.actors.count, config.learner.count, False
-    ).speed
-    predicted = msgspec.structs.asdict(work) | msgspec.structs.asdict(speed)
-    measured = msgspec.structs.asdict(prediction.measured(options.against))
-    rows = {name: {"predicted": predicted[name], "measured": value} for name, value in measured.items()}
-    return {"against": str(options.against), "run": str(texts), "quantities": rows}
+    (own,) = prediction.splits(config, model, work, *prediction.reached(texts), None)
+    predicted = msgspec.structs.asdict(work) | msgspec.structs.asdict(own.speed)
+    return {name: (predicted[name], value) for name, value in prediction.measured(options.against).items()}
 
 
-def page(told: dict[str, Any]) -> list[str]:
-    """Return what the terminal shows, at most 80 columns wide."""
-    if "against" in told:
-        lines = [
-            "per update, texts and speeds of " + ("another run" if told["run"] != told["against"] else "the run itself")
-        ]
-        lines.append(f"{'':<12}{'predicted':>14}{'measured':>14}{'error':>9}")
-        for name, row in told["quantities"].items():
-            error = f"{row['predicted'] / row['measured'] - 1:+9.0%}" if row["measured"] else f"{'-':>9}"
-            lines.append(f"{name:<12}{number(row['predicted']):>14}{number(row['measured']):>14}{error}")
-        return lines
-    return [*head(told), *tree(told), *processes_of(told), *table(told)]
+def compared(rows: dict[str, tuple[float, float]]) -> list[str]:
+    """Return what the terminal shows of a comparison."""
+    lines = ["per update", f"{'':<12}{'predicted':>14}{'measured':>14}{'error':>9}"]
+    errors = {name: f"{guess / true - 1:+.0%}" if true else "-" for name, (guess, true) in rows.items()}
+    return lines + [f"{n:<12}{number(p):>14}{number(m):>14}{errors[n]:>9}" for n, (p, m) in rows.items()]
 
 
-def head(told: dict[str, Any]) -> list[str]:
-    """Return what is planned, and with which lengths."""
-    lines = [f"plan of {told['config']}: {told['method']}, budget {told['budget']}"]
-    lines.append(f"  {told['model']}, {told['weights'] / 1e9:.3g} billion weights")
-    lines.append(f"  {told['updates']} updates of {told['questions']} questions, max_staleness {told['max_staleness']}")
-    lengths = told["lengths"]
-    if "run" in lengths:
-        lines.append(f"  texts of {lengths['run']}")
-    else:
-        said = [
-            f"{name} {value['tokens']:g}{' (assumed)' if value['assumed'] else ''}" for name, value in lengths.items()
-        ]
-        lines += [f"  lengths: {', '.join(said[:3])}", f"           {', '.join(said[3:])}"]
-    return [line if len(line) <= 80 else f"{line[:77]}..." for line in lines]
-
-
-def tree(told: dict[str, Any]) -> list[str]:
-    """Return the tokens and FLOPs of an update, with and without sharing."""
-    w, flops = told["work"], told["flops"]
+def page(told: Plan) -> list[str]:
+    """Return what the terminal shows of a plan, at most 80 columns wide."""
+    c, s, w = told.config, told.config.scheduler, told.work
+    options = strategies.load(s.strategy, s.strategy_options).options
+    given = "".join(f" {name}={value}" for name, value in options.items())
+    about = [
+        f"plan of {c.name}: {s.strategy}{given}, budget {s.budget}",
+        f"  {c.model.name}, {told.weights / 1e9:.3g} billion weights",
+        f"  {s.updates} updates of {s.questions_per_update} questions, max_staleness {s.max_staleness}",
+        f"  {told.texts}",
+    ]
+    sums = f"{number(w.nodes)} nodes, {number(w.calls)} calls, {number(w.sampled)} tokens sampled, {number(w.turns)} turns trained"
     rows = [
-        ("tokens prefilled by actors", w["prompt"], w["prefilled"]),
-        ("tokens forwarded by the learner", w["path"], w["forwarded"]),
-        ("FLOPs of the learner", flops["apart"], flops["shared"]),
+        ("tokens prefilled by actors", w.prompt, w.prefilled),
+        ("tokens forwarded by the learner", w.path, w.forwarded),
+        ("FLOPs of the learner", told.apart, told.shared),
     ]
-    lines = [
-        "",
-        f"an update: {number(w['nodes'])} nodes, {number(w['calls'])} calls, {number(w['sampled'])} tokens sampled, {number(w['turns'])} turns trained",
-    ]
-    lines.append(f"  {'':<34}{'unshared':>12}{'shared':>12}{'saved':>8}")
-    return lines + [f"  {name:<34}{number(a):>12}{number(b):>12}{1 - b / max(1, a):>8.0%}" for name, a, b in rows]
+    lines = [part for line in about for part in textwrap.wrap(line, 80, subsequent_indent="    ")]
+    lines += ["", *textwrap.wrap(f"an update: {sums}", 80), f"  {'':<34}{'unshared':>12}{'shared':>12}{'saved':>8}"]
+    lines += [f"  {name:<34}{number(a):>12}{number(b):>12}{1 - b / max(1, a):>8.0%}" for name, a, b in rows]
+    return [*lines, "", *memory(told), "", *times(told)]
 
 
-def processes_of(told: dict[str, Any]) -> list[str]:
+def memory(told: Plan) -> list[str]:
     """Return the memory of each kind of process."""
-    if "main_memory" in told:
-        rows = told["main_memory"].items()
-        total = sum(row["count"] * row["gib"] for _, row in rows)
-        return [
-            "",
-            "main memory, GiB",
-            *(f"  {row['count']:>3} {name:<20}{row['gib']:>8.2f} each" for name, row in rows),
-            f"  {'all':<24}{total:>8.2f}",
-        ]
-    best = told["splits"][0]
-    lines = [
-        "",
-        f"memory of a GPU, GiB: {best['actor_gib']:.0f} of an actor's (room for {number(best['cache'])} tokens of cache),",
-    ]
-    return [*lines, f"  {best['rank_gib']:.0f} of a rank's"]
+    if told.gpu:
+        best = told.splits[0]
+        actor = f"  an actor's GPU {best.actor_gib:8.1f}, with room for {number(best.cache)} tokens of cache"
+        return ["memory, GiB", actor, f"  a rank's GPU   {best.rank_gib:8.1f}"]
+    total = sum(count * each for count, each in told.memory.values())
+    lines = [f"  {count:>3} {name:<20}{each:>8.2f} each" for name, (count, each) in told.memory.items()]
+    return ["main memory, GiB", *lines, f"  {'all':<24}{total:>8.2f}"]
 
 
-def table(told: dict[str, Any]) -> list[str]:
+def times(told: Plan) -> list[str]:
     """Return the splits, the fastest first, and what the best one costs."""
-    if not told["splits"]:
-        return ["", "no times: give --gpus, or --run with a run of this machine"]
-    lines = [
-        "",
-        "seconds of an update, the fastest split first (*: the config's own)"
-        if "gpu" in told
-        else "seconds of an update, at the speed of the run's processes",
-    ]
-    lines.append(
-        f"  {'actors':>6}{'ranks':>6}{'generate':>10}{'learn':>9}{'latency':>9}{'period':>9}  {'waits for':<10}{'stale':>5}{'hours':>8}"
-    )
-    for one in told["splits"]:
-        s = one["speed"]
-        values = "".join(
-            f"{number(s[name]):>{width}}"
-            for name, width in (("generate", 10), ("learn", 9), ("latency", 9), ("period", 9))
-        )
-        lines.append(
-            f"  {one['actors']:>6}{one['ranks']:>6}{values}  {s['bound']:<10}{s['staleness']:>5.1f}{number(one['hours']):>8}{' *' if one['own'] else ''}"
-        )
-        lines += [f"         does not fit: {one['lacks']}"[:80]] if one["lacks"] else []
-    best = told["splits"][0]
-    if "gpu" not in told:
+    if not told.splits:
+        return ["no times: give --gpus, or --run with a run of this machine"]
+    which = "the fastest split first (*: the config's own)" if told.gpu else "at the speed of the run's processes"
+    lines = [f"seconds of an update, {which}"]
+    lines += [" actors ranks  generate    learn  latency   period  waits for   stale    hours"]
+    for one in told.splits:
+        s, own = one.speed, (one.engines, one.ranks) == (told.config.actors.count, told.config.learner.count)
+        values = "".join(f"{number(value):>9}" for value in (s.learn, s.latency, s.period))
+        line = f"{one.actors:>7}{one.ranks:>6}{number(s.generate):>10}{values}  {s.bound:<10}{s.staleness:>7.1f}"
+        lines += [f"{line}{number(one.hours):>9}{' *' if own and told.gpu else ''}"]
+        lines += [f"        does not fit: {one.lacks}"[:80]] if one.lacks else []
+    best = told.splits[0]
+    if not told.gpu:
         return lines
-    if best["lacks"]:
+    if best.lacks:
         return [*lines, "no split fits: more memory, fewer weights, sharding or a smaller micro_tokens"]
-    cost = "give --price for the cost" if best["cost"] is None else f"cost {number(best['cost'])}"
-    lines.append(f"best: --set actors.count={best['engines']} --set learner.count={best['ranks']}")
-    lines.append(
-        f"  {number(best['hours'])} hours without evaluations, {number(best['gpu_hours'])} {told['gpu']} hours, {cost}"
-    )
+    cost = f"cost {number(best.cost)}" if best.cost else "give --price for the cost"
+    lines += [f"best: --set actors.count={best.engines} --set learner.count={best.ranks}"]
+    lines += [f"  {number(best.hours)} hours without evaluations, {number(best.gpu_hours)} GPU hours, {cost}"]
     return [*lines, "", UNPROVEN]
 
 

@@ -16,7 +16,7 @@ from tools.launching.config import Config, ConfigError, convert
 from tools.planning import formulas
 from tools.planning.formulas import Dense, Device, Efficiency, Fleet, Speed
 from tools.planning.growth import Work, grown
-from tools.planning.samples import Lengths, MadeUp, Recorded, Source
+from tools.planning.samples import Lengths, Recorded, Source
 from wire import hardware
 
 TOKENS = 500_000
@@ -31,7 +31,8 @@ ENGINE_SHARE = 0.85
 
 class Split(msgspec.Struct, frozen=True):
     """Who gets how many of the devices (processes, without a GPU), and what follows. engines: actor processes. actor_gib, rank_gib: memory of one GPU. cache: tokens that an
-    engine has room for. lacks: why it cannot work, or ""."""
+    engine has room for. lacks: why it cannot work, or "". hours: of the whole run without
+    its evaluations; gpu_hours: of all devices; cost: 0 without a price."""
 
     actors: int
     ranks: int
@@ -41,20 +42,9 @@ class Split(msgspec.Struct, frozen=True):
     rank_gib: float = 0.0
     cache: float = math.inf
     lacks: str = ""
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """What a run measured, per update: tokens, and seconds. A number that it did not record is nan."""
-
-    sampled: float
-    prefilled: float
-    turns: float
-    path: float
-    forwarded: float
-    staleness: float
-    generate: float
-    learn: float
-    period: float
+    hours: float = 0.0
+    gpu_hours: float = 0.0
+    cost: float = 0.0
 
 
 def environment_of(config: Config) -> Environment:
@@ -116,30 +106,33 @@ def recorded(run: Path, config: Config) -> Source:
     return Recorded(run, environment_of(of))
 
 
-def measured(run: Path) -> Measured:
-    """Return what a run that ended measured. Prompts are counted in updates beside which no evaluation ran."""
+def measured(run: Path) -> dict[str, float]:
+    """Return what a run that ended measured, per update, by the names of ``Work`` and ``Speed``; nan where it has no record. Prompts are counted in
+    updates beside which no evaluation ran."""
     read = runs.read(run)
     evaluated = {round(e["version"]) for e in read.evaluations}
     alone = [r for r in read.records if not {round(r["version"]) - 1, round(r["version"])} & evaluated] or read.records
-
-    def mean(name: str, records: list[dict[str, float]] = read.records) -> float:
-        values = [record[name] for record in records if name in record]
-        return math.fsum(values) / len(values) if values else math.nan
-
-    saved = [r for r in alone if r.get("cache/hit_rate")]
-    prefilled = [r["cache/tokens_saved"] * (1 / r["cache/hit_rate"] - 1) for r in saved]
+    prefilled = [r["cache/tokens_saved"] * (1 / r["cache/hit_rate"] - 1) for r in alone if r.get("cache/hit_rate")]
     period = read.summary["seconds"]["phases"]["updates"] / len(read.records)
-    return Measured(
-        sampled=read.summary["counts"]["generated_tokens"] / len(read.records),
-        prefilled=math.fsum(prefilled) / len(prefilled) if prefilled else math.nan,
-        turns=mean("learner/turns"),
-        path=mean("learner/path_tokens"),
-        forwarded=mean("learner/forwarded_tokens") * read.config["learner"]["minibatches"],
-        staleness=mean("learner/staleness_mean"),
-        generate=mean("busy/engine") * period,
-        learn=mean("learner/seconds"),
-        period=period,
-    )
+
+    def mean(name: str) -> float:
+        return _mean([record[name] for record in read.records if name in record])
+
+    return {
+        "sampled": read.summary["counts"]["generated_tokens"] / len(read.records),
+        "prefilled": _mean(prefilled),
+        "turns": mean("learner/turns"),
+        "path": mean("learner/path_tokens"),
+        "forwarded": mean("learner/forwarded_tokens") * read.config["learner"]["minibatches"],  # it is of a step
+        "staleness": mean("learner/staleness_mean"),
+        "generate": mean("busy/engine") * period,
+        "learn": mean("learner/seconds"),
+        "period": period,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def reached(run: Path) -> tuple[Device, Efficiency]:
@@ -149,10 +142,10 @@ def reached(run: Path) -> tuple[Device, Efficiency]:
     """
     config, told = config_of(run), measured(run)
     model, work = model_of(config), work_of(config, recorded(run, config))
-    learner = formulas.learner_flops(config.learner, model, work) / config.learner.count / told.learn
-    actor = sum(formulas.actor_flops(model, work)) / config.actors.count / told.generate
-    free = (config.scheduler.max_staleness + 1) * told.period - told.learn - told.generate
-    wait = free / max(1, work.steps) if told.period > 1.05 * max(told.learn, told.generate) else 0.0
+    learner = formulas.learner_flops(config.learner, model, work) / config.learner.count / told["learn"]
+    actor = sum(formulas.actor_flops(model, work)) / config.actors.count / told["generate"]
+    free = (config.scheduler.max_staleness + 1) * told["period"] - told["learn"] - told["generate"]
+    wait = free / max(1, work.steps) if told["period"] > 1.05 * max(told["learn"], told["generate"]) else 0.0
     return Device(learner), Efficiency(1.0, actor / learner, 1.0, max(0.0, wait))
 
 
@@ -171,28 +164,34 @@ def split(
     most = engines * min(a.max_batch, max(1.0, cache / max(1.0, context)))
     fleet = Fleet(actors, ranks, s.questions_per_update, s.max_staleness, most, size)
     timed = formulas.speed(learner, model, work, device, reach, fleet)
+    hours = timed.period * s.updates / 3600
     if not gpus:
-        return Split(actors, ranks, engines, timed, cache=cache)
+        return Split(actors, ranks, engines, timed, cache=cache, hours=hours)
     rank = sum(processes.rank_gib(learner, model.settings, model.weights, size)) + CUDA_GIB
     lacks = f"a rank needs {rank:.0f} GiB of {device.memory:g}" if rank > device.memory else ""
     if cache < a.max_context:
         lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache, less than actors.max_context = {a.max_context}"
-    return Split(actors, ranks, engines, timed, room / each, rank, cache, lacks)
+    gpu_hours = hours * (actors + ranks)
+    return Split(
+        actors, ranks, engines, timed, room / each, rank, cache, lacks, hours, gpu_hours, gpu_hours * device.price
+    )
 
 
-def splits(config: Config, model: Dense, work: Work, device: Device, reach: Efficiency, gpus: int) -> list[Split]:
-    """Return every split of ``gpus`` between actors and learner, the fastest that fits first. Raises ValueError if there is none."""
-    each = max(1, config.actors.sglang.gpus)
-    pairs = [(actors, gpus - actors) for actors in range(each, gpus, each)]
+def splits(
+    config: Config, model: Dense, work: Work, device: Device, reach: Efficiency, gpus: int | None
+) -> list[Split]:
+    """Return every split of ``gpus`` between actors and learner, the fastest that fits first; None: the config's own. Raises ValueError."""
+    own, each = [(config.actors.count, config.learner.count)], max(1, config.actors.sglang.gpus)
+    pairs = own if gpus is None else [(actors, gpus - actors) for actors in range(each, gpus, each)]
     if not pairs:
         raise ValueError(
-            f"--gpus {gpus}: expected at least {each + 1}, {each} for an engine (actors.sglang.gpus) and one for the learner"
+            f"--gpus {gpus}: expected at least {each + 1}, {each} of an engine (actors.sglang.gpus) and 1 of the learner"
         )
-    every = [split(config, model, work, device, reach, actors, ranks, True) for actors, ranks in pairs]
+    every = [split(config, model, work, device, reach, actors, ranks, gpus is not None) for actors, ranks in pairs]
     return sorted(every, key=lambda one: (bool(one.lacks), one.speed.period))
 
 
-def made_up(config: Config, **lengths: Any) -> tuple[Lengths, set[str]]:
+def made_up(config: Config, lengths: dict[str, Any]) -> tuple[Lengths, set[str]]:
     """Return the lengths of a plan without a run, and the names of those that nobody gave and that are assumed. Raises ValueError."""
     s, options = config.scheduler, config.data.options
     assumed = {
@@ -221,8 +220,3 @@ def made_up(config: Config, **lengths: Any) -> tuple[Lengths, set[str]]:
     if environment_of(config).forced_prefix and size.turns > s.budget:
         raise ValueError(f"--turns {size.turns:g}: expected at most scheduler.budget = {s.budget}")
     return size, set(assumed) - set(given)
-
-
-def source_of(config: Config, size: Lengths) -> Source:
-    """Return texts of some lengths."""
-    return MadeUp(size, config.scheduler.budget)

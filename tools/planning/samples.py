@@ -51,7 +51,7 @@ class Source(Protocol):
     """Where texts come from. The same prefix always gives the same ``choices``, so that texts which siblings share stay shared."""
 
     def prompt(self, tree: int) -> np.ndarray:
-        """Return the first prompt of a tree, int32 with digits."""
+        """Return the first prompt of a tree, or what all its prompts share if they are fresh, int32 with digits."""
         ...
 
     def tail(self, turn: int, rng: random.Random) -> np.ndarray:
@@ -89,16 +89,18 @@ def going_on(turns: float, budget: int) -> float:
 
 
 class MadeUp:
-    """Texts of fixed lengths in which siblings share nothing. Which actions end their episode is drawn."""
+    """Texts of fixed lengths, in which siblings share nothing. Which actions end their episode is drawn."""
 
-    def __init__(self, lengths: Lengths, budget: int):
+    def __init__(self, lengths: Lengths, budget: int, fresh: bool):
+        self.fresh = fresh
         self.lengths, self.most = lengths, max(budget, math.ceil(lengths.turns))
         self.on = going_on(lengths.turns, self.most)
 
     def prompt(self, tree: int) -> np.ndarray:
         """See ``Source``."""
-        size = self.lengths
-        return marked([*range(size.instruction), *_unlike(random.Random(tree), size.prompt - size.instruction)], PROMPT)
+        size, shared = self.lengths, range(self.lengths.instruction)
+        own = 0 if self.fresh else size.prompt - size.instruction
+        return marked([*shared, *_unlike(random.Random(tree), own)], PROMPT)
 
     def tail(self, turn: int, rng: random.Random) -> np.ndarray:
         """See ``Source``."""
