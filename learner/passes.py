@@ -12,7 +12,7 @@ import torch
 
 from learner.ranks import Ranks
 from learner.table import TurnTokens
-from learner.trees import Forest, Path, Trie, micro_batches, share
+from learner.trees import Forest, Path, Trie, balanced, share
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -75,17 +75,11 @@ class Plan(msgspec.Struct, frozen=True):
     whole: int
 
 
-SLACK = (1.0, 1.1, 1.25, 1.5, 2.0)
-"""The budgets to try, as factors of a rank's fair share. A smaller budget balances better, and a larger one repeats fewer trunks."""
-
-
 def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
     """Cut the paths ``rows`` into micro-batches of at most ``budget`` packed tokens. The cut with the smallest load of the busiest rank wins, and
     the largest micro-batch goes first to the least busy rank."""
     where = trie.cuts(rows)
-    fair = max(1, -(-where.whole // ranks.count))
-    tried = [micro_batches(where, min(budget, int(fair * slack))) for slack in SLACK]
-    batches, sizes = min(tried, key=lambda cut: (_busiest(cut[1], ranks.count), sum(cut[1])))
+    batches, sizes = balanced(where, budget, ranks.count)
     shares = share(sizes, ranks.count)
     mine = [(batches[b], False) for b in shares[ranks.rank]]
     if ranks.sharded:
@@ -93,10 +87,6 @@ def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
         mine += [(lightest, True)] * (max(map(len, shares)) - len(mine))
     ratios = [sum(len(trie.spines[i]) for i in b) / size for b, size in zip(batches, sizes, strict=True)]
     return Plan(batches[int(np.argmax(ratios))], mine, sum(sizes), where.whole)
-
-
-def _busiest(sizes: list[int], ranks: int) -> int:
-    return max(sum(sizes[i] for i in mine) for mine in share(sizes, ranks))
 
 
 def sweep(rows: Rows, steps: Plan, ranks: Ranks, read: Callable[[Forest], torch.Tensor]) -> np.ndarray:

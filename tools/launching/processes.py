@@ -260,13 +260,13 @@ def _acting(config: Config, model: Path | None) -> tuple[str, str]:
     argument = str(a.sglang.arguments.get("dtype", "auto"))
     if argument != "auto":
         return {"half": "float16", "float": "float32"}.get(argument, argument), "actors.sglang.arguments.dtype"
-    stored = "" if model is None or a.sglang.way == "url" else _shape(model).get("dtype", "")
+    stored = "" if model is None or a.sglang.way == "url" else model_shape(model).get("dtype", "")
     if not stored:
         return "", ""
     return "bfloat16" if stored == "bfloat16" else "float16", f"SGLang's choice for weights stored in {stored}"
 
 
-def _shape(model: Path) -> dict[str, Any]:
+def model_shape(model: Path) -> dict[str, Any]:
     """Return the settings of a model's folder, with the number type of its weights as "dtype"; {} if it is not on this disk yet."""
     settings = model / "config.json"
     shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
@@ -282,21 +282,41 @@ _SAVED = 9, 4
 
 def memory_gib(config: Config, model: Path) -> float:
     """Estimate the most main memory that all processes hold together, in GiB. The weights of a model not yet on disk count as 0."""
+    shape = model_shape(model)
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    weights = size / (4 if shape.get("dtype") == "float32" else 2)
+    return sum(count * each for count, each in memory_parts(config, shape, weights).values())
+
+
+def memory_parts(config: Config, shape: dict[str, Any], weights: float) -> dict[str, tuple[int, float]]:
+    """Estimate the main memory of each kind of process, as (how many, GiB of each). shape: a model's config.json; weights: their number."""
     config = typed(config)
     a, w, served = config.actors, config.learner, config.judges.model
-    shape = _shape(model)
-    hidden, inner = shape.get("hidden_size", 0), shape.get("intermediate_size", 0)
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2**30
-    numbers = size / (4 if shape.get("dtype") == "float32" else 2)
     acting, learning = (4 if hardware.compute_dtype(d) == "float32" else 2 for d in (a.dtype, w.dtype))
-    saved = w.micro_tokens * shape.get("num_hidden_layers", 0) * (_SAVED[0] * hidden + _SAVED[1] * inner)
-    activations = saved * (4 if learning == 4 else 3) / 2**30
-    actor = numbers * acting + a.kv_cache_gib + _PROCESS_GIB
-    if w.lora.rank:  # the ranks share the frozen weights; adapters, gradients and moments take a fifth of them at most
-        learner = numbers * learning + w.count * (numbers * 0.8 + activations + _PROCESS_GIB)
-    else:
-        learner = w.count * (numbers * 16 + activations + _PROCESS_GIB)
-    return a.count * actor + learner + _REST_GIB + (served.kv_cache_gib + 1.1 if served else 0.0)
+    frozen, own = rank_gib(w, shape, weights, learning)
+    parts = {"actor": (a.count, weights * acting / 2**30 + a.kv_cache_gib + _PROCESS_GIB)}
+    parts["learner rank"] = w.count, own + _PROCESS_GIB
+    if frozen:  # the ranks of one machine share them
+        parts["frozen weights"] = 1, frozen
+    parts |= {"judges' model": (1, served.kv_cache_gib + 1.1)} if served else {}
+    return parts | {"all others": (1, _REST_GIB)}
+
+
+def rank_gib(w: LearnerConfig, shape: dict[str, Any], weights: float, size: int) -> tuple[float, float]:
+    """Estimate what a learner rank holds of a model, in GiB: its frozen weights, and the rest. size: bytes of a number in which it computes.
+
+    A trained weight takes 16 bytes (with its gradient and moments), also one of a critic or reward model, and adapters with theirs take a fifth of
+    the frozen weights at most. A policy whose weights all train is kept as it began, too, if a KL is measured to it.
+    """
+    needs = schemes.load(w.scheme, w.scheme_options).needs.models
+    kept = size if needs & {"kl"} or w.kl_coef or w.kl_reward_coef else 0
+    hidden, inner, layers = (shape.get(name, 0) for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    layer = _SAVED[0] * hidden + _SAVED[1] * inner
+    saved = w.micro_tokens * (layer + layers * hidden if w.gradient_checkpointing else layers * layer)
+    parts = w.count if w.sharding == "fsdp" else 1
+    frozen, trained = (weights * size, weights * 0.8) if w.lora.rank else (0.0, weights * (16 + kept))
+    trained += sum(16 * weights for model in (w.critic, w.prm) if model is not None and model.lora is None)
+    return frozen / parts / 2**30, (trained / parts + saved * (4 if size == 4 else 3)) / 2**30
 
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))

@@ -27,6 +27,7 @@ from scheduler.journal import Journal
 from scheduler.strategies import slate
 from scheduler.text import Text
 from scheduler.tree import Tree
+from tools.planning.growth import Forgetting
 from tools.research.benches.load import ACTION
 from tools.research.benches.slate_shape import model_folder
 from wire import loop
@@ -61,15 +62,6 @@ class Answers:
         if isinstance(request, JudgeRequest):
             return JudgeResult([Judgement({"think": 1.0, "query": 0.0, "answer": 0.0}) for _ in request.turns])
         return RetrieveResult([[PASSAGE] * 3])
-
-
-class Forgetting(Journal):
-    """A journal that writes nothing."""
-
-    def _write(self, *statements: Any) -> None: ...
-
-    def _rows(self, query: str, values: Any = ()) -> Any:
-        raise AssertionError(f"{query} was read")
 
 
 async def grow(shop: Shop, settings: SchedulerConfig, number: int) -> int:

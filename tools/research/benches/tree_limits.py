@@ -8,52 +8,26 @@ part, so the ratio is also that of a whole update. Nothing is run here; ``tree_t
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from learner.trees import Path, pack
+from tools.planning import formulas
+from tools.planning.formulas import Dense
+from tools.planning.growth import packed
 from tools.research.benches.tree_shapes import SHAPES
-
-
-class Dense(msgspec.Struct, frozen=True):
-    """The sizes of a model of the Llama or Qwen family that the count needs."""
-
-    layers: int
-    width: int
-    inner: int
-    heads: int
-    key_heads: int
-    head_width: int
-    vocabulary: int
-
-    @property
-    def per_token(self) -> int:
-        """The weights that one token passes in all layers: queries and output, keys and values, and the three of the MLP."""
-        attention = 2 * self.width * self.head_width * (self.heads + self.key_heads)
-        return self.layers * (attention + 3 * self.width * self.inner)
-
-    @property
-    def per_pair(self) -> int:
-        """The multiplications of one (query, key) pair in all layers: the score and the weighted value."""
-        return 2 * self.layers * self.heads * self.head_width
-
 
 MODELS = {
     "SmolLM2-135M": Dense(30, 576, 1536, 9, 3, 64, 49_152),
     "ten of its layers": Dense(10, 576, 1536, 9, 3, 64, 49_152),
-    "Qwen2.5-7B": Dense(28, 3584, 18_944, 28, 4, 128, 152_064),
+    "Qwen2.5-7B": formulas.SHAPES["Qwen2.5-7B"],
 }
 
 
 def limit(paths: Sequence[Path], model: Dense) -> float:
     """Return the multiplications of the unshared paths over those of their forest. Trained tokens that paths share pass the head once."""
-    forest = pack(paths)
-    targets = len(np.unique(np.stack([forest.read, forest.target]), axis=1).T)
-    pairs, shared_pairs = sum(len(p.tokens) * (len(p.tokens) + 1) / 2 for p in paths), int((forest.depth + 1).sum())
-    head = model.vocabulary * model.width
-    unshared = forest.path_tokens * model.per_token + pairs * model.per_pair + len(forest.target) * head
-    shared = forest.nodes * model.per_token + shared_pairs * model.per_pair + targets * head
-    return unshared / shared
+    work = packed(paths, sum(len(path.tokens) for path in paths), 1)
+    unshared = model.multiplications(work["path"], work["path_pairs"], work["path_targets"])
+    return unshared / model.multiplications(work["packed"], work["pairs"], work["targets"])
 
 
 def run() -> dict[str, Any]:

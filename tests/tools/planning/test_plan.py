@@ -1,0 +1,261 @@
+"""tools/plan: counts of trees by hand, of a real run, the arithmetic of times, what the terminal shows, and what is refused."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from learner.config import LearnerConfig, LoraConfig
+from tests.e2e.test_run import CONFIG, ROOT, finish, launch, prepare
+from tools.launching.config import Config, load
+from tools.planning import command, formulas, prediction
+from tools.planning.formulas import Dense, Device, Efficiency, Fleet
+from tools.planning.growth import Work, grown
+from tools.planning.samples import Lengths, MadeUp, going_on
+
+TINY = ROOT / "configs" / "slate-tiny.toml"
+SIZES = Lengths(instruction=4, prompt=10, action=5, observation=3, turns=2)
+TWO = ["scheduler.budget=2", "actors.count=1", "learner.count=1"]
+OUTCOMES = ["scheduler.judge=none", "learner.correction_options=null", "learner.scheme_options.column=outcome"]
+GRPO = [*OUTCOMES, "learner.scheme=grpo", "scheduler.strategy=full", "scheduler.strategy_options={k=2}"]
+VINE = ["scheduler.strategy_options={continuations=3}"]
+
+
+def one_tree(name: str, *changes: str) -> Work:
+    return made(load(ROOT / "configs" / f"{name}.toml", [*TWO, *changes]))
+
+
+def made(config: Config, trees: int = 1, actors: int = 1) -> Work:
+    environment = prediction.environment_of(config)
+    return grown(config, environment, MadeUp(SIZES, 2, environment.fresh), range(trees), actors, 1)
+
+
+def test_a_slate_tree_by_hand() -> None:
+    work = one_tree("slate-tiny", "scheduler.strategy_options={k=2}")
+    # prompt 10; two candidates of 5; one is continued by 3 of observation, and two candidates of 5 follow
+    assert (work.nodes, work.calls, work.turns, work.sampled) == (6, 2, 4, 20)
+    assert (work.prompt, work.prefilled) == (2 * 10 + 2 * 18, 10 + 4)  # the engine has not read an action's last token
+    assert (work.path, work.packed, work.forwarded) == (2 * 15 + 2 * 23, 10 + 2 * 5 + 3 + 2 * 5, 33)
+    assert (work.longest, work.steps, work.targets) == (10, 2, 20)
+    depths = [
+        *range(1, 16),
+        *range(11, 16),
+        *range(16, 24),
+        *range(19, 24),
+    ]  # each token reads itself and what is above
+    assert work.pairs == sum(depths)
+    assert work.context == 2 * sum(range(11, 16)) + 2 * sum(range(19, 24))
+
+
+def test_whole_trajectories_by_hand() -> None:
+    work = one_tree("slate-tiny", *GRPO)
+    assert (work.nodes, work.calls, work.turns, work.sampled) == (7, 4, 4, 20)
+    assert work.prefilled == 10 + 1 + 2 * 4  # the second reads its prompt from the cache, but for the last token
+    assert (work.path, work.packed) == (76, 10 + 2 * 13)
+
+
+def test_a_chain_and_its_continuations_by_hand() -> None:
+    work = one_tree("vineppo-tiny", *VINE)
+    assert (work.nodes, work.turns, work.path, work.packed) == (4, 2, 15 + 23, 23)  # continuations are not trained
+    assert work.sampled == 10 + 3 * 10 + 3 * 5
+    assert work.calls == 2 + (1 + 3) + 1
+
+
+def test_fresh_prompts_share_their_beginning() -> None:
+    work = one_tree("vpr-sudoku-cpu")
+    assert (work.sampled, work.path, work.packed) == (10, 2 * 15, 4 + 2 * (6 + 5))
+
+
+def test_an_update_shares_the_instruction_over_its_trees() -> None:
+    config = load(TINY, [*TWO, "scheduler.strategy_options={k=2}"])
+    two = made(config, 2)
+    assert two.packed == 2 * 33 - 4
+    assert made(config, 2, 2).prefilled - two.prefilled == 4  # each actor reads it
+
+
+def test_the_mean_number_of_turns_is_met() -> None:
+    for turns, budget in ((1.0, 4), (2.5, 4), (4.0, 4)):
+        on = going_on(turns, budget)
+        assert sum(on**i for i in range(budget)) == pytest.approx(turns)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
+def test_every_shipped_config_has_a_plan(name: str) -> None:
+    config = load(ROOT / "configs" / f"{name}.toml", ["scheduler.questions_per_update=2", "scheduler.budget=2"])
+    work = made(config, 2)
+    assert work.sampled >= work.longest > 0
+    assert work.path >= work.packed > 0
+    assert all(math.isfinite(value) for value in msgspec.structs.astuple(work))
+
+
+# ------------------------------------------------------------------------------------------ arithmetic
+
+MODEL = Dense(1, 8, 16, 2, 1, 4, 100)
+WORK = Work(sampled=100, longest=50, steps=2, context=1000, calls=2, prefilled=10, path=400, forwarded=100, packed=100)
+
+
+def test_the_sizes_of_a_model_are_its_weights() -> None:
+    seven = formulas.SHAPES["Qwen2.5-7B"]
+    assert seven.weights == pytest.approx(7.616e9, rel=1e-3)  # its safetensors hold 7,615,616,512
+    assert seven.cached(2) == 2 * 28 * 4 * 128 * 2
+    assert MODEL.per_token == 8 * 4 * 2 * (2 + 1) + 3 * 8 * 16
+    assert MODEL.weights == MODEL.per_token + 800
+    with pytest.raises(ValueError, match="num_experts = 8: expected a dense model"):
+        Dense.of({"num_experts": 8}, "Mixed")
+
+
+def test_flops_of_training_are_six_a_weight_and_four_with_adapters() -> None:
+    whole = LearnerConfig(kl_coef=0.0, lora=LoraConfig(rank=0))
+    weights = 100 * MODEL.per_token
+    assert formulas.learner_flops(whole, MODEL, WORK) == 6 * weights
+    assert formulas.learner_flops(whole, MODEL, WORK, shared=False) == 4 * 6 * weights
+    adapters = msgspec.structs.replace(whole, lora=LoraConfig(rank=16))
+    assert formulas.learner_flops(adapters, MODEL, WORK) == 4 * weights
+    again = msgspec.structs.replace(whole, gradient_checkpointing=True, kl_coef=0.1)
+    assert formulas.learner_flops(again, MODEL, WORK) == (8 + 2) * weights  # one more forward, and the reference's
+
+
+def test_what_waits_is_the_longest_of_actors_learner_and_latency() -> None:
+    learner = LearnerConfig(kl_coef=0.0, lora=LoraConfig(rank=0))
+    device, flops = Device(1e3), formulas.learner_flops(learner, MODEL, WORK)
+
+    def timed(stale: int, **reach: float) -> formulas.Speed:
+        return formulas.speed(
+            learner, MODEL, WORK, device, Efficiency(**{"wait": 0.0, **reach}), Fleet(1, 2, 4, stale, 64)
+        )
+
+    slow = timed(1, learner=0.001)
+    assert (slow.bound, slow.staleness) == ("learner", pytest.approx(1.0))
+    assert slow.learn == pytest.approx(flops / 2 / 1e3 / 0.001)
+    busy = timed(1, learner=1.0, prefill=0.01)
+    assert busy.bound == "actors"
+    assert busy.staleness == pytest.approx(busy.learn / busy.period)
+    turns = timed(0)
+    assert turns.period == pytest.approx(turns.generate + turns.learn)
+    assert turns.staleness == 0
+    assert timed(0, wait=7.0).period == pytest.approx(turns.period + 2 * 7.0)
+
+
+def test_decoding_reads_the_weights_once_a_batch() -> None:
+    learner, device = LearnerConfig(), Device(1e15, bandwidth=1e3)
+
+    def seconds(most: int) -> float:
+        reach = Efficiency(decode=1.0, wait=0.0)
+        return formulas.speed(learner, MODEL, WORK, device, reach, Fleet(1, 1, 4, 0, most)).generate
+
+    cache = 1000 * MODEL.cached(2) / 1e3
+    assert seconds(1) - cache == pytest.approx(100 * 2 * MODEL.weights / 1e3)
+    assert seconds(2) - cache == pytest.approx(50 * 2 * MODEL.weights / 1e3)
+    assert seconds(64) == seconds(2)  # no more than two are in flight: 100 tokens, 50 of them one after the other
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = command.main([str(a) for a in arguments])
+    return (status, *capsys.readouterr())
+
+
+GPU_PLAN = ["--config", str(ROOT / "configs" / "slate-7b.toml"), "--set", "scheduler.questions_per_update=2"]
+
+
+def test_the_terminal_is_80_columns_wide_and_names_the_best_split(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "4", "--price", "2.5", "--turns", "2.5")
+    lines = out.splitlines()
+    assert status == 0
+    assert max(map(len, lines)) <= 80
+    assert "observation 500 (assumed), turns 2.5" in " ".join(" ".join(lines).split())
+    assert "Nothing of this project was measured on a GPU" in out
+    rows = [line.split() for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]
+    assert sorted((int(row[0]), int(row[1])) for row in rows) == [(1, 3), (2, 2), (3, 1)]
+    periods = [float(row[5]) for row in rows]
+    assert periods == sorted(periods)
+    assert f"best: --set actors.count={rows[0][0]} --set learner.count={rows[0][1]}" in out
+    assert "cost " in out
+
+
+def test_json_holds_every_split(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "3", "--json", "--price", "2")
+    told = json.loads(out)
+    assert len(told["splits"]) == 2
+    best = told["splits"][0]
+    assert best["cost"] == pytest.approx(2 * best["gpu_hours"])
+    assert best["gpu_hours"] == pytest.approx(3 * best["speed"]["period"] * 500 / 3600)
+
+
+def test_a_split_that_does_not_fit_comes_last_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--gpu", "custom", "--flops", "1e14", "--bandwidth", "1e12", "--memory", "10"]
+    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *small)
+    assert status == 0
+    assert "does not fit: an engine has 0 tokens of cache" in out
+    assert "no split fits" in out
+
+
+REFUSED = {
+    "--gpu h1 --gpus 8": "--gpu 'h1': did you mean 'h100'",
+    "--gpu custom --gpus 8 --flops 1e15": "--gpu custom lacks --bandwidth",
+    "--price 3": "--price has no effect without --gpus",
+    "--gpus 1": "--gpus 1: expected at least 2",
+    "--gpus 4 --learner-share 1.5": "--learner-share 1.5: expected a share above 0, 1 at most",
+    "--gpus 4 --price nan": "--price nan: expected a finite number above 0",
+    "--turns 9": "--turns 9: expected at most scheduler.budget = 4",
+    "--turns 0.5": "--turns 0.5: expected at least 1",
+    "--action 33": "--action 33: expected at most scheduler.max_action_tokens = 32",
+    "--prompt 10 --instruction 10": "--instruction 10: expected less than the whole --prompt, 10 tokens",
+    "--run nowhere": "nowhere is no run folder",
+    "--run nowhere --turns 2": "--turns has no effect with --run",
+    "--against nowhere --gpus 4": "have no effect with --against",
+    "--set scheduler.strategy=slat": "did you mean 'slate'",
+    "--set model.name=Nobody/Knows-1B": "expected --shape FOLDER",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_cannot_be_planned_is_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = answer(capsys, *arguments.split())
+    assert (status, out) == (2, "")
+    assert err.startswith("tools/plan: ")
+    assert REFUSED[arguments] in err
+
+
+def test_a_shape_stands_for_a_model_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 1000, "tie_word_embeddings": False}))
+    _, out, _ = answer(capsys, "--shape", str(tmp_path), "--set", "model.name=Nobody/Knows-1B", "--json")
+    assert json.loads(out)["weights"] == 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 64 * 1000
+
+
+def test_a_plan_loads_no_torch() -> None:
+    code = "import sys; from tools.planning import command; sys.exit(str('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.stderr.strip() == "False"
+
+
+# ------------------------------------------------------------------------------------------ a real run
+
+
+@pytest.mark.slow
+def test_the_texts_of_a_real_run_give_its_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(tmp_path)
+    config, run = tmp_path / "plan.toml", tmp_path / "run"
+    text = CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=3, questions=4)
+    config.write_text(text.replace("questions = 4\n[actors]", "questions = 0\n[actors]"))
+    process = launch(config, run)
+    out = finish(process)
+    assert process.returncode == 0, out
+    status, out, err = answer(capsys, "--against", str(run), "--json")
+    assert status == 0, err
+    rows = json.loads(out)
+    for name, error in (("turns", 0.01), ("sampled", 0.1), ("path", 0.1), ("forwarded", 0.1)):
+        predicted, measured = rows[name]
+        assert predicted == pytest.approx(measured, rel=error), name
+    assert rows["learn"][0] == pytest.approx(rows["learn"][1])  # the speed is the run's own
+    status, out, err = answer(capsys, "--run", str(run), "--set", "scheduler.strategy_options.k=5")
+    assert status == 0, err
+    assert max(map(len, out.replace(str(run), "RUN").splitlines())) <= 80
+    assert f"{5 * 2 * 4} turns trained" in " ".join(out.split())

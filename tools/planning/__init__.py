@@ -1,0 +1,1 @@
+"""The command tools/plan: what a run will take, before anything is started."""
