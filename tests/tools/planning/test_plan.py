@@ -217,7 +217,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_what_cannot_be_planned_is_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = answer(capsys, *arguments.split())
+    known = () if "model.name" in arguments else ("--set", "model.name=Qwen/Qwen2.5-1.5B")
+    status, out, err = answer(capsys, *known, *arguments.split())
     assert (status, out) == (2, "")
     assert err.startswith("tools/plan: ")
     assert REFUSED[arguments] in err
