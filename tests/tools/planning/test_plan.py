@@ -157,8 +157,8 @@ def test_decoding_reads_the_weights_once_a_batch() -> None:
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = command.main([str(a) for a in arguments])
-    return (status, *capsys.readouterr())
+    status, printed = command.main(list(arguments)), capsys.readouterr()
+    return status, printed.out, printed.err
 
 
 GPU_PLAN = ["--config", str(ROOT / "configs" / "slate-7b.toml"), "--set", "scheduler.questions_per_update=2"]
