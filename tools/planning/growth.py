@@ -24,7 +24,7 @@ from scheduler.residency import Prefixes
 from scheduler.rewards import COMPONENTS
 from scheduler.tree import Tree
 from tools.launching.settings import Config
-from tools.planning.samples import ACTION, DIGITS, ENDS, INVALID, SEEN, TURN, Source, seeded, turn_of
+from tools.planning.samples import ACTION, DIGITS, ENDS, INVALID, SEEN, Source, seeded, turn_of
 from wire import loop
 from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeRequest, JudgeResult, Sample, Turn
 
@@ -123,14 +123,13 @@ class Simulated(Environment):
 
     def initial(self, task: Task) -> Place:
         """See ``Environment``."""
-        head = self.source.prompt(task.seed)
-        return Place(np.concatenate([head, self.source.first(task.seed)]).tobytes() if self.fresh else head.tobytes())
+        return Place(self.source.prompt(task.seed).tobytes())
 
     def prompt(self, task: Task, state: Place) -> list[dict[str, Any]]:
         """See ``Environment``. A fresh prompt's own part follows the separator."""
-        head, tokens = self.source.prompt(task.seed), np.frombuffer(state.prefix, np.int32)
-        shown = f" {SPLIT}{self.text.decode(tokens[len(head) :])}" if self.fresh else ""
-        return [{"content": self.text.decode(head) + shown}]
+        head = self.text.decode(self.source.prompt(task.seed))
+        tail = self.text.decode(self.source.tail(state.turn, seeded(state.prefix))) if self.fresh else ""
+        return [{"content": f"{head} {SPLIT}{tail}" if self.fresh else head}]
 
     def read(self, state: Place, text: str) -> Action:
         """See ``Environment``."""
@@ -139,26 +138,25 @@ class Simulated(Environment):
 
     async def step(self, state: Place, action: Action, tools: Tools) -> Transition:
         """See ``Environment``. The same action in the same place is always answered alike."""
-        prefix, turn = state.prefix + self.text.encode(action.text).tobytes(), state.turn + 1
+        prefix = state.prefix + self.text.encode(action.text).tobytes()
         reward = 0.0 if self.gives_step_rewards else None
-        over = action.kind == "answer" or turn >= self.source.most
-        seen = None if over else self._seen(state, action.text, seeded(prefix))
-        if seen is None:
+        if action.kind == "answer":
             outcome = None if self.outcome_judge else float(seeded(prefix).random() < 0.5)
-            return Transition(Place(prefix, turn), "", True, outcome, dict.fromkeys(self.measured, 0.0), reward)
+            return Transition(
+                Place(prefix, state.turn + 1), "", True, outcome, dict.fromkeys(self.measured, 0.0), reward=reward
+            )
         if self.fresh:
-            tokens = np.frombuffer(state.prefix, np.int32)
-            head = tokens[: int(np.argmax(tokens % DIGITS == TURN))]
-            return Transition(Place(np.concatenate([head, seen]).tobytes(), turn), "", False, reward=reward)
-        after = Place(prefix + seen.tobytes(), turn)
-        return Transition(after, f" {self.text.decode(seen)}", False, reward=reward)
-
-    def _seen(self, state: Place, said: str, rng: random.Random) -> np.ndarray | None:
-        """Return what follows an action: what followed it in the run, else what followed another one of this turn; None where nothing ever did."""
-        known = self.source.choices(state.prefix, state.turn, seeded(state.prefix))
-        same = (one.seen for one in known if self.text.decode(one.tokens) == said)
-        others = (one.seen for _ in range(64) for one in self.source.choices(b"", state.turn, rng))
-        return next((seen for seen in itertools.chain(same, others) if seen is not None), None)
+            return Transition(Place(prefix, state.turn + 1), "", False, reward=reward)
+        rng = seeded(prefix)
+        same = [one.seen for one in self.source.choices(state.prefix, state.turn, seeded(state.prefix))
+                if one.seen is not None and self.text.decode(one.tokens) == action.text]  # fmt: skip
+        others = (
+            one.seen for _ in range(64) for one in self.source.choices(b"", state.turn, rng) if one.seen is not None
+        )
+        seen = same[0] if same else next(others, np.zeros(0, np.int32))
+        return Transition(
+            Place(prefix + seen.tobytes(), state.turn + 1), f" {self.text.decode(seen)}", False, reward=reward
+        )
 
 
 class Services:

@@ -40,7 +40,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """One action. tokens: int32 with digits. seen: what the policy reads after it (a fresh prompt's own part), if it is known. scores: what judges gave it."""
+    """One action. tokens: int32 with digits. seen: what followed it, if it is known. scores: what judges gave it."""
 
     tokens: np.ndarray
     seen: np.ndarray | None = None
@@ -48,19 +48,14 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Source(Protocol):
-    """Where texts come from. The same prefix always gives the same ``choices``, so that texts which siblings share stay shared.
-
-    most: no episode has more actions.
-    """
-
-    most: int
+    """Where texts come from. The same prefix always gives the same ``choices``, so that texts which siblings share stay shared."""
 
     def prompt(self, tree: int) -> np.ndarray:
         """Return the first prompt of a tree, or what all its prompts share if they are fresh, int32 with digits."""
         ...
 
-    def first(self, tree: int) -> np.ndarray:
-        """Return the own part of a tree's first prompt, if prompts are fresh, int32 with digits."""
+    def tail(self, turn: int, rng: random.Random) -> np.ndarray:
+        """Return the own part of a fresh prompt, int32 with digits."""
         ...
 
     def choices(self, prefix: bytes, turn: int, rng: random.Random) -> list[Sampled]:
@@ -107,9 +102,9 @@ class MadeUp:
         own = 0 if self.fresh else size.prompt - size.instruction
         return marked([*shared, *_unlike(random.Random(tree), own)], PROMPT)
 
-    def first(self, tree: int) -> np.ndarray:
+    def tail(self, turn: int, rng: random.Random) -> np.ndarray:
         """See ``Source``."""
-        return self._shown(0, random.Random(tree))
+        return _fresh(turn, marked(_unlike(rng, max(1, self.lengths.prompt - self.lengths.instruction)), PROMPT))
 
     def choices(self, prefix: bytes, turn: int, rng: random.Random) -> list[Sampled]:
         """See ``Source``."""
@@ -117,12 +112,9 @@ class MadeUp:
         return [
             Sampled(
                 marked(_unlike(rng, self.lengths.action), ACTION, last),
-                self._shown(turn + 1, rng) if self.fresh else marked(_unlike(rng, self.lengths.observation), SEEN),
+                marked(_unlike(rng, self.lengths.observation), SEEN),
             )
         ]
-
-    def _shown(self, turn: int, rng: random.Random) -> np.ndarray:
-        return _fresh(turn, marked(_unlike(rng, self.lengths.prompt - self.lengths.instruction), PROMPT))
 
 
 def _fresh(turn: int, tokens: np.ndarray) -> np.ndarray:
@@ -150,7 +142,7 @@ class Recorded:
             raise ValueError(f"{run} has no tree that ended: expected a run that made an update")
         random.Random(0).shuffle(trees)
         self.prompts = [marked(tree.nodes[0].tokens, PROMPT) for tree in trees]
-        self.firsts: list[np.ndarray] = []
+        self.tails: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self.known: defaultdict[bytes, list[Sampled]] = defaultdict(list)
         for tree in trees:
             self._read(tree)
@@ -158,15 +150,13 @@ class Recorded:
         for prefix, actions in self.known.items():
             self.places[turn_of(np.frombuffer(prefix, np.int32))].append(actions)
 
-        self.most = max(self.places) + 1
-
     def prompt(self, tree: int) -> np.ndarray:
         """See ``Source``."""
         return self.prompts[tree % len(self.prompts)]
 
-    def first(self, tree: int) -> np.ndarray:
+    def tail(self, turn: int, rng: random.Random) -> np.ndarray:
         """See ``Source``."""
-        return self.firsts[tree % len(self.firsts)]
+        return rng.choice(self.tails.get(turn) or self.tails[max(self.tails)])
 
     def choices(self, prefix: bytes, turn: int, rng: random.Random) -> list[Sampled]:
         """See ``Source``."""
@@ -176,21 +166,17 @@ class Recorded:
         """Note every action of a tree below its prefix, with digits."""
         whole: dict[int, np.ndarray] = {-1: np.zeros(0, np.int32)}
         actions = [node for node in tree.nodes.values() if node.kind == "action"]
-        prompts = [node for node in tree.nodes.values() if node.kind == "prompt" and node.parent >= 0]
-        shown = {(n.trajectory, n.step): _fresh(n.step, marked(n.tokens, PROMPT)) for n in prompts}
-        self.firsts += list(shown.values())[:1]
         ends = {own[-1].id for one in {node.trajectory for node in actions} if (own := tree.actions(one))}
         for node in tree.nodes.values():
             if node.kind == "action" and not node.forced and len(node.tokens):
                 tokens = marked(node.tokens, ACTION, self._digit(tree, node, ends))
                 below = next((n for n in tree.children(node) if n.kind == "observation"), None)
-                seen = None if below is None else marked(below.tokens, SEEN)
-                if self.environment.fresh:
-                    seen = shown.get((node.trajectory, node.step)) if node.chosen else None
+                seen = None if below is None or self.environment.fresh else marked(below.tokens, SEEN)
                 scores = {name: node.scores[name] for name in node.scores.keys() - OURS}
                 self.known[whole[node.parent].tobytes()].append(Sampled(tokens, seen, scores))
             elif node.kind == "prompt" and node.parent >= 0:
-                tokens = shown[node.trajectory, node.step]
+                tokens = _fresh(node.step, marked(node.tokens, PROMPT))
+                self.tails[node.step].append(tokens)
             else:
                 tokens = marked(node.tokens, PROMPT if node.kind == "prompt" else SEEN)
             whole[node.id] = np.concatenate([whole[node.parent], tokens])
