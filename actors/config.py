@@ -62,7 +62,8 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the number of the actor in the run, from 0.
-    deterministic: answers depend on weights and requests alone (docs/reliability.md)."""
+    deterministic: answers depend on weights and requests alone (docs/reliability.md). weights_url: where versions are copied for an actor that does
+    not see the run folder (wire/storage.py)."""
 
     name: str
     run: str
@@ -71,3 +72,4 @@ class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     actors: ActorsConfig
     place: int = 0
     deterministic: bool = False
+    weights_url: str = ""

@@ -13,7 +13,7 @@ import msgspec
 from actors.config import ActorProcess
 from actors.engines import registry
 from actors.engines.base import Engine
-from wire import loop
+from wire import loop, storage
 from wire.faults import InfrastructureFault
 from wire.keys import PeerKeys
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
@@ -23,13 +23,16 @@ from wire.service import Call, Service
 log = logging.getLogger("actors.worker")
 
 
-def service(engine: Engine, name: str, capacity: int) -> Service:
-    """Return the worker's service for an engine that was started."""
+def service(engine: Engine, name: str, capacity: int, weights: Path | None = None, url: str = "") -> Service:
+    """Return the worker's service for an engine that was started. weights, url: where versions come to, and from, that this node does not see."""
 
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
 
     async def load(request: LoadRequest, call: Call) -> LoadResult:
+        if url and weights is not None:
+            path = await asyncio.to_thread(storage.fetched, request.path, url, weights)
+            request = msgspec.structs.replace(request, path=path)
         loaded = await engine.load(request)
         log.info("%s: policy version %d in force after %.2f s", name, loaded.version, loaded.seconds)
         return loaded
@@ -44,7 +47,8 @@ async def run(process: ActorProcess) -> None:
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
     folder = Path(process.run)
     endpoint, keys = (folder / "endpoint").read_text().strip(), PeerKeys.load(folder / "keys", "actor")
-    serving = asyncio.create_task(service(engine, process.name, process.actors.capacity).run(endpoint, keys))
+    offered = service(engine, process.name, process.actors.capacity, folder / "weights", process.weights_url)
+    serving = asyncio.create_task(offered.run(endpoint, keys))
     gone = asyncio.create_task(engine.died())
     try:
         await asyncio.wait([serving, gone], return_when=asyncio.FIRST_COMPLETED)

@@ -140,7 +140,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cosine to lr_min_ratio x lr at decay_updates (0: at scheduler.updates). checkpoint_every: updates between checkpoints. keep: how many
     checkpoints and published weights are kept. collective_timeout_s: the run ends if a rank is silent for longer. publish: where a version's
     complete weights are: a "file" in the run folder, only the learner's "memory" (from which engines on GPUs take them), or "both".
-    publish_host: the address on which the memory's rendezvous listens. critic, prm: settings of the models that the scheme needs; refused if it
+    publish_host: the address on which the memory's rendezvous listens. publish_url: storage to which each version's folder is copied too, in a folder
+    named like the run, for actors on nodes that do not see the run folder (any URL of fsspec). critic, prm: settings of the models that the scheme needs; refused if it
     needs none. train_vision: train the vision tower of a model that reads pictures too; otherwise it stays as it is.
     gradient_checkpointing: compute activations again in the backward instead of keeping them. dtype: "auto" is model.dtype, or what the machine is
     faster in. threads: compute threads of one rank.
@@ -190,6 +191,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: Count = 3
     publish: Literal["file", "memory", "both"] = "file"
     publish_host: str = "127.0.0.1"
+    publish_url: str = ""
     threads: Count = 1
     collective_timeout_s: Positive = 1800.0
 

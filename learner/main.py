@@ -22,7 +22,7 @@ from learner.model import TreeModel
 from learner.publish import Published, announce, publish
 from learner.ranks import Ranks
 from learner.trainer import Batch, Trainer
-from wire import arrays, loop
+from wire import arrays, loop, storage
 from wire.keys import PeerKeys
 from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
 from wire.process import begin
@@ -166,9 +166,12 @@ class Leader:
 def publish_newest(
     trainer: Trainer, run: Path, whole: dict[str, torch.Tensor] | None, giver: Giver | None
 ) -> Published:
-    """Publish the trainer's version where ``learner.publish`` says."""
+    """Publish the trainer's version where ``learner.publish`` and ``publish_url`` say."""
     config = trainer.config
-    return publish(trainer.policy, trainer.version, run, config.keep, whole, giver, config.publish != "memory")
+    published = publish(trainer.policy, trainer.version, run, config.keep, whole, giver, config.publish != "memory")
+    if config.publish_url:
+        storage.put(Path(published.path), f"{config.publish_url}/{run.name}", config.keep)
+    return published
 
 
 def _giver(trainer: Trainer) -> Giver | None:

@@ -16,9 +16,10 @@ import msgspec
 
 from scheduler import health, tracking
 from tools.defaults.settings import cache_folder
-from tools.launching import environment, processes, rules, status
+from tools.launching import environment, jobs, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from tools.launching.nodes import Nodes, reachable
 from tools.launching.prepare import prepare
 from tools.launching.screen import Screen
 from tools.launching.supervisor import existing, no_space, supervise
@@ -48,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--learner", type=int, help="learner ranks (default: the config's learner.count)")
     change = "change a key, e.g. learner.lr=1e-6; null takes a key or section away; repeatable"
     new.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=change)
+    cluster = (
+        "where to run: ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job that does"
+    )
+    new.add_argument("--cluster", metavar="WHERE", help=cluster)
     place = "where to put the run (default: runs/<name>-<time>)"
     new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
     new.add_argument(
@@ -83,6 +88,8 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         overrides.append(f"actors.count={options.actors}")
     if options.learner is not None:
         overrides.append(f"learner.count={options.learner}")
+    if options.cluster is not None and options.cluster not in jobs.WRITERS:
+        overrides.append(f"cluster.on={options.cluster}")
     if options.track:
         overrides.append(f"scheduler.trackers={options.track}")
     if options.resume is None:
@@ -117,6 +124,9 @@ def main(command: list[str] | None = None) -> int:
         config, run = resolve(options)
         _check_place(run)
         tracking.check_installed(config.scheduler.trackers)
+        if options.cluster in jobs.WRITERS:
+            print(jobs.WRITERS[options.cluster](config, command if command is not None else sys.argv[1:]), end="")
+            return 0
         if options.dry_run:
             return dry_run(config, run)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -133,7 +143,8 @@ def main(command: list[str] | None = None) -> int:
         return 130
     run = run.resolve()
     try:
-        return _launch(config, assets, run, Screen(config.scheduler.updates, options.quiet, records))
+        with _nodes(config, screen := Screen(config.scheduler.updates, options.quiet, records)) as nodes:
+            return _launch(config, assets, run, screen, nodes)
     except (OSError, ValueError) as error:
         print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
         return 2
@@ -171,7 +182,20 @@ def _silence() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _launch(config: Config, assets: Assets, run: Path, screen: Screen) -> int:
+@contextlib.contextmanager
+def _nodes(config: Config, screen: Screen) -> Iterator[Nodes | None]:
+    """Connect to the cluster on which the run shall be, if it shall be on one. Raises ConfigError."""
+    if not config.cluster.on:
+        yield None
+        return
+    nodes = Nodes(config, screen.say)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def _launch(config: Config, assets: Assets, run: Path, screen: Screen, nodes: Nodes | None = None) -> int:
     """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and ValueError with the remedy."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
@@ -183,7 +207,8 @@ def _launch(config: Config, assets: Assets, run: Path, screen: Screen) -> int:
         environment.write(run)
         (run / health.PAUSED).unlink(missing_ok=True)  # whoever launches wants the run to go on
         _announce(config, Path(assets.model), run, screen)
-        return supervise(run, lambda: processes.make(config, assets, run), screen)
+        placed = reachable(config, nodes.address()) if nodes is not None else config
+        return supervise(run, lambda: processes.make(placed, assets, run), screen, nodes)
 
 
 def _announce(config: Config, model: Path, run: Path, screen: Screen) -> None:

@@ -53,6 +53,10 @@ def _worker(run: Path, name: str) -> record.Member:
         raise ValueError(f"{name} was not started by tools/launch: end it where it was started, with Ctrl-C")
     if name == SCHEDULER or name.startswith("learner"):
         raise ValueError(f"{name} cannot be drained, because nothing goes on without it: stop the run instead")
+    if member.host or not member.pid:
+        raise ValueError(
+            f"{name} runs on another node ({member.host or 'none yet'}): drain it there with kill {member.pid}"
+        )
     return member
 
 

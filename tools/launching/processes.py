@@ -26,7 +26,7 @@ from wire import hardware
 class Process(msgspec.Struct, frozen=True):
     """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter python ("" for the launcher's own).
     vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone. withheld: variables of the launcher that
-    it must not see, because they hold the API keys of others."""
+    it must not see, because they hold the API keys of others. secrets: those that it needs."""
 
     name: str
     module: str
@@ -36,6 +36,7 @@ class Process(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     python: str = ""
     withheld: frozenset[str] = frozenset()
+    secrets: frozenset[str] = frozenset()
 
 
 def make(config: Config, assets: Assets, run: Path) -> list[Process]:
@@ -48,7 +49,8 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
     needed["scheduler"] |= KEYS  # it starts the trackers
     everybody = frozenset().union(*needed.values())
-    return [msgspec.structs.replace(p, withheld=everybody - needed[p.file]) for p in _plan(config, files, run)]
+    plan, replace = _plan(config, files, run), msgspec.structs.replace
+    return [replace(p, withheld=everybody - needed[p.file], secrets=needed[p.file]) for p in plan]
 
 
 def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     files: dict[str, Any] = {
         "scheduler": SchedulerProcess(
             "scheduler", run, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
-            assets.heldout, config.actors.count, services, max(1, config.actors.max_batch // 4), s,
+            assets.heldout, 1 if config.cluster.on else config.actors.count, services, max(1, config.actors.max_batch // 4), s,
             config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
         ),
         "judges": JudgeProcess("judges", run, judges),
@@ -86,9 +88,10 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
         files["retriever"] = RetrieverProcess(
             "retriever", run, assets.retriever, config.retriever.encoder, config.retriever.threads
         )
+    stored = f"{w.publish_url}/{Path(run).name}" if w.publish_url else ""
     for i in range(config.actors.count):
         files[f"actor-{i}"] = ActorProcess(
-            f"actor-{i}", run, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic
+            f"actor-{i}", run, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic, stored
         )
     return files
 
@@ -108,7 +111,7 @@ def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
     if "retriever" in files:
         plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
     plan += [_actor(config, place) for place in range(config.actors.count)]
-    return plan + _ranks(config.learner, run)
+    return plan + _ranks(config.learner, {} if config.cluster.on else _meeting(run, config.learner))
 
 
 def key_variables(settings: Any) -> frozenset[str]:
@@ -139,11 +142,14 @@ def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
 
 
-def _ranks(learner: LearnerConfig, run: Path) -> list[Process]:
-    """Plan the learner's ranks. A single rank meets nobody."""
-    count, shared = str(learner.count), _meeting(run, learner) if learner.count > 1 else {}
-    shared |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count} if shared else {}
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {} for rank in range(learner.count)]
+def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> list[Process]:
+    """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster, rank 0's node says so, and each has its own GPU."""
+    count, several = str(learner.count), learner.count > 1
+    shared = meeting | {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count if meeting else "1"} if several else {}
+    places = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank) if meeting else "0"} if several else {}
+        for rank in range(learner.count)
+    ]
     return [
         Process(f"learner-{rank}", "learner.main", "learner", learner.threads, True, _ALLOCATOR | shared | place)
         for rank, place in enumerate(places)
@@ -202,7 +208,7 @@ def describe(plan: list[Process], config: Config, model: Path) -> str:
 def memory_warning(config: Config, model: Path) -> str:
     """Return a warning that names the largest plan that fits, if a run on CPUs needs more memory than is free; "" otherwise."""
     need, free = memory_gib(config, model), free_gib()
-    if need <= free or hardware.visible_gpus():
+    if need <= free or hardware.visible_gpus() or config.cluster.on:
         return ""
     warning = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
     sizes = [(a, w) for a in range(1, config.actors.count + 1) for w in range(1, config.learner.count + 1)]

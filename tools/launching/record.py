@@ -30,11 +30,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A process of the run. began: seconds of the epoch. restarts: by this launch, whole resumes of the run included."""
+    """A process of the run. began: seconds of the epoch. restarts: by this launch, whole resumes of the run included.
+    host: the node on which it runs, "" for this machine; there its number is 0 until the cluster has room for it."""
 
     pid: int
     began: float
     restarts: int = 0
+    host: str = ""
 
 
 class Record(msgspec.Struct):
@@ -71,6 +73,13 @@ class Recorder:
         before = self.record.members.get(name)
         self.record.members[name] = Member(pid, time.time(), before.restarts + 1 if before else 0)
         self.write()
+
+    def placed(self, name: str, pid: int, host: str) -> None:
+        """A process that was asked of a cluster has started on a node."""
+        before = self.record.members[name]
+        if (before.pid, before.host) != (pid, host):
+            self.record.members[name] = msgspec.structs.replace(before, pid=pid, host=host)
+            self.write()
 
     def failed(self, process: str, cause: str, log: Path, then: str) -> None:
         """A process died."""

@@ -19,6 +19,7 @@ from scheduler.config import UNJUDGED
 from scheduler.tracking import TRACKERS
 from tools.launching.method import Served, check_method
 from tools.launching.settings import Config
+from wire import storage
 from wire.options import known
 
 
@@ -45,11 +46,34 @@ def check(config: Config) -> None:
     _check_environment(config, served)
     _check_learner(config.learner)
     _check_schedule(config)
+    _check_cluster(config)
     if config.deterministic and (s.max_staleness or a.engine != "local"):
         raise ValueError(
             f"deterministic = true with scheduler.max_staleness = {s.max_staleness} and actors.engine = {a.engine!r}: expected 0 and 'local',"
             " since otherwise what is trained depends on time"
         )
+
+
+def _check_cluster(config: Config) -> None:
+    """Refuse a cluster of an unknown kind, and settings that a cluster cannot serve."""
+    on, w = config.cluster.on, config.learner
+    if on and on != "ray" and not on.startswith("ray://"):
+        known(
+            f"cluster.on = {on!r}",
+            on,
+            ["ray", "slurm", "kuberay"],
+            " or ray://HOST:PORT; slurm and kuberay as --cluster alone",
+        )
+    if on and w.publish != "file" and w.publish_host == "127.0.0.1":
+        raise ValueError(
+            f"learner.publish = {w.publish!r} on a cluster with learner.publish_host = '127.0.0.1': expected an address that the actors reach"
+        )
+    if w.publish_url and w.publish == "memory":
+        raise ValueError(
+            "learner.publish_url with learner.publish = 'memory': there are no files to copy; expected 'file' or 'both'"
+        )
+    if w.publish_url:
+        storage.check(w.publish_url)
 
 
 def _check_exports(config: Config) -> None:

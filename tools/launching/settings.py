@@ -37,6 +37,26 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
 
+class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [cluster]: where the processes run (docs/cluster.md).
+
+    on: "" for this machine, "ray" for the Ray cluster of which this machine is a node, "ray://HOST:PORT" for one elsewhere. The other keys are
+    for the job that ``--cluster slurm`` or ``--cluster kuberay`` writes. cpus, gpus, memory_gib: of one node. options: further options of
+    sbatch, such as "--partition=h100". image: the container image, with this project in ``folder``. volume: the claim of the volume that all pods
+    share. secret: the Kubernetes secret whose entries become variables (API keys).
+    """
+
+    on: str = ""
+    cpus: Count = 16
+    gpus: Natural = 8
+    memory_gib: Count = 128
+    options: list[str] = []
+    image: str = ""
+    folder: str = "/coppice"
+    volume: str = ""
+    secret: str = ""
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole experiment. runs: the folder that holds the run folders. threads: compute threads of the set-up (index, warm start).
 
@@ -57,6 +77,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judges: JudgesConfig = JudgesConfig()
     retriever: RetrieverConfig = RetrieverConfig()
     learner: LearnerConfig = LearnerConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 def with_agent(config: Config) -> Config:

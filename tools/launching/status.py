@@ -178,6 +178,9 @@ def living(run: Path, member: record.Member) -> psutil.Process:
 
 
 def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
+    if member.host or not member.pid:  # the launcher alone knows of its end
+        state = f"on {member.host}" if member.host else "no room yet"
+        return ProcessStatus(name, member.pid, state, member.restarts, time.time() - member.began, None, heard)
     try:
         process = living(run, member)
         state = process.status()

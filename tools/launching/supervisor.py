@@ -22,11 +22,12 @@ from scheduler import health
 from tools.bootstrap import ROOT
 from tools.launching import leftovers, watchdog
 from tools.launching.failures import Cause, Rate, Resumes, cause_of, remedy
+from tools.launching.nodes import Away, Nodes
 from tools.launching.processes import Process, forget_meeting
 from tools.launching.record import Recorder
 from tools.launching.screen import Screen
 from tools.launching.watchdog import SCHEDULER, Watchdog
-from wire.process import die_with
+from wire.process import STACKS, die_with
 
 GRACE_S = 30.0
 LEFT_S = 2 * GRACE_S
@@ -87,8 +88,8 @@ class Child:
 
     verdict: why the launcher killed it, if it did."""
 
-    def __init__(self, spec: Process, run: Path):
-        self.spec, self.run = spec, run
+    def __init__(self, spec: Process, run: Path, nodes: Nodes | None = None):
+        self.spec, self.run, self.nodes = spec, run, nodes
         self.log = run / "logs" / f"{spec.name}.log"
         self.rate = Rate()
         self.again_at: float | None = None
@@ -96,9 +97,13 @@ class Child:
         self.verdict: Cause | None = None
         self.process = self.start()
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes] | Away:
         """Start the process, for the first time or again."""
         self.verdict = None
+        if self.nodes is not None and self.nodes.takes(self.spec):
+            self.log.touch()
+            self._log_start = self.log.stat().st_size
+            return self.nodes.start(self.spec, self.run, self.log)
         inherited = {name: value for name, value in os.environ.items() if name not in self.spec.withheld}
         environment = inherited | self.spec.environment
         threads = str(self.spec.threads)
@@ -115,6 +120,11 @@ class Child:
                 command, stdout=show, stderr=log, env=environment, preexec_fn=partial(_alone, os.getpid())
             )
 
+    @property
+    def here(self) -> int:
+        """The process's number if it was started on this machine, otherwise 0."""
+        return 0 if isinstance(self.process, Away) else self.process.pid
+
     def dead(self, now: float) -> bool:
         """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago. now: seconds."""
         status = self.process.poll()
@@ -125,8 +135,9 @@ class Child:
 
     def cause(self) -> Cause:
         """Return why the process ended. Must be called after its end."""
-        if self.verdict is not None:
-            return self.verdict
+        verdict = self.verdict or (self.process.verdict if isinstance(self.process, Away) else None)
+        if verdict is not None:
+            return verdict
         with self.log.open("rb") as log:
             log.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
             return cause_of(self.process.wait(), log.read().decode(errors="replace"))
@@ -139,8 +150,17 @@ class Supervisor:
     ``Supervisor(run, plan, Signals(), Recorder(run), Screen(updates)).watch()`` returns 0 after a finished run.
     """
 
-    def __init__(self, run: Path, plan: list[Process], signals: Signals, recorder: Recorder, screen: Screen):
+    def __init__(
+        self,
+        run: Path,
+        plan: list[Process],
+        signals: Signals,
+        recorder: Recorder,
+        screen: Screen,
+        nodes: Nodes | None = None,
+    ):
         self.run, self.plan, self.signals, self.recorder, self.screen = run, plan, signals, recorder, screen
+        self.nodes = nodes
         self.children: dict[str, Child] = {}
         self.watchdog = Watchdog(run)
         self._look_at = 0.0
@@ -161,12 +181,14 @@ class Supervisor:
         while not endpoint.exists() and scheduler.process.poll() is None and not self.signals.interrupted.is_set():
             self._look(time.monotonic())
             time.sleep(0.05)
-        for spec in self.plan[1:]:
+        # On a cluster the ranks come first: they must be near each other, and the others would take their room.
+        rest = sorted(self.plan[1:], key=lambda spec: not spec.vital) if self.nodes else self.plan[1:]
+        for spec in rest:
             if scheduler.process.poll() is None and not self.signals.interrupted.is_set():
                 self._hire(spec)
 
     def _hire(self, spec: Process) -> Child:
-        child = self.children[spec.name] = Child(spec, self.run)
+        child = self.children[spec.name] = Child(spec, self.run, self.nodes)
         self.recorder.started(spec.name, child.process.pid)
         return child
 
@@ -201,6 +223,8 @@ class Supervisor:
     def _tend(self, now: float) -> Child | None:
         """Start dead workers again. Return the child whose death ends this start of the run, if there is one."""
         for child in self.children.values():
+            if isinstance(child.process, Away):
+                self.recorder.placed(child.spec.name, child.process.pid, child.process.host)
             if child.again_at is not None:
                 if now >= child.again_at:
                     child.process, child.again_at, child.left_at = child.start(), None, 0.0
@@ -260,14 +284,15 @@ class Supervisor:
         alive = {name: child for name, child in self.children.items() if child.process.poll() is None}
         if now >= self._note_at:
             self._note_at = now + NOTE_S
-            self._segments |= leftovers.mapped(child.process.pid for child in alive.values())
-        finding = self.watchdog.look({name: child.process.pid for name, child in alive.items()}, now)
+            self._segments |= leftovers.mapped(child.here for child in alive.values() if child.here)
+        away = {(p.host, p.pid): name for name, child in alive.items() if isinstance(p := child.process, Away)}
+        finding = self.watchdog.look({name: child.here for name, child in alive.items() if child.here}, now, away)
         if finding is None:
             return
         child = alive[finding.process]
         if finding.whole:
             self._stacks()
-        text = watchdog.diagnosis(finding, child.process.pid, child.log)
+        text = watchdog.diagnosis(finding, child.here, child.log)
         child.verdict = Cause(text, True, finding.whole)
         child.process.kill()
         self._wait([child.spec.name], 5.0)
@@ -275,9 +300,14 @@ class Supervisor:
     def _stacks(self) -> None:
         """Have every process that can write its stacks to its log."""
         for name, child in self.children.items():
-            if child.process.poll() is None:
-                answered = bool(watchdog.stacks(child.process.pid, child.log))
-                kind = f"its stacks are in {shown(child.log)}" if answered else watchdog.state(child.process.pid)
+            if child.process.poll() is not None:
+                continue
+            if not child.here:
+                child.process.send_signal(STACKS)
+                self.screen.say(f"{name}: its stacks come to {shown(child.log)} from its node")
+            else:
+                answered = bool(watchdog.stacks(child.here, child.log))
+                kind = f"its stacks are in {shown(child.log)}" if answered else watchdog.state(child.here)
                 self.screen.say(f"{name}: {kind}")
 
     def _first(self, child: Child) -> Child:
@@ -289,7 +319,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing of them stays in shared memory."""
-        self._segments |= leftovers.mapped(child.process.pid for child in self.children.values())
+        self._segments |= leftovers.mapped(child.here for child in self.children.values() if child.here)
         for name in (SCHEDULER, "learner-0"):
             self._signal([name], signal.SIGTERM)
         self._wait([SCHEDULER, "learner-0"], GRACE_S)
@@ -314,13 +344,13 @@ class Supervisor:
             time.sleep(0.05)
 
 
-def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen) -> int:
-    """Run the plan that ``make`` returns to its end, resuming the run where that helps. Return the exit status. Raises OSError."""
+def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen, nodes: Nodes | None = None) -> int:
+    """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a cluster. Return the exit status. Raises OSError."""
     signals, recorder = Signals(), Recorder(run)
     signals.listen()
     resumes, again = Resumes(_checkpoint(run), _done(run)), f"tools/launch --resume {shown(run)}"
     while not signals.interrupted.is_set():
-        supervisor = Supervisor(run, make(), signals, recorder, screen)
+        supervisor = Supervisor(run, make(), signals, recorder, screen, nodes)
         ended = supervisor.watch()
         if ended == 0:
             recorder.end("finished")

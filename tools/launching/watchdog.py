@@ -56,8 +56,9 @@ class Watchdog:
         self._looked = self._calm_since = time.monotonic()
         self._replaced = -1.0
 
-    def look(self, pids: Mapping[str, int], now: float) -> Finding | None:
-        """Return a stuck process. pids: the living processes, by name. now: monotonic seconds."""
+    def look(self, pids: Mapping[str, int], now: float, away: Mapping[tuple[str, int], str] = {}) -> Finding | None:
+        """Return a stuck process. pids: the living processes of this machine, by name. away: the names of those of other nodes, by host and number.
+        now: monotonic seconds."""
         if now - self._looked > HELD_UP_S:
             self._calm_since = now
             self._stopped.clear()
@@ -70,7 +71,8 @@ class Watchdog:
             return stopped
         if self.health.phase == "stopping":
             return None  # workers leave, and the learner writes its last checkpoint
-        return self._silent(self.health, pids, now) or self._stalled(self.health, pids)
+        names = {(self.health.host, pid): name for name, pid in pids.items()} | dict(away)
+        return self._silent(self.health, names, now) or self._stalled(self.health, names)
 
     def _stopped_process(self, pids: Mapping[str, int], now: float, limit: float) -> Finding | None:
         stopped = {pid: name for name, pid in pids.items() if _status(pid) == psutil.STATUS_STOPPED}
@@ -80,13 +82,12 @@ class Watchdog:
                 return Finding(stopped[pid], f"has been stopped for {now - since:.0f} s", self._calls(pid))
         return None
 
-    def _silent(self, report: Health, pids: Mapping[str, int], now: float) -> Finding | None:
+    def _silent(self, report: Health, names: Mapping[tuple[str, int], str], now: float) -> Finding | None:
         limit = report.replace_after_s
         if now - report.at > limit:
             return Finding(SCHEDULER, f"has not reported for {now - report.at:.0f} s")
-        names = {pid: name for name, pid in pids.items()}
         for worker in report.workers:
-            name = names.get(worker.pid) if worker.host == report.host else None
+            name = names.get((worker.host, worker.pid))
             if name is None:
                 continue  # of tools/serve, or dead already, or started again
             if now - worker.heard > limit:
@@ -99,18 +100,18 @@ class Watchdog:
                 return Finding(name, why, worker.calls)
         return None
 
-    def _stalled(self, report: Health, pids: Mapping[str, int]) -> Finding | None:
+    def _stalled(self, report: Health, names: Mapping[tuple[str, int], str]) -> Finding | None:
         """After ``stall_s`` a worker that holds up the run is replaced; after as long again, or if it is vital, the whole run is resumed."""
         idle = report.at - report.progress_at
         if idle <= report.stall_s:
             return None
         waits = "; ".join(report.waits()) or "no call is open"
         why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
-        pid = next((w.pid for w in report.workers if w.name == report.stuck and w.host == report.host), None)
-        culprit = next((name for name in pids if pids[name] == pid), SCHEDULER)
+        stuck = next((worker for worker in report.workers if worker.name == report.stuck), None)
+        culprit = names.get((stuck.host, stuck.pid), SCHEDULER) if stuck is not None else SCHEDULER
         if self._replaced != report.progress_at and culprit != SCHEDULER and not culprit.startswith("learner"):
             self._replaced = report.progress_at
-            return Finding(culprit, why, self._calls(pids[culprit]))
+            return Finding(culprit, why, stuck.calls if stuck is not None else [])
         if self._replaced == report.progress_at and idle <= 2 * report.stall_s:
             return None
         return Finding(SCHEDULER if self._replaced == report.progress_at else culprit, why, whole=True)
@@ -174,10 +175,10 @@ def where(text: str) -> str:
 
 
 def diagnosis(finding: Finding, pid: int, log: Path) -> str:
-    """Ask a stuck process for its stacks and return what is known, as one line."""
-    known = [state(pid)]
-    if place := where(stacks(pid, log)):
+    """Ask a stuck process for its stacks and return what is known, as one line. pid: 0 for a process of another node, which is not asked."""
+    known = [state(pid)] if pid else []
+    if pid and (place := where(stacks(pid, log))):
         known.append(f"its threads are in {place} (stacks in its log)")
     if finding.calls:
         known.append(f"its last calls: {'; '.join(finding.calls)}")
-    return f"{finding.why}; {'; '.join(known)}"
+    return "; ".join([finding.why, *known])

@@ -1,0 +1,237 @@
+"""Starts the processes of a run on the nodes of a Ray cluster. Ray places them by their resources and says when a node is lost.
+
+``Nodes`` belongs to one launch, and each process that it starts looks to the supervisor like one of this machine (``Away``). The scheduler
+and its journal stay with the launcher; so does the model that judges are served with.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.bootstrap import ROOT
+from tools.launching.config import ConfigError
+from tools.launching.failures import Cause
+from tools.launching.holder import Delivery, Holder, Report
+from tools.launching.processes import Process
+from tools.launching.settings import Config
+
+ROLE_OF = {
+    "actors.worker": "actor",
+    "judges.serve": "judge",
+    "judges.retriever.worker": "retriever",
+    "learner.main": "learner",
+}
+"""The role of each module that may run on another node. A module that is not here runs with the launcher."""
+PASSED = ("COPPICE_", "HF_")
+"""Variables of the launcher that processes on other nodes get, by how their names begin, beside the keys that their settings name."""
+PATIENCE_S = 30.0
+"""Seconds without room for a process before the launcher says so."""
+LOST = 1
+"""The exit status of a process that ended with its node."""
+
+
+class Away:
+    """A process on some node, with the part of ``subprocess.Popen`` that the supervisor uses. It is asked for by its construction, and starts
+    when the cluster has room. pid: 0 until then. verdict: why it ended, if the process itself could not say."""
+
+    stdout = None
+
+    def __init__(self, holder: Any, started: Any, log: Path, needs: str, say: Callable[[str], None]):
+        self.pid, self.host, self.returncode = 0, "", None
+        self.verdict: Cause | None = None
+        self._holder, self._pending, self._log, self._needs, self._say = holder, started, log, needs, say
+        self._offset, self._patient = 0, time.monotonic() + PATIENCE_S
+
+    def poll(self) -> int | None:
+        """Take the news that has come, and return the exit status, None before the end."""
+        while self.returncode is None and self._news(0):
+            pass
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
+        end = time.monotonic() + timeout if timeout is not None else None
+        while self.returncode is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self._needs, timeout or 0.0)
+            self._news(0.2)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; a process that has no place yet ends of it."""
+        import ray
+
+        if self.pid and number != signal.SIGKILL:
+            self._holder.signal.remote(int(number))
+        elif self.returncode is None:
+            if self.pid:  # what it wrote last comes first
+                with contextlib.suppress(ray.exceptions.RayError, subprocess.TimeoutExpired):
+                    ray.get(self._holder.signal.remote(int(number)), timeout=2)
+                    self.wait(2)
+            self._over(-int(number)) if self.returncode is None else None
+
+    def kill(self) -> None:
+        """Kill the process, wherever it is."""
+        self.send_signal(signal.SIGKILL)
+
+    def _news(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for one answer of the holder. Return whether there may be more."""
+        import ray
+
+        if not ray.wait([self._pending], timeout=timeout)[0]:
+            if not self.pid and time.monotonic() > self._patient:
+                self._patient = float("inf")
+                self._say(f"no node has room for {self._needs}: it starts as soon as one has")
+            return False
+        try:
+            answer = ray.get(self._pending)
+        except ray.exceptions.RayTaskError as error:  # the holder could not start it
+            self.verdict = Cause(str(error.cause), False)
+            self._over(LOST)
+        except ray.exceptions.RayError as error:
+            self.verdict = Cause(f"its node {self.host} is lost ({type(error).__name__})".replace("  ", " "), True)
+            self._over(LOST)
+        else:
+            self._take(answer)
+        return True
+
+    def _take(self, answer: Any) -> None:
+        if isinstance(answer, Report):
+            self._offset += len(answer.log)
+            with self._log.open("ab") as log:
+                log.write(answer.log)
+            if answer.status is not None:
+                return self._over(answer.status)
+        else:
+            self.host, self.pid = answer
+            self._patient = float("inf")
+        self._pending = self._holder.report.remote(self._offset)
+        return None
+
+    def _over(self, status: int) -> None:
+        import ray
+
+        self.returncode = status
+        ray.kill(self._holder)
+
+
+class Nodes:
+    """The connection to a cluster, from its construction to ``close``. Raises ConfigError with the remedy if there is no cluster."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        ray = _ray()
+        self.config, self.say = config, say
+        address = config.cluster.on if "://" in config.cluster.on else "auto"
+        quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        try:
+            ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}, **quiet)
+        except (ConnectionError, ray.exceptions.RayError) as error:
+            raise ConfigError(
+                f"cluster.on = {config.cluster.on!r}: no Ray cluster answers ({str(error).splitlines()[0]}): start one with `ray start --head`,"
+                " and `ray start --address HOST:6379` on each further node, or name it"
+            ) from None
+        self.gpus = bool(ray.cluster_resources().get("GPU"))
+        self.here = ray.get_runtime_context().get_node_id()
+        self._ranks: Any = None
+        self._meeting: Any = None
+
+    def address(self) -> str:
+        """Return the address of the launcher's machine as the cluster sees it."""
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def takes(self, spec: Process) -> bool:
+        """Return whether the process runs on the cluster, and not with the launcher."""
+        return spec.module in ROLE_OF and not (spec.module == "judges.serve" and self.config.judges.model)
+
+    def start(self, spec: Process, run: Path, log: Path) -> Away:
+        """Ask for a process. It starts when a node has room for it."""
+        import ray
+
+        options = self._resources(spec)
+        needs = f"{spec.name} ({options['num_cpus']} CPU, {options['num_gpus']} GPU)"
+        if spec.module == "learner.main":
+            options |= self._beside(spec, options)
+        elif not options["num_gpus"]:
+            options["scheduling_strategy"] = "SPREAD"
+        holder = ray.remote(Holder).options(**options, max_concurrency=16, max_restarts=0).remote()
+        rank = spec.environment.get("RANK")
+        if rank == "0":
+            self._meeting = holder.address.remote()
+        # Ray starts a rank when rank 0's address is known, because that is an argument of the call.
+        meeting = self._meeting if rank is not None else None
+        started = holder.start.remote(self._delivery(spec, run), meeting)
+        return Away(holder, started, log, needs, self.say)
+
+    def close(self) -> None:
+        """End all that still runs there, and leave the cluster."""
+        import ray
+
+        ray.shutdown()
+
+    def _resources(self, spec: Process) -> dict[str, Any]:
+        a, gpus = self.config.actors, 0
+        if spec.module == "learner.main":
+            gpus = 1
+        elif spec.module == "actors.worker":
+            gpus = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
+        return {"num_cpus": spec.threads, "num_gpus": gpus if self.gpus else 0}
+
+    def _beside(self, spec: Process, options: dict[str, Any]) -> dict[str, Any]:
+        """Place the learner's ranks together, on as few nodes as hold them; without a disk that all nodes share, with the launcher."""
+        from ray.util import scheduling_strategies as strategies
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        if self.config.learner.publish_url:
+            return {"scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(self.here, soft=False)}
+        rank = int(spec.environment.get("RANK", "0"))
+        if rank == 0:
+            if self._ranks is not None:
+                remove_placement_group(self._ranks)
+            bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+            bundles = [{k: v for k, v in bundle.items() if v} for _ in range(self.config.learner.count)]
+            self._ranks = placement_group(bundles, strategy="PACK")
+        strategy = strategies.PlacementGroupSchedulingStrategy(self._ranks, placement_group_bundle_index=rank)
+        return {"scheduling_strategy": strategy}
+
+    def _delivery(self, spec: Process, run: Path) -> Delivery:
+        role, keys = ROLE_OF[spec.module], run / "keys"
+        names = ("server_public", f"peers/{role}.json")
+        threads = str(spec.threads)
+        environment = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in spec.secrets}
+        environment |= {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}  # Ray sets that one
+        environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        return Delivery(
+            ["-m", spec.module], str(run), spec.file, (run / "processes" / f"{spec.file}.json").read_bytes(),
+            (run / "endpoint").read_text(), {name: (keys / name).read_text() for name in names}, environment, spec.python,
+            role != "learner" and bool(self.config.learner.publish_url or role != "actor"),
+        )  # fmt: skip
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # pages of Ray's own logs when a node is lost
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "cluster.on names Ray, which is not installed: pip install 'coppice[ray]', or leave out --cluster"
+        ) from None
+    return ray
+
+
+def reachable(config: Config, address: str) -> Config:
+    """Return the config with a scheduler that the nodes can reach, unless it names where to listen. address: of this machine."""
+    s = config.scheduler
+    if s.bind != type(s)().bind:
+        return config
+    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(s, bind=f"tcp://{address}:0"))
