@@ -111,7 +111,7 @@ def _pod(config: Config, name: str) -> dict[str, Any]:
     ]
     mounts = [{"name": "runs", "mountPath": _SHARED}, {"name": "memory", "mountPath": "/dev/shm"}]
     container = {
-        "name": name, "image": c.image, "resources": {"limits": limits, "requests": limits}, "env": variables,
+        "name": name, "image": c.image, "resources": {"limits": limits, "requests": dict(limits)}, "env": variables,
         "volumeMounts": mounts,
     }  # fmt: skip
     if c.secret:

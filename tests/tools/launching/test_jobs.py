@@ -1,0 +1,110 @@
+"""tools/launching/jobs.py: the script for SLURM and the RayJob for KubeRay."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tools.launching import command, jobs
+from tools.launching.config import DEFAULT_CONFIG, ConfigError, load
+from tools.launching.settings import Config
+
+SCHEMA = json.loads((Path(__file__).parent / "rayjob.schema.json").read_text())
+IMAGE = ["cluster.image=registry/coppice:1", "cluster.volume=runs"]
+
+
+def config(*changes: str) -> Config:
+    return load(DEFAULT_CONFIG, ["actors.count=4", "learner.count=4", *changes])
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        (["cluster.gpus=8"], 1),
+        (["cluster.gpus=4"], 2),
+        (["cluster.gpus=1"], 8),
+        (["cluster.gpus=0", "cluster.cpus=64"], 1),
+        (["cluster.gpus=0", "cluster.cpus=4"], 3),
+    ],
+)
+def test_as_many_nodes_as_the_plan_needs(changes: list[str], count: int) -> None:
+    assert jobs.nodes(config(*changes)) == count
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_the_manifest_is_a_rayjob_by_kuberays_own_schema(gpus: int) -> None:
+    job: Any = yaml.safe_load(jobs.kuberay(config(*IMAGE, "cluster.secret=api-keys", f"cluster.gpus={gpus}"), []))
+    jsonschema.validate(job, SCHEMA)
+    groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert sum(group["replicas"] for group in groups) == jobs.nodes(config(f"cluster.gpus={gpus}")) - 1
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert pod["envFrom"] == [{"secretRef": {"name": "api-keys"}}]
+    assert ("nvidia.com/gpu" in pod["resources"]["limits"]) == bool(gpus)
+
+
+def test_the_schema_refuses_a_manifest_with_a_misspelt_key() -> None:
+    job: Any = yaml.safe_load(jobs.kuberay(config(*IMAGE), []))
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParam"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="rayStartParam"):
+        jsonschema.validate(job, SCHEMA)
+
+
+def test_a_manifest_needs_an_image_and_a_volume() -> None:
+    for missing in ("image", "volume"):
+        with pytest.raises(ConfigError, match=f"cluster.{missing}"):
+            jobs.kuberay(config(*(change for change in IMAGE if missing not in change)), [])
+
+
+STAND_INS = """
+scontrol() { echo first; echo second; }
+srun() { printf '%s\\n' "$@"; }
+export -f scontrol srun
+"""
+"""SLURM's two commands cannot run without SLURM: they print what they were given."""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "requeued"])
+def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_it_is_requeued(
+    again: bool, tmp_path: Path
+) -> None:
+    given = ["--actors", "4", "--cluster", "slurm", "--set", 'judges.outside=["a b"]']
+    script = jobs.slurm(config(f"runs={tmp_path}", "cluster.gpus=8", 'cluster.options=["--partition=h100"]'), given)
+    (tmp_path / "job").write_text(script)
+    run = tmp_path / f"{config().name}-17"
+    if again:
+        run.mkdir()
+        (run / "config.json").touch()
+    environment = os.environ | {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    environment.pop("COPPICE_VENV", None)
+    done = subprocess.run(
+        ["bash", "-c", f"{STAND_INS}bash {tmp_path}/job"], env=environment, capture_output=True, text=True, check=True
+    )
+    words = done.stdout.splitlines()
+    assert words[1:5] == [".venv/bin/ray", "symmetric-run", "--address", "first:6379"]
+    launch = words[words.index("--") + 1 :]
+    asked = ["--resume", str(run)] if again else [
+        "--actors", "4", "--set", 'judges.outside=["a b"]', "--cluster", "ray", "--run-folder", str(run)
+    ]  # fmt: skip
+    assert launch == ["tools/launch", *asked]
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=h100"} <= set(lines)
+
+
+def test_a_job_chooses_its_own_run_folder() -> None:
+    with pytest.raises(ConfigError, match=r"--run-folder.*leave it out"):
+        jobs.slurm(config(), ["--run-folder", "x", "--cluster", "slurm"])
+
+
+def test_the_command_prints_the_job_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--cluster", "slurm", "--actors", "2"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=")
+
+
+def test_an_unknown_cluster_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--cluster", "rya", "--dry-run"]) == 2
+    assert "'ray'" in capsys.readouterr().err

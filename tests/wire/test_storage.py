@@ -1,0 +1,54 @@
+"""wire/storage.py: versions of the weights through a store that learner and actor both reach."""
+
+from pathlib import Path
+
+import pytest
+
+from wire import storage
+from wire.faults import InfrastructureFault
+
+
+def version(folder: Path, number: int) -> Path:
+    place = folder / f"v{number:06d}"
+    place.mkdir(parents=True)
+    (place / "adapter_model.safetensors").write_bytes(bytes([number]) * 1000)
+    (place / "manifest.json").write_text(f'{{"version": {number}}}')
+    return place
+
+
+def test_a_version_reaches_a_node_that_does_not_see_the_run_folder(tmp_path: Path) -> None:
+    url, weights = f"file://{tmp_path}/store/run", tmp_path / "node" / "weights"
+    for number in range(1, 6):
+        storage.put(version(tmp_path / "run", number), url, keep=3)
+        path = storage.fetched(f"/elsewhere/weights/v{number:06d}", url, weights)
+        assert Path(path).parent == weights
+        assert (Path(path) / "adapter_model.safetensors").read_bytes() == bytes([number]) * 1000
+    assert sorted(p.name for p in (tmp_path / "store" / "run").iterdir()) == ["v000003", "v000004", "v000005"]
+    assert sorted(p.name for p in weights.iterdir()) == ["v000004", "v000005"]
+
+
+def test_a_folder_that_is_seen_is_used_in_place(tmp_path: Path) -> None:
+    place = version(tmp_path, 1)
+    assert storage.fetched(str(place), "file:///nowhere", tmp_path / "weights") == str(place)
+
+
+def test_a_version_without_its_manifest_is_not_whole_and_leaves_nothing(tmp_path: Path) -> None:
+    url, weights = f"file://{tmp_path}/store", tmp_path / "weights"
+    storage.put(version(tmp_path / "run", 1), url, keep=3)
+    (tmp_path / "store" / "v000001" / "manifest.json").unlink()
+    for path in ("/x/v000001", "/x/v000002"):
+        with pytest.raises(InfrastructureFault, match="cannot be read from file://"):
+            storage.fetched(path, url, weights)
+    assert list(weights.iterdir()) == []
+
+
+def test_an_upload_is_tried_again_and_then_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
+    (tmp_path / "store").touch()
+    with pytest.raises(OSError, match=r"learner\.publish_url: version v000001 could not be written"):
+        storage.put(version(tmp_path / "run", 1), f"file://{tmp_path}/store/run", keep=3)
+
+
+def test_an_unknown_kind_of_storage_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"learner\.publish_url = 'nosuch://bucket'.*expected such as 's3://"):
+        storage.check("nosuch://bucket")
