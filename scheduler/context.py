@@ -151,7 +151,10 @@ class Context(Tools):
         tokens, logprobs, versions = (np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True))
         left = support.spliced(action.support, len(action.tokens), kept, sample.support or b"", len(sample.tokens))
         whole = msgspec.structs.replace(sample, tokens=tokens, logprobs=logprobs, versions=versions, support=left)
-        return self._sampled(place, whole, opening, trajectory=trajectory, cached=cached, kept=kept)
+        node = self._sampled(place, whole, opening, trajectory=trajectory, cached=cached, kept=kept)
+        if node.entropies is not None and action.entropies is not None:
+            node.entropies = np.concatenate([action.entropies[:kept], node.entropies])
+        return node
 
     def action(self, node: Node) -> Action:
         """The parsed action of an action node. Each node is parsed once."""

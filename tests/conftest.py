@@ -19,12 +19,19 @@ SLOW = ("e2e", "faults", "gpu")
 """Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what tools/test --quick leaves out; other slow tests are marked where they stand."""
+COMPUTING = ("tests/learner", "tests/simulation", "tests/judges", "tests/test_worlds.py", "tests/tools/research/test_theory")
+"""Where slow tests compute and do not depend on what else the machine does, so that several may run at once."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what tools/test --quick leaves out (other slow tests are marked where they stand), and what must run alone."""
     for item in items:
         sglang = "sglang_server" in getattr(item, "fixturenames", ()) or "[sglang" in item.name
         if item.path.parent.name in SLOW or sglang:
             item.add_marker(pytest.mark.slow)
+        place = item.path.relative_to(config.rootpath).as_posix()
+        if item.get_closest_marker("slow") and (sglang or not place.startswith(COMPUTING)):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")

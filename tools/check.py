@@ -1,7 +1,7 @@
 """The command tools/test: ruff, pyright, the documentation as a site, pytest. All of them run; the exit status is 1 if any failed.
 
-The tests marked slow, which start processes of their own, run one after the other; the others run in several processes, with pyright beside
-them. With --quick the slow tests, the site and the second numerical run are left out. Named tests run one after the other, so that pytest's
+Tests that start processes of the project (the marker alone, see tests/conftest.py) run one after the other; the others run in several
+processes, with pyright beside them. With --quick the slow tests, the site and the second numerical run are left out. Named tests run one after the other, so that pytest's
 options (--pdb) work for them.
 
 The numerical tests run twice: with the kernels that torch chooses for this processor, and with those for any processor, which sum in
@@ -65,8 +65,8 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     if given:
         checks["pytest"] = ["pytest", "--durations=30", *given]
     else:
-        checks["pytest, slow"] = ["pytest", "--durations=30", "-m", "slow"]
-        checks["pytest"] = ["pytest", "-m", "not slow", *_SIDE_BY_SIDE]
+        checks["pytest, alone"] = ["pytest", "--durations=60", "-m", "alone"]
+        checks["pytest"] = ["pytest", "--durations=20", "-m", "not alone", *_SIDE_BY_SIDE]
     if plain := numerical(given):
         checks["pytest, plain kernels"] = ["pytest", *plain, *([] if given else _SIDE_BY_SIDE)]
     return checks

@@ -5,6 +5,7 @@ scheduler reads that folder again when an unknown key knocks and at every heartb
 file that is deleted takes its key away.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 import zmq
+
+log = logging.getLogger("wire.keys")
 
 ROLES: dict[str, tuple[str, ...]] = {
     "actor": ("generate", "load"),
@@ -153,9 +156,13 @@ class RunKeys:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a peer with this key may connect: the credentials provider of ZeroMQ's authenticator."""
-        public = key.decode()
-        if public not in self._grants:
-            self.reload()
+        try:
+            public = key.decode()
+            if public not in self._grants:
+                self.reload()
+        except (OSError, ValueError):  # it would end the authenticator, and nobody would be admitted any more
+            log.exception("a key could not be looked up in %s", self.folder)
+            return False
         return public in self._grants
 
     def _path(self, name: str) -> Path:

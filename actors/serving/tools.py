@@ -120,6 +120,11 @@ def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
         parameters = msgspec.json.decode(text)
         for key in _DEFINITIONS:
             moved |= {f"{place}.{name}": value for name, value in parameters.pop(key, {}).items()}
+        if '"$ref":"#"' in text:  # the parameters themselves
+            moved[f"{place}."] = msgspec.json.decode(
+                msgspec.json.encode(parameters).replace(b'"#"', f'"#/$defs/{place}."'.encode())
+            )
+            parameters = {"$ref": f"#/$defs/{place}."}
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
         calls.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

@@ -46,10 +46,11 @@ def test_a_quick_check_leaves_out_the_slow_tests_the_site_and_the_second_numeric
     assert whole["pytest"] == ["pytest", "--durations=30", "-x"]
 
 
-def test_a_check_of_everything_runs_every_test_once_the_slow_ones_one_after_the_other() -> None:
+def test_a_check_of_everything_runs_every_test_once_and_what_starts_processes_one_after_the_other() -> None:
     everything = steps([])
-    assert everything["pytest, slow"] == ["pytest", "--durations=30", "-m", "slow"]
-    assert everything["pytest"] == steps([QUICK])["pytest"]
+    assert everything["pytest, alone"] == ["pytest", "--durations=60", "-m", "alone"]
+    assert everything["pytest"][2:4] == ["-m", "not alone"]
+    assert everything["pytest"][4:] == steps([QUICK])["pytest"][3:]
     assert everything["pytest, plain kernels"][-4:] == ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 

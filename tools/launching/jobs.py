@@ -71,8 +71,8 @@ run={shlex.quote(config.runs)}/{name}-$SLURM_JOB_ID
 launch=(tools/launch {first})
 if [ -f "$run/config.json" ]; then launch=(tools/launch {later}); fi
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export RAY_USAGE_STATS_ENABLED=0
-srun --kill-on-bad-exit=1 ${{COPPICE_VENV:-.venv}}/bin/ray symmetric-run --address "$first:{PORT}" \\
+export RAY_USAGE_STATS_ENABLED=0 PATH=${{COPPICE_VENV:-$PWD/.venv}}/bin:$PATH  # Ray starts itself by its name
+srun --kill-on-bad-exit=1 ray symmetric-run --address "$first:{PORT}" \\
   --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={c.cpus} --num-gpus={c.gpus} -- "${{launch[@]}}"
 """
 

@@ -85,7 +85,7 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
         ["bash", "-c", f"{STAND_INS}bash {tmp_path}/job"], env=environment, capture_output=True, text=True, check=True
     )
     words = done.stdout.splitlines()
-    assert words[1:5] == [".venv/bin/ray", "symmetric-run", "--address", "first:6379"]
+    assert words[1:5] == ["ray", "symmetric-run", "--address", "first:6379"]
     launch = words[words.index("--") + 1 :]
     asked = ["--resume", str(run)] if again else [
         "--actors", "4", "--set", 'judges.outside=["a b"]', "--cluster", "ray", "--run-folder", str(run)
