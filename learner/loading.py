@@ -59,7 +59,8 @@ def fill(tower: torch.nn.Module, folder: str, device: str) -> None:
         entry, (local, first) = _entry(stored, list(map(_plain, names)), weight), own_rows(weight)
         assert entry is not None, "load has found every hollow parameter in the folder"
         rows = entry[first : first + len(local)] if len(local) else torch.empty(local.shape)
-        rows, size, stride = rows.to(device, torch.float32), weight.shape, weight.stride()
+        rows = rows.to(device, torch.float32, copy=True)  # a slice is a view of the mapped file
+        size, stride = weight.shape, weight.stride()
         return DTensor.from_local(
             rows, weight.device_mesh, weight.placements, run_check=False, shape=size, stride=stride
         )

@@ -7,7 +7,7 @@ With sharding, every forward and backward is a collective, so each rank must mak
 import math
 import os
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,9 @@ class Ranks:
     def _grid(self, timeout: timedelta) -> DeviceMesh:
         """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would wait for another time than the run's."""
         grid = torch.arange(self.count).view(-1, self.shards)
-        groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
+        groups: Any = [
+            dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)
+        ]
         names = ("replicate", "shard")
         return DeviceMesh.from_group(groups, self.accelerator.device.type, mesh=grid, mesh_dim_names=names)
 

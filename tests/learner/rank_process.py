@@ -44,14 +44,14 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor with values that an operation gave; an uninitialised one takes no memory."""
+    """The bytes of the largest tensor that an operation made. A view, also of a mapped file, and a tensor without values take no memory."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
-        if isinstance(given, torch.Tensor) and not given.is_meta and "empty" not in func.__name__:
-            self.bytes = max(self.bytes, given.untyped_storage().nbytes())
+        if isinstance(given, torch.Tensor) and not (given.is_meta or func.is_view or "empty" in func.__name__):
+            self.bytes = max(self.bytes, given.nbytes)
         return given
 
 

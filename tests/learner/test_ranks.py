@@ -70,7 +70,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     (folder / "turn.batch").write_bytes(pack_batch(few([True])))
     (folder / "none.batch").write_bytes(pack_batch(few([False], [False, False])))
     (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
-    probes = [socket.socket() for _ in range(len(SCENARIOS) + len(CHECKED) + 5)]
+    probes = [socket.socket() for _ in range(len(SCENARIOS) + len(CHECKED) + 6)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
@@ -87,6 +87,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     made["full_disk"] = msgspec.structs.replace(made["sharded_lora"], full_disk=1, updates=1, port=ports.pop())
     resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
     made["fewer"] = msgspec.structs.replace(made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop())
+    hybrid = process(llama, folder, 0, micro_tokens=16, **HYBRID)
+    made["copies"] = msgspec.structs.replace(made["fewer"], process=hybrid, count=4, port=ports.pop())
     for name, settings in CHECKED.items():
         checked = process(llama, folder, 4, **settings)
         made[name] = msgspec.structs.replace(made["lora"], process=checked, faults=True, port=ports.pop())
@@ -144,17 +146,20 @@ def test_four_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_neve
         assert all("in float32" in sentence for sentence in found.values()), found
 
 
-def test_a_sharded_checkpoint_is_read_by_one_rank_and_by_three(ran: Path, tmp_path: Path, llama: Path) -> None:
+def test_a_sharded_checkpoint_is_read_by_one_rank_by_three_and_by_two_copies(
+    ran: Path, tmp_path: Path, llama: Path
+) -> None:
     folder = ran / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}"
     assert len(list(folder.glob("policy-*.safetensors"))) == 4
     made = trainer(llama, tmp_path, 0, micro_tokens=16)
     assert checkpoint.restore(made, folder).groups() == {1: 1, 2: 1}
     for key, value in load_file(ran / "sharded_full-0.safetensors").items():
         assert torch.equal(everything(made)[key], value), key
-    assert json.loads((ran / "codes.json").read_text())["fewer"] == [0] * 3
     expected = alone(ran, llama, tmp_path, "sharded_full", UPDATES + 1)
-    for key, value in load_file(ran / "fewer-0.safetensors").items():
-        torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
+    for name, count in (("fewer", 3), ("copies", 4)):
+        assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
+        for key, value in load_file(ran / f"{name}-0.safetensors").items():
+            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
 
 
 def test_ranks_of_two_copies_write_each_row_once_and_any_ranks_read_it(ran: Path, tmp_path: Path, llama: Path) -> None:
