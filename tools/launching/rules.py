@@ -71,6 +71,11 @@ def doubts(config: Config) -> list[str]:
         doubts.append(
             "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation; take 'k2' or 'k3', or learner.kl_reward_coef"
         )
+    if config.actors.max_context > w.micro_tokens:
+        doubts.append(
+            f"actors.max_context = {config.actors.max_context} is more than learner.micro_tokens = {w.micro_tokens}: no path is divided over forwards"
+            " or ranks, so the activations of a longer one must fit into one rank; raise micro_tokens if they do, or lower max_context"
+        )
     return doubts
 
 
