@@ -123,7 +123,8 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner].
 
-    count: the number of ranks. sharding: whether each rank holds the whole model ("replicate") or a part of it ("fsdp"). scheme: a module of
+    count: the number of ranks. outside: somebody else starts them, as torchrun does on several machines. sharding: whether each rank holds the whole model
+    ("replicate"), all ranks together hold one copy ("fsdp"), or each ``shard_ranks`` neighbours do ("hybrid"; 0: the ranks of one machine). scheme: a module of
     learner/schemes; correction: a function of learner/corrections.py; scheme_options, correction_options: their keyword arguments.
     aggregation: how token terms are weighted (learner/objective.py); "auto" is the aggregation with which the correction is defined ("trajectory"
     for gspo), and "turn" for the others. constant_tokens: the divisor of aggregation "constant".
@@ -148,7 +149,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     count: Count = 4
-    sharding: Literal["replicate", "fsdp"] = "replicate"
+    outside: bool = False
+    sharding: Literal["replicate", "fsdp", "hybrid"] = "replicate"
+    shard_ranks: Natural = 0
     scheme: str = "slate"
     scheme_options: dict[str, Any] = {}
     correction: str = "ppo_clip"
@@ -194,6 +197,16 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     publish_url: str = ""
     threads: Count = 1
     collective_timeout_s: Positive = 1800.0
+
+    @property
+    def here(self) -> int:
+        """The ranks that the launcher starts."""
+        return 0 if self.outside else self.count
+
+    @property
+    def shards(self) -> int:
+        """The ranks that hold one copy of the model together. "hybrid" without ``shard_ranks`` counts those of one machine, here all."""
+        return {"replicate": 1, "fsdp": self.count, "hybrid": self.shard_ranks or self.count}[self.sharding]
 
     @property
     def steps(self) -> int:

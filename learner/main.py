@@ -1,7 +1,8 @@
 """The learner process. Rank 0 is the service worker (train, close), and all ranks train.
 
-Run ``python -m learner.main PROCESS.json`` with RANK and WORLD_SIZE in the environment, and with
-COPPICE_RANKS (a new file where the ranks of one machine meet) or MASTER_ADDR and MASTER_PORT.
+``tools/launch`` runs ``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE and COPPICE_RANKS, a new file where the ranks of one machine
+meet. On several machines ``torchrun ... -m learner.main PROCESS.json`` runs it with MASTER_ADDR and MASTER_PORT instead (docs/learner.md). Every rank
+needs the run folder under the same path: rank 0 reads the endpoint and its key there, and each rank reads and writes checkpoints.
 States of rank 0: waiting for a complete batch -> updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
 """
 
@@ -232,7 +233,12 @@ def main() -> None:
     """Run one rank."""
     begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
-    ranks = Ranks(process.learner.collective_timeout_s, process.learner.sharding)
+    w = process.learner
+    ranks = Ranks(w.collective_timeout_s, w.sharding, w.shard_ranks)
+    if ranks.count != w.count:
+        raise ValueError(
+            f"learner.count = {w.count}, and {ranks.count} ranks were started: expected as many; start the others too"
+        )
     trainer = Trainer(process, ranks)
     state, warnings = checkpoint.restore_newest(trainer, Path(process.run))
     log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, trainer.version, trainer.policy.compute)

@@ -10,11 +10,12 @@ import numpy as np
 import psutil
 import torch
 from peft import LoraConfig as PeftLora
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig
 
-from learner.attention import FOREST, NAME, Backend, Layout
+from learner import loading
+from learner.attention import FOREST, Backend, Layout
 from learner.config import LearnerConfig, LoraConfig
 from learner.frozen import hold
 from learner.head import token_logprobs
@@ -109,7 +110,7 @@ class TreeModel:
         torch.manual_seed(seed)  # gives every rank the same initial adapters
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
-        model: Any = vision.load(folder, torch.float32, NAME)
+        model = loading.load(folder, ranks.sharded)
         check_head(folder, model)
         self.vision = vision.Vision.of(folder)
         if config.train_vision and self.vision is None:
@@ -126,7 +127,7 @@ class TreeModel:
                 exclude_modules=r".*\bvisual\..*" if blind else None,
                 lora_dropout=0.0,
             )
-            model = get_peft_model(model, adapters)
+            model = loading.adapt(model, adapters)
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable()
@@ -140,6 +141,8 @@ class TreeModel:
                 module.p = 0.0  # a dropped token would differ between the paths that share it
         layer = type(tower.causal.get_decoder().layers[0]).__name__
         self.tower: Any = ranks.place(tower.train(), layer, self.compute)
+        if ranks.sharded:
+            loading.fill(self.tower, folder, self.device)
         if self.lora and self.device.startswith("cpu") and not ranks.sharded:
             hold(model, self.compute, ranks)
         # Captured only here, because between two forwards a sharded module may expose complete parameters instead of the trained shards.
@@ -159,9 +162,10 @@ class TreeModel:
         """Return the parameters that train, by name."""
         return self._trained
 
-    def gathered(self) -> dict[str, torch.Tensor]:
-        """Return every complete trained parameter on the CPU. If the model is sharded, this is a collective."""
-        return {name: whole(p) for name, p in self._trained.items()}
+    def gathered(self, keep: bool = True) -> dict[str, torch.Tensor]:
+        """Return every complete trained parameter on the CPU, if ``keep``. If the model is sharded, this is a collective."""
+        complete = ((name, whole(p)) for name, p in self._trained.items())
+        return {name: tensor for name, tensor in complete if keep}
 
     def row(self, forest: Forest, attention: Backend | None = None) -> Row:
         """Return the row of a forest. attention: a backend to use instead of the configured one."""
@@ -274,12 +278,10 @@ def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool
     stored = str(getattr(AutoConfig.from_pretrained(folder), "dtype", "float32"))
     weights = size * (1 if "32" in stored else 2)
     copies = 1.2 if lora.rank else 4.0 + (1.0 if reference else 0.0)
-    needed = weights * copies
-    if ranks.sharded:
-        needed = max(needed / ranks.count, weights)  # every rank loads the complete model and then keeps its shard
+    needed = weights * copies / ranks.shards
     free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else psutil.virtual_memory().available
     if needed > free:
         raise MemoryError(
             f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: use fewer ranks"
-            " (learner.count), LoRA (learner.lora.rank), learner.sharding = 'fsdp' or a smaller model"
+            " (learner.count), LoRA (learner.lora.rank), learner.sharding = 'fsdp' over more ranks or a smaller model"
         )

@@ -30,10 +30,15 @@ class Stepper:
         return c.lr * (c.min_ratio + (1 - c.min_ratio) * left)
 
     def local_square(self) -> float:
-        """Return the squared norm of the gradient that this rank has so far. Sharded ranks hold a part of the common gradient."""
+        """Return the squared norm of the gradient that this rank has so far. Sharded ranks hold a part of the common gradient, and of each part
+        ``copies`` ranks a copy, which share its square, so that the sum over the ranks is that of the gradient."""
         held = [p.grad for p in self.parameters.values() if p.grad is not None]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
-        return float(torch.stack([grad.float().square().sum() for grad in local]).sum()) if local else 0.0
+        return (
+            float(torch.stack([grad.float().square().sum() for grad in local]).sum()) / self.ranks.copies
+            if local
+            else 0.0
+        )
 
     def step(self, version: int) -> float:
         """Make one step on the accumulated gradients. Returns their norm before clipping; raises RuntimeError if the norm is not finite."""

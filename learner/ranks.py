@@ -1,5 +1,5 @@
-"""The communication between the ranks of one learner: only tensors, never pickled objects. The ranks of a run meet at a file of the run
-folder; Accelerate opens the group otherwise and, if the parameters are sharded, applies FSDP2.
+"""The communication between the ranks of one learner: only tensors, never pickled objects. The ranks that ``tools/launch`` starts meet at a file
+of the run folder; those of several machines, which torchrun starts, meet at MASTER_ADDR and MASTER_PORT. FSDP2 shards the parameters.
 
 With sharding, every forward and backward is a collective, so each rank must make equally many (learner/passes.py ensures this).
 """
@@ -11,57 +11,62 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-Sharding = Literal["replicate", "fsdp"]
+Sharding = Literal["replicate", "fsdp", "hybrid"]
 
 
 class Ranks:
-    """This process among the learner's ranks, from the opening of the group until ``close``. With one rank every operation is the identity."""
+    """This process among the learner's ranks, from the opening of the group until ``close``. With one rank every operation is the identity.
 
-    def __init__(self, timeout_s: float, sharding: Sharding = "replicate"):
-        cuda = torch.cuda.is_available()
+    shards: neighbouring ranks that hold one copy of the model together. copies: the ranks that hold each part of it, if the model is sharded.
+    """
+
+    def __init__(self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0):
+        cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
         os.environ.setdefault("ACCELERATE_USE_CPU", "false" if cuda else "true")
-        wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
-        plugin = _plugin() if sharding == "fsdp" else None
-        if file := os.environ.get("COPPICE_RANKS"):
-            _meet(file, "cuda:nccl,cpu:gloo" if cuda else "gloo", timedelta(seconds=timeout_s))
-        self.accelerator = Accelerator(cpu=not cuda, fsdp_plugin=plugin, kwargs_handlers=[wait])
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            _meet("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout)
+        self.accelerator = Accelerator(cpu=not cuda)
         self.rank, self.count = self.accelerator.process_index, self.accelerator.num_processes
         self.device = str(self.accelerator.device)
-        self.sharded = sharding == "fsdp" and self.count > 1
-        if self.sharded and self.accelerator.distributed_type != DistributedType.FSDP:
-            # Accelerate offers FSDP only on accelerators and would silently replicate on a CPU, although torch can shard there too.
-            self.accelerator.state.distributed_type = DistributedType.FSDP
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            self.accelerator.state.fsdp_plugin = plugin
+        self.shards = {"replicate": 1, "fsdp": self.count, "hybrid": shard_ranks or _here(self.count)}[sharding]
+        if self.count % self.shards or self.largest(torch.tensor(self.shards, device=self.device)) != self.shards:
+            raise ValueError(
+                f"learner.sharding = 'hybrid': {self.shards} ranks share a copy of the model, of {self.count}: expected a divisor, the same on"
+                " every machine; start equally many ranks on each, or set learner.shard_ranks"
+            )
+        self.sharded, self.copies = self.shards > 1, self.count // self.shards if self.shards > 1 else 1
+        self._mesh = self._grid(timeout) if self.sharded and self.copies > 1 else None
+
+    def _grid(self, timeout: timedelta) -> DeviceMesh:
+        """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would wait for another time than the run's."""
+        grid = torch.arange(self.count).view(-1, self.shards)
+        groups: Any = [
+            dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)
+        ]
+        names = ("replicate", "shard")
+        return DeviceMesh.from_group(groups, self.accelerator.device.type, mesh=grid, mesh_dim_names=names)
 
     def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
-        """Return the module on this rank's device. Its parameters are sharded over the ranks if ``sharding`` is "fsdp".
+        """Return the module on this rank's device, with its parameters sharded over ``shards`` ranks.
 
-        layer: class name of the decoder layers; each layer's parameters are gathered together. Gradients are summed, not averaged, because
-        an update's weights are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients are reduced in float32.
+        layer: class name of the decoder layers; each layer's parameters are gathered together. Gradients are summed over all ranks, not averaged,
+        because an update's weights are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients are reduced in float32.
         Autocast, not FSDP2, narrows the activations, so that the self-check can compute in float32.
         """
-        module = module.to(self.device)
         if not self.sharded:
-            return module
-        plugin: Any = self.accelerator.state.fsdp_plugin
-        plugin.transformer_cls_names_to_wrap = [layer]
-        plugin.mixed_precision_policy = None
+            return module.to(self.device)
+        policy = MixedPrecisionPolicy()
         if compute == torch.bfloat16:
-            plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                torch.bfloat16, torch.float32, cast_forward_inputs=False
-            )
-        module = fsdp2_prepare_model(self.accelerator, module)
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for part in [one for one in module.modules() if type(one).__name__ == layer] + [module]:
+            sharded: FSDPModule = fully_shard(part, mesh=self._mesh, mp_policy=policy)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
         return module
 
     def broadcast(self, payload: bytes | None) -> bytes:
@@ -117,26 +122,36 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _meet(file: str, backend: str, timeout: timedelta) -> None:
-    """Open the group at a file that all ranks of this machine share. Ranks on several machines meet at MASTER_ADDR and MASTER_PORT instead."""
-    rank, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+def _meet(backend: str, timeout: timedelta) -> None:
+    """Open the group: at COPPICE_RANKS, a file that all ranks of this machine share, or at MASTER_ADDR and MASTER_PORT."""
     if backend.startswith("cuda"):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not (file := os.environ.get("COPPICE_RANKS")):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     store = dist.FileStore(file, count)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
 
 
-def _plugin() -> FullyShardedDataParallelPlugin:
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        reshard_after_forward=True,
-        state_dict_type="FULL_STATE_DICT",
-        cpu_ram_efficient_loading=False,  # True would silently spoil tied weights inside a wrapper
-    )
+def _here(count: int) -> int:
+    """Return the number of ranks on this machine, as launcher and torchrun tell it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complete parameter or moment, detached, on the CPU. For a sharded tensor this is a collective, which every rank must call."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+
+
+def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return this rank's rows of a tensor (a view) and the first row's index. FSDP2 cuts dimension 0 as torch.chunk does."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh, last = (
+        tensor.device_mesh,
+        tensor.device_mesh.ndim - 1,
+    )  # the mesh's last dimension shards, one before it replicates
+    return tensor.to_local(), min(mesh.get_local_rank(last) * -(-tensor.shape[0] // mesh.size(last)), tensor.shape[0])

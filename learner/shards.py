@@ -14,16 +14,16 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from learner.optimizer import Stepper
-from learner.ranks import Ranks
+from learner.ranks import Ranks, own_rows
 
 
 def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
-    """Write this rank's rows of ``part`` (weights and moments) as FOLDER/PART-RANK.safetensors. Only rank 0 writes replicated tensors."""
+    """Write this rank's rows of ``part`` (weights and moments) as FOLDER/PART-RANK.safetensors. Only the first copy of a row is written."""
     rows, where = {}, {}
     for name, value in _entries(stepper):
-        if not isinstance(value, DTensor) and ranks.rank:
+        if ranks.rank >= (ranks.shards if isinstance(value, DTensor) else 1):
             continue
-        local, first = _here(value)
+        local, first = own_rows(value)
         if local.numel():
             rows[name] = local.cpu().contiguous().clone()
             where[name] = [list(value.shape), first]
@@ -58,7 +58,7 @@ class StoredPart:
             raise OtherShape(f"{name} has shape {shape}, but the model's has {list(like.shape)}")
         if not shape:
             return parts[0][1].get_tensor(name)
-        local, start = _here(like)
+        local, start = own_rows(like)
         stop, pieces, done = start + len(local), [], start
         for first, file in sorted(parts, key=lambda piece: piece[0]):
             piece = file.get_slice(name)
@@ -83,13 +83,13 @@ def load(stored: StoredPart, stepper: Stepper) -> None:
                 state[kind] = stored.rows(entry, torch.zeros(()) if kind == "step" else parameter)
         read.append((parameter, stored.rows(f"weight/{name}", parameter), state))
     for parameter, rows, state in read:
-        _here(parameter)[0].copy_(rows)
+        own_rows(parameter)[0].copy_(rows)
         for kind, value in state.items():
             if kind == "step":
                 stepper.adamw.state[parameter][kind] = value
             else:
                 moment = torch.zeros_like(parameter.detach())
-                _here(moment)[0].copy_(value)
+                own_rows(moment)[0].copy_(value)
                 stepper.adamw.state[parameter][kind] = moment
 
 
@@ -98,12 +98,3 @@ def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"weight/{name}", parameter
         for kind, value in sorted(stepper.adamw.state.get(parameter, {}).items()):  # equal states, equal files
             yield f"{kind}/{name}", torch.as_tensor(value)
-
-
-def _here(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return this rank's rows of a tensor (a view) and the first row's index. FSDP2 cuts dimension 0 as torch.chunk does."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    mesh = tensor.device_mesh
-    return tensor.to_local(), min(mesh.get_local_rank() * -(-tensor.shape[0] // mesh.size()), tensor.shape[0])

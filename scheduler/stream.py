@@ -42,9 +42,18 @@ class Stream:
         self._closings = self._synced = 0
 
     def learner_joined(self, worker: Worker) -> None:
-        """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none."""
-        if "train" in worker.hello.services:
-            self._sent.clear()
+        """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none. A second process cannot take a
+        learner's place: the first was told of closed trees that the second does not know. It ends the run, which a resume continues."""
+        if "train" not in worker.hello.services:
+            return
+        process = worker.hello.host, worker.hello.pid
+        if self._learner not in (None, process):
+            self._failure = InfrastructureFault(
+                f"the learner was started anew (process {process[1]} on {process[0]}) while the scheduler went on: resume the run, and it waits for"
+                " the learner's ranks again"
+            )
+        self._learner = process
+        self._sent.clear()
 
     def emit(self, tree: Tree, turns: list[Turn]) -> None:
         """Journal a new group of ``tree``, then start to send it."""
@@ -79,6 +88,7 @@ class Stream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     _failure: BaseException | None = None
+    _learner: tuple[str, int] | None = None
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -197,14 +197,17 @@ def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:
 # ---------------------------------------------------------------------------------------------- models
 
 
-def load(folder: str | Path, dtype: Any, attention: str) -> Any:
-    """Load a causal language model. Of a model with vision, ``attention`` is that of the language layers; the vision tower keeps its own."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) -> Any:
+    """Load a causal language model, without its stored weights if not ``values``. Of a model with vision, ``attention`` is that of the language layers;
+    the vision tower keeps its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if Vision.of(folder) is None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-    chosen = {"text_config": attention, "vision_config": "sdpa"}
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)
+    blind = Vision.of(folder) is None
+    kind = AutoModelForCausalLM if blind else AutoModelForImageTextToText
+    chosen: Any = attention if blind else {"text_config": attention, "vision_config": "sdpa"}
+    if values:
+        return kind.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)
+    return kind.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=chosen)
 
 
 def stored(name: str) -> str:

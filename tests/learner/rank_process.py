@@ -7,9 +7,13 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner import checkpoint
 from learner.config import LearnerProcess
@@ -39,6 +43,18 @@ class Scenario(msgspec.Struct, frozen=True):
     faults: bool = False
 
 
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation made. A view, also of a mapped file, and a tensor without values take no memory."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if isinstance(given, torch.Tensor) and not (given.is_meta or func.is_view or "empty" in func.__name__):
+            self.bytes = max(self.bytes, given.nbytes)
+        return given
+
+
 def full(*_: object) -> None:
     """A disk without room."""
     raise OSError(28, "No space left on device")
@@ -46,8 +62,12 @@ def full(*_: object) -> None:
 
 def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
     """One rank: updates, a checkpoint, then the weights of everything that trains."""
-    ranks = Ranks(30, scenario.process.learner.sharding)
-    made = steady(Trainer(scenario.process, ranks))
+    w = scenario.process.learner
+    ranks = Ranks(30, w.sharding, w.shard_ranks)
+    with Largest() as largest:
+        made = steady(Trainer(scenario.process, ranks))
+    held = [part.to_local() if isinstance(part, DTensor) else part for part in made.policy.tower.parameters()]
+    (folder / f"{name}-{rank}.bytes").write_bytes(msgspec.json.encode([largest.bytes, sum(p.nbytes for p in held)]))
     if scenario.faults:
         (folder / f"{name}-{rank}.faults").write_bytes(msgspec.json.encode(refused(made, forest(3))))
         ranks.close()

@@ -34,18 +34,21 @@ ALL_MODELS: dict[str, object] = {
 FEW: dict[str, object] = {"kl_coef": 0.05, "correction": "icepop", "correction_options": {"level": "turn"}}
 """Forests of one sampled token or none, a batch of one turn, one of no sampled token: some ranks have nothing to forward."""
 
+HYBRID: dict[str, object] = {"sharding": "hybrid", "shard_ranks": 2}
+"""Two copies of the model, each on two ranks."""
+
 SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
     "lora": (4, 4, {}),
     "full": (4, 0, {}),
     "all": (4, 4, ALL_MODELS),
     "sharded_lora": (4, 4, {"sharding": "fsdp"}),
     "sharded_full": (4, 0, {"sharding": "fsdp", "gradient_checkpointing": True}),
-    "sharded_all": (2, 4, ALL_MODELS | {"sharding": "fsdp"}),
+    "hybrid_all": (4, 4, ALL_MODELS | HYBRID),
     "few": (4, 4, FEW),
     "turn": (4, 4, FEW),
     "none": (4, 4, FEW),
     "sharded_few": (4, 4, FEW | {"sharding": "fsdp"}),
-    "sharded_turn": (4, 4, FEW | {"sharding": "fsdp"}),
+    "hybrid_turn": (4, 4, FEW | HYBRID),
     "sharded_none": (4, 4, FEW | {"sharding": "fsdp"}),
 }
 """Ranks, LoRA rank (0: every weight), settings."""
@@ -67,7 +70,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     (folder / "turn.batch").write_bytes(pack_batch(few([True])))
     (folder / "none.batch").write_bytes(pack_batch(few([False], [False, False])))
     (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
-    probes = [socket.socket() for _ in range(len(SCENARIOS) + len(CHECKED) + 5)]
+    probes = [socket.socket() for _ in range(len(SCENARIOS) + len(CHECKED) + 6)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
@@ -80,10 +83,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     mixed = process(llama, folder, 4, micro_tokens=16, sharding="fsdp", dtype="bfloat16")
     made["mixed"] = msgspec.structs.replace(made["sharded_lora"], process=mixed, port=ports.pop())
     made["dead"] = msgspec.structs.replace(made["lora"], dies=2, port=ports.pop())
-    made["dead_sharded"] = msgspec.structs.replace(made["sharded_lora"], dies=2, port=ports.pop())
+    made["dead_hybrid"] = msgspec.structs.replace(made["hybrid_turn"], dies=2, port=ports.pop())
     made["full_disk"] = msgspec.structs.replace(made["sharded_lora"], full_disk=1, updates=1, port=ports.pop())
     resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
     made["fewer"] = msgspec.structs.replace(made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop())
+    hybrid = process(llama, folder, 0, micro_tokens=16, **HYBRID)
+    made["copies"] = msgspec.structs.replace(made["fewer"], process=hybrid, count=4, port=ports.pop())
     for name, settings in CHECKED.items():
         checked = process(llama, folder, 4, **settings)
         made[name] = msgspec.structs.replace(made["lora"], process=checked, faults=True, port=ports.pop())
@@ -101,7 +106,7 @@ def _batch(name: str) -> str:
 def alone(folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATES) -> dict[str, torch.Tensor]:
     """The same updates by one rank."""
     _, rank, settings = SCENARIOS[name]
-    settings = {key: value for key, value in settings.items() if key != "sharding"}
+    settings = {key: value for key, value in settings.items() if not key.startswith("shard")}
     made = steady(trainer(llama, run, rank, micro_tokens=16, **settings))
     for _ in range(updates):
         made.update(msgspec.structs.replace(unpack_batch((folder / _batch(name)).read_bytes()), version=made.version))
@@ -141,17 +146,41 @@ def test_four_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_neve
         assert all("in float32" in sentence for sentence in found.values()), found
 
 
-def test_a_sharded_checkpoint_is_read_by_one_rank_and_by_three(ran: Path, tmp_path: Path, llama: Path) -> None:
+def test_a_sharded_checkpoint_is_read_by_one_rank_by_three_and_by_two_copies(
+    ran: Path, tmp_path: Path, llama: Path
+) -> None:
     folder = ran / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}"
     assert len(list(folder.glob("policy-*.safetensors"))) == 4
     made = trainer(llama, tmp_path, 0, micro_tokens=16)
     assert checkpoint.restore(made, folder).groups() == {1: 1, 2: 1}
     for key, value in load_file(ran / "sharded_full-0.safetensors").items():
         assert torch.equal(everything(made)[key], value), key
-    assert json.loads((ran / "codes.json").read_text())["fewer"] == [0] * 3
     expected = alone(ran, llama, tmp_path, "sharded_full", UPDATES + 1)
-    for key, value in load_file(ran / "fewer-0.safetensors").items():
-        torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
+    for name, count in (("fewer", 3), ("copies", 4)):
+        assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
+        for key, value in load_file(ran / f"{name}-0.safetensors").items():
+            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
+
+
+def test_ranks_of_two_copies_write_each_row_once_and_any_ranks_read_it(ran: Path, tmp_path: Path, llama: Path) -> None:
+    folder = ran / "hybrid_all" / "checkpoints" / f"v{UPDATES:06d}"
+    assert [len(list(folder.glob(f"{part}-*.safetensors"))) for part in ("policy", "critic", "prm")] == [2, 2, 2]
+    made = trainer(llama, tmp_path, 4, **ALL_MODELS)
+    checkpoint.restore(made, folder)
+    for key, value in load_file(ran / "hybrid_all-0.safetensors").items():
+        assert torch.equal(everything(made)[key], value), key
+
+
+@pytest.mark.parametrize(("name", "shards"), [("sharded_full", 4), ("sharded_lora", 4), ("hybrid_turn", 2)])
+def test_a_sharded_rank_loads_and_holds_its_part_of_the_weights_alone(
+    ran: Path, llama: Path, name: str, shards: int
+) -> None:
+    stored = load_file(llama / "model.safetensors").values()
+    for rank in range(4):
+        largest, held = json.loads((ran / f"{name}-{rank}.bytes").read_text())
+        assert largest <= max(tensor.nbytes for tensor in stored) / shards
+        assert held < 1.3 * sum(tensor.nbytes for tensor in stored) / shards
+    assert json.loads((ran / "full-0.bytes").read_text())[0] >= max(tensor.nbytes for tensor in stored)
 
 
 def test_a_checkpoint_that_lost_a_shard_is_refused(ran: Path, tmp_path: Path, llama: Path) -> None:
@@ -164,7 +193,7 @@ def test_a_checkpoint_that_lost_a_shard_is_refused(ran: Path, tmp_path: Path, ll
         checkpoint.restore(trainer(llama, tmp_path, 0), folder)
 
 
-@pytest.mark.parametrize("name", ["dead", "dead_sharded"])
+@pytest.mark.parametrize("name", ["dead", "dead_hybrid"])
 def test_a_rank_that_dies_in_an_update_ends_the_others_with_an_error(ran: Path, name: str) -> None:
     assert json.loads((ran / "codes.json").read_text())[name] == [3, 3, 9, 3]
 

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from scheduler.journal import Journal, JournalError
 from scheduler.stream import Stream
 from scheduler.tree import Tree
-from wire.messages import Closed, Trained, TrainGroup, TreeClosed, Turn
+from wire.messages import Closed, Register, Trained, TrainGroup, TreeClosed, Turn
 
 
 class LateLearner:
@@ -121,3 +122,17 @@ async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -
     assert isinstance(stream.failure(), JournalError) and isinstance(journal.failure, JournalError)
     with pytest.raises(JournalError, match="free some space"):
         journal.close_tree(tree)
+
+
+async def test_a_second_learner_process_in_one_start_ends_the_run_and_a_reconnected_one_does_not(tmp_path: Path) -> None:
+    stream = Stream(cast(Any, LateLearner()), Journal(tmp_path / "j"), cast(Any, None))
+
+    def joined(pid: int, service: str = "train") -> None:
+        hello = Register("learner", [service], 1, pid, "here")
+        stream.learner_joined(cast(Any, SimpleNamespace(hello=hello)))
+
+    for pid, service in ((7, "train"), (8, "generate"), (7, "train")):
+        joined(pid, service)
+        assert stream.failure() is None
+    joined(9)
+    assert "the learner was started anew (process 9 on here)" in str(stream.failure())

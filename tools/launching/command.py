@@ -217,6 +217,8 @@ def _announce(config: Config, model: Path, run: Path, screen: Screen) -> None:
     lines = [f"warning: {doubt}" for doubt in rules.doubts(config)]
     for line in [*lines, *filter(None, [processes.memory_warning(config, model)]), number_type]:
         screen.say(line, "fault" if line.startswith("warning: ") else "detail")
+    if config.learner.outside:
+        screen.say(processes.torchrun(config.learner, run), "summary")
     screen.say(f"run folder {run}", "summary")
 
 

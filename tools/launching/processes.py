@@ -111,6 +111,8 @@ def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
     if "retriever" in files:
         plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
     plan += [_actor(config, place) for place in range(config.actors.count)]
+    if config.learner.outside:
+        return plan
     return plan + _ranks(config.learner, {} if config.cluster.on else _meeting(run, config.learner))
 
 
@@ -162,7 +164,7 @@ def _actor(config: Config, place: int) -> Process:
     if a.engine != "sglang":
         return Process(name, "actors.worker", name, a.threads, False)
     inside = a.sglang.way == "inside"
-    shown = gpus_of(place, a.sglang.gpus, config.learner.count, hardware.visible_gpus())
+    shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
     environment = dict(a.sglang.environment) if inside else {}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
     return Process(name, "actors.worker", name, a.threads, False, environment, a.sglang.python if inside else "")
@@ -172,7 +174,7 @@ def _rest(config: Config) -> dict[str, str]:
     """Give the judges' models the GPUs that neither the learner nor the actors use; if none is left, they may use any GPU."""
     gpus, a = hardware.visible_gpus(), config.actors
     own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
-    rest = gpus[config.learner.count + own :]
+    rest = gpus[config.learner.here + own :]
     return {"CUDA_VISIBLE_DEVICES": ",".join(rest)} if rest else {}
 
 
@@ -194,6 +196,15 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def torchrun(learner: LearnerConfig, run: Path) -> str:
+    """Say how the ranks of a learner from outside are started (docs/learner.md, "Several machines")."""
+    return (
+        f"the learner's {learner.count} ranks come from outside: start them from the repository's folder on each of N machines with\n"
+        f"  torchrun --nnodes N --node-rank I --nproc-per-node {learner.count}/N --master-addr FIRST --master-port PORT"
+        f" -m learner.main {run}/processes/learner.json"
+    )
 
 
 def describe(plan: list[Process], config: Config, model: Path) -> str:
@@ -301,8 +312,8 @@ def memory_parts(config: Config, shape: dict[str, Any], weights: float) -> dict[
     acting, learning = (4 if hardware.compute_dtype(d) == "float32" else 2 for d in (a.dtype, w.dtype))
     frozen, own = rank_gib(w, shape, weights, learning)
     parts = {"actor": (a.count, weights * acting / 2**30 + a.kv_cache_gib + _PROCESS_GIB)}
-    parts["learner rank"] = w.count, own + _PROCESS_GIB
-    if frozen:  # the ranks of one machine share them
+    parts["learner rank"] = w.here, own + _PROCESS_GIB
+    if frozen and w.here:  # the ranks of one machine share them
         parts["frozen weights"] = 1, frozen
     parts |= {"judges' model": (1, served.kv_cache_gib + 1.1)} if served else {}
     return parts | {"all others": (1, _REST_GIB)}
@@ -319,7 +330,7 @@ def rank_gib(w: LearnerConfig, shape: dict[str, Any], weights: float, size: int)
     hidden, inner, layers = (shape.get(name, 0) for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     layer = _SAVED[0] * hidden + _SAVED[1] * inner
     saved = w.micro_tokens * (layer + layers * hidden if w.gradient_checkpointing else layers * layer)
-    parts = w.count if w.sharding == "fsdp" else 1
+    parts = w.shards
     frozen, trained = (weights * size, weights * 0.8) if w.lora.rank else (0.0, weights * (16 + kept))
     trained += sum(16 * weights for model in (w.critic, w.prm) if model is not None and model.lora is None)
     return frozen / parts / 2**30, (trained / parts + saved * (4 if size == 4 else 3)) / 2**30

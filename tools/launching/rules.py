@@ -95,6 +95,11 @@ def doubts(config: Config) -> list[str]:
         doubts.append(
             "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation; take 'k2' or 'k3', or learner.kl_reward_coef"
         )
+    if config.actors.max_context > w.micro_tokens:
+        doubts.append(
+            f"actors.max_context = {config.actors.max_context} is more than learner.micro_tokens = {w.micro_tokens}: no path is divided over forwards"
+            " or ranks, so the activations of a longer one must fit into one rank; raise micro_tokens if they do, or lower max_context"
+        )
     return doubts
 
 
@@ -301,8 +306,17 @@ def _check_learner(w: LearnerConfig) -> None:
             " policy are equal: raise learner.epochs or learner.minibatches, or remove them"
         )
     _check_objective(w)
-    if w.sharding == "fsdp" and w.count == 1:
-        raise ValueError("learner.sharding = 'fsdp' has no effect with learner.count = 1: remove it")
+    if w.sharding != "replicate" and w.count == 1:
+        raise ValueError(f"learner.sharding = {w.sharding!r} has no effect with learner.count = 1: remove it")
+    if w.shard_ranks and w.sharding != "hybrid":
+        raise ValueError(
+            f"learner.shard_ranks = {w.shard_ranks} has no effect with learner.sharding = {w.sharding!r}: remove it, or set 'hybrid'"
+        )
+    if w.sharding == "hybrid" and (w.shards in (1, w.count) or w.count % w.shards) and (w.shard_ranks or not w.outside):
+        raise ValueError(
+            f"learner.sharding = 'hybrid' with learner.count = {w.count} and learner.shard_ranks = {w.shard_ranks}: expected a divisor of the"
+            " ranks between 1 and all of them; 'fsdp' shards over all ranks, 'replicate' over none"
+        )
 
 
 def _check_objective(w: LearnerConfig) -> None:

@@ -220,6 +220,24 @@ def test_a_setting_without_effect_is_refused() -> None:
         )
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["learner.sharding=fsdp", "learner.count=1"])
+    with pytest.raises(ConfigError, match=r"shard_ranks = 2 has no effect with learner\.sharding = 'fsdp'"):
+        load(DEFAULT, ["learner.sharding=fsdp", "learner.shard_ranks=2"])
+
+
+@pytest.mark.parametrize(("count", "shards"), [(4, 3), (4, 4), (4, 1), (4, 0), (6, 4)])
+def test_copies_of_the_model_that_do_not_divide_the_ranks_are_refused(count: int, shards: int) -> None:
+    changes = ["learner.sharding=hybrid", f"learner.count={count}", f"learner.shard_ranks={shards}"]
+    with pytest.raises(ConfigError, match="expected a divisor of the ranks"):
+        load(DEFAULT, changes)
+
+
+def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(tmp_path: Path) -> None:
+    config = load(DEFAULT, ["learner.sharding=hybrid", "learner.count=8", "learner.outside=true"])
+    plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", ""), tmp_path)
+    assert not [process.name for process in plan if "learner" in process.name]
+    told = processes.torchrun(config.learner, tmp_path)
+    assert "8 ranks" in told and f"-m learner.main {tmp_path}/processes/learner.json" in told
+    assert (tmp_path / "processes" / "learner.json").is_file()
 
 
 def test_a_config_without_a_name_is_told_so_and_not_printed_whole() -> None:

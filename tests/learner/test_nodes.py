@@ -1,0 +1,86 @@
+"""One learner on two nodes, as docs/learner.md starts it: two torchruns with two ranks of ``learner.main`` each give what one rank gives."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from learner import checkpoint
+from learner.shards import StoredPart
+from learner.trainer import Batch
+from scheduler.dispatch import Dispatcher
+from tests.services import bench
+from tests.updates import groups, process, trainer
+from wire.messages import TrainGroup, TreeClosed
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent.parent
+LONG_S = 100.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun(node: int, meeting: list[str], file: Path) -> subprocess.Popen[bytes]:
+    """The agent of one node with its two ranks."""
+    place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shape = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2", *meeting]
+    command = [sys.executable, "-m", "torch.distributed.run", *shape, "-m", "learner.main", str(file)]
+    return subprocess.Popen(command, env=os.environ | place, cwd=ROOT)
+
+
+async def update(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[int]:
+    """Have the learner train the groups, then leave. Returns the versions of its answers."""
+    await dispatcher.wait_for("train", 1, LONG_S)
+    calls = [asyncio.create_task(dispatcher.call("train", group, deadline=LONG_S)) for group in some]
+    for group in some:
+        await dispatcher.call("close", TreeClosed(group.tree, [group.id]), deadline=LONG_S)
+    answers = await asyncio.gather(*calls)
+    await dispatcher.drain()
+    return [answer.version for answer in answers]
+
+
+@pytest.mark.parametrize(("sharding", "files"), [("fsdp", 4), ("hybrid", 2)])
+async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
+    tmp_path: Path, llama: Path, sharding: str, files: int
+) -> None:
+    rank, port = (0 if sharding == "fsdp" else 4), str(free_port())
+    learner = process(llama, tmp_path, rank, micro_tokens=16, count=4, sharding=sharding, collective_timeout_s=60.0)
+    file = tmp_path / "learner.json"
+    file.write_bytes(msgspec.json.encode(learner))
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", port]
+    if sharding == "hybrid":
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    some, nodes = groups(7)
+    async with bench(tmp_path) as here:
+        (tmp_path / "endpoint").write_text(here.dispatcher.endpoint)
+        agents = [torchrun(node, meeting, file) for node in (0, 1)]
+        try:
+            assert await update(here.dispatcher, some) == [1] * 3
+            assert [await asyncio.to_thread(agent.wait, 60) for agent in agents] == [0, 0]
+        finally:
+            for agent in agents:
+                agent.kill()
+    folder = tmp_path / "checkpoints" / "v000001"
+    assert len(list(folder.glob("policy-*.safetensors"))) == files
+    alone = trainer(llama, tmp_path, rank, micro_tokens=16)
+    alone.update(Batch(0, 3, some, nodes))
+    stored, moved = StoredPart(folder, "policy"), 0.0
+    for name, parameter in alone.stepper.parameters.items():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            expected = alone.stepper.adamw.state[parameter][moment]
+            moved += float(expected.abs().sum())
+            torch.testing.assert_close(stored.rows(f"{moment}/{name}", expected), expected, rtol=1e-3, atol=1e-7)
+    assert moved > 0.1
+    again = trainer(llama, tmp_path, rank)
+    assert checkpoint.restore(again, folder).groups() == dict.fromkeys((group.id for group in some), 1)
