@@ -98,7 +98,13 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         raise ConfigError(
             f"--resume {options.resume}: its config.json is torn ({error}): restore it, or start anew"
         ) from None
-    return convert(tree, overrides), options.resume
+    shards = tree.get("scheduler", {}).get("shards", 1)
+    config = convert(tree, overrides)
+    if config.scheduler.shards != shards:
+        raise ConfigError(
+            f"scheduler.shards = {config.scheduler.shards}: {options.resume} was begun with {shards}, by which its tasks and ids are split; remove the change"
+        )
+    return config, options.resume
 
 
 def _check_place(run: Path) -> None:

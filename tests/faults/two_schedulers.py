@@ -1,0 +1,51 @@
+"""A run of two schedulers that are killed: ``python -m tests.faults.two_schedulers FOLDER``.
+
+The second scheduler is killed twice, which must leave everything else as it was, then the first one, which resumes the whole run. At last the
+run is stopped as by Ctrl-C, and resumed to its end. FOLDER/lived.json says what was seen.
+"""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+from tools.research.chaos import world
+from tools.research.chaos.run import Run
+
+SETTINGS = ("scheduler.shards=2", "scheduler.questions_per_update=4", "learner.count=1", "actors.count=2")
+OTHERS = ("scheduler", "learner-0", "actor-0", "actor-1", "judges-1", "retriever-1")
+
+
+def moved(run: Run, updates: int) -> None:
+    """Wait until so many more updates have been made."""
+    mark = run.version() + updates
+    run.wait(lambda: run.version() >= mark, f"version {mark}", 60.0)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    config, run = world.make(folder), Run(folder, folder / "run")
+    changes = [word for setting in SETTINGS for word in ("--set", setting)]
+    try:
+        run.launch("--config", str(config), "--run-folder", str(run.folder), *changes)
+        moved(run, 2)
+        before = run.pids()
+        for _ in range(2):
+            run.signal("scheduler-1", signal.SIGKILL)
+            moved(run, 3)
+        after = run.pids()
+        run.signal("scheduler", signal.SIGKILL)
+        moved(run, 2)
+        seen = {
+            "untouched": [name for name in OTHERS if before[name] == after[name]],
+            "replaced": before["scheduler-1"] != after["scheduler-1"],
+            "status": run.finish(),
+            "said": run.out.read_text(),
+        }
+    finally:
+        run.close()
+    (folder / "lived.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
