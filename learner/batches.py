@@ -1,26 +1,30 @@
-"""Batches from the stream: the first ``questions`` trees that closed form one update, in the order of their ids.
+"""Batches from the stream: the first ``questions`` trees that closed form one update, in the order of their ids. If several schedulers
+stream, these are the first of each scheduler, in equal parts: so every scheduler hears of every update, and its bound on staleness holds.
 
 A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. A tree that dynamic sampling
 replaced is no question; its groups leave without their turns. This file is pure: it uses neither sockets nor a model.
 """
 
+import itertools
 from collections import OrderedDict
 
 from learner.trainer import Batch
 from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed, TreeNode
+from wire.shards import Shard
 
 
 class Inbox:
     """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close`` until ``ready`` names trees, then ``take``.
-    trained: the version that trained each group, by the group's id.
+    trained: the version that trained each group, by the group's id. shards: the number of schedulers.
 
     Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree, [group.id]))``, ``ready()`` is [group.tree], and
     ``take([group.tree], 0)`` returns the batch that trains version 0 to version 1.
     """
 
-    def __init__(self, questions: int, trained: dict[int, int]):
-        self.questions, self.trained = questions, trained
+    def __init__(self, questions: int, trained: dict[int, int], shards: int = 1):
+        self.share, self.trained = questions // shards, trained
+        self.shards = [Shard(number, shards) for number in range(shards)]
         self._nodes: dict[int, dict[int, TreeNode]] = {}
         self._groups: dict[int, TrainGroup] = {}
         self._closed: OrderedDict[int, list[int]] = OrderedDict()
@@ -51,7 +55,8 @@ class Inbox:
     def ready(self) -> list[int] | None:
         """Return the trees of the next batch, ascending, or None while there are too few complete trees."""
         whole = self._whole(self._closed)
-        return sorted(whole[: self.questions]) if len(whole) >= self.questions else None
+        shares = [[tree for tree in whole if shard.owns(tree)][: self.share] for shard in self.shards]
+        return sorted(itertools.chain(*shares)) if all(len(share) == self.share for share in shares) else None
 
     def take(self, trees: list[int], version: int) -> Batch:
         """Remove the trees, and all complete replaced trees, from the inbox and return them as a batch. Its groups belong to the frontier from

@@ -226,7 +226,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A learner process file, which is the same for all ranks. model: a Hugging Face folder (policy version 0).
 
-    questions_per_update: the number of closed trees per update. temperature: the sampling temperature, which the learner also applies to
+    questions_per_update: the number of closed trees per update. shards: the number of schedulers that they come from, in equal parts. temperature: the sampling temperature, which the learner also applies to
     its log-probabilities.
     """
 
@@ -237,3 +237,4 @@ class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     questions_per_update: int
     temperature: float
     learner: LearnerConfig
+    shards: int = 1

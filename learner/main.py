@@ -8,6 +8,7 @@ States of rank 0: waiting for a complete batch -> updating (in a thread, so hear
 
 import asyncio
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from learner.model import TreeModel
 from learner.publish import Published, announce, publish
 from learner.ranks import Ranks
 from learner.trainer import Batch, Trainer
-from wire import arrays, loop, storage
+from wire import arrays, loop, shards, storage
 from wire.keys import PeerKeys
 from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
 from wire.process import begin
@@ -129,7 +130,8 @@ class Leader:
         metrics = self.trainer.update(batch)
         t = self.trainer
         start = time.monotonic()
-        self.published = publish_newest(t, self.run, t.whole(), self.giver)
+        trained = {group: version for group, version in self.inbox.trained.items() if version > self.durable}
+        self.published = publish_newest(t, self.run, t.whole(), self.giver, trained)
         metrics["time/publish"] = time.monotonic() - start
         self.updates += 1
         for name in ("learner/forwarded_tokens", "learner/trained_tokens"):
@@ -165,11 +167,16 @@ class Leader:
 
 
 def publish_newest(
-    trainer: Trainer, run: Path, whole: dict[str, torch.Tensor] | None, giver: Giver | None
+    trainer: Trainer,
+    run: Path,
+    whole: dict[str, torch.Tensor] | None,
+    giver: Giver | None,
+    trained: dict[int, int] | None = None,
 ) -> Published:
     """Publish the trainer's version where ``learner.publish`` and ``publish_url`` say."""
     config = trainer.config
-    published = publish(trainer.policy, trainer.version, run, config.keep, whole, giver, config.publish != "memory")
+    file = config.publish != "memory"
+    published = publish(trainer.policy, trainer.version, run, config.keep, whole, giver, file, trained)
     if config.publish_url:
         storage.put(Path(published.path), f"{config.publish_url}/{run.name}", config.keep)
     return published
@@ -182,22 +189,25 @@ def _giver(trainer: Trainer) -> Giver | None:
 
 
 async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.State, warnings: list[str]) -> None:
-    """Run rank 0 until the service is drained. Then tell the other ranks to stop. state, warnings: what ``restore_newest`` returned."""
+    """Run rank 0 until every scheduler has drained its service. Then tell the other ranks to stop. state, warnings: what ``restore_newest`` returned."""
     run = Path(process.run)
     published = Published(0, "", "")
     giver = _giver(trainer)
     if trainer.version:
         published = publish_newest(trainer, run, trainer.whole(), giver)
     announce(run, published)
-    leader = Leader(trainer, run, Inbox(process.questions_per_update, state.groups()), published, giver)
+    inbox = Inbox(process.questions_per_update, state.groups(), process.shards)
+    leader = Leader(trainer, run, inbox, published, giver)
     leader.records, leader.warnings = dict(state.records), warnings
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
-    service = Service(process.name, handlers, UNBOUNDED, leader.stats, give_up_s=120.0)
-    keys = PeerKeys.load(run / "keys", "learner")
+    homes = [shards.folder(run, number) for number in range(process.shards)]
+    services = [Service(process.name, handlers, UNBOUNDED, leader.stats, give_up_s=120.0) for _ in homes]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: [service.drain() for service in services])
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))
-    serving = asyncio.create_task(service.run((run / "endpoint").read_text().strip(), keys))
-    drained = asyncio.create_task(service.draining.wait())
+    serving = asyncio.gather(*(_serve(service, home) for service, home in zip(services, homes, strict=True)))
+    drained = asyncio.gather(*(service.draining.wait() for service in services))
     try:
         await asyncio.wait([working, serving, drained], return_when=asyncio.FIRST_COMPLETED)
         stop.set()
@@ -215,6 +225,12 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
         serving.cancel()
         if giver is not None:
             giver.close()
+
+
+async def _serve(service: Service, folder: Path) -> None:
+    """Serve the scheduler of one shard until it drains the service. folder: the shard's."""
+    keys = PeerKeys.load(folder / "keys", "learner")
+    await service.run((folder / "endpoint").read_text().strip(), keys, signals=False)
 
 
 def follow(trainer: Trainer) -> None:

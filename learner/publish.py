@@ -13,6 +13,7 @@ from learner.giver import Giver, Snapshot
 from learner.model import Policy
 from wire import digest, vision
 from wire.atomic import drafted, write_whole
+from wire.frontier import runs
 from wire.published import FILES, Manifest
 
 _PIECE = 2**24
@@ -35,11 +36,12 @@ def publish(
     whole: dict[str, torch.Tensor] | None = None,
     giver: Giver | None = None,
     file: bool = True,
+    trained: dict[int, int] | None = None,
 ) -> Published:
     """Write ``RUN/weights/vNNNNNN`` with adapters in the PEFT format, or with all weights. Only the ``keep`` newest folders stay.
 
     whole: the complete parameters, if sharded ranks have gathered them. giver: also gives all weights out of memory. file: if False and there
-    is a giver, the folder says only where the weights are. Adapters are always written to a file.
+    is a giver, the folder says only where the weights are. Adapters are always written to a file. trained: see ``announce``.
     """
     folder = run / "weights" / f"v{version:06d}"
     with drafted(folder, replace=True, alone=True) as draft:
@@ -53,7 +55,7 @@ def publish(
             manifest = Manifest(version, "full", proof, file or giver is None, memory)
         manifest.write(draft)
     published = Published(version, str(folder), manifest.digest)
-    announce(run, published)
+    announce(run, published, trained)
     for old in sorted(folder.parent.glob("v??????"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return published
@@ -106,6 +108,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def announce(run: Path, published: Published) -> None:
-    """Write ``RUN/learner.json``, which the scheduler reads on resume."""
-    write_whole(run / "learner.json", published)
+def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
+    """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the groups that versions after the newest checkpoint have
+    trained, with these versions; a scheduler that starts beside a living learner admits their trees no second time."""
+    write_whole(run / "learner.json", {**msgspec.structs.asdict(published), "trained": runs(trained or {})})

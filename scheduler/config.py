@@ -7,6 +7,7 @@ import msgspec
 from scheduler.dispatch import DispatchConfig
 from wire.declared import Equal
 from wire.numbers import Count, Natural, NotNegative, Positive
+from wire.shards import Shard
 
 UNJUDGED = "none"
 """The value of scheduler.judge for a run that learns from outcomes alone: no turn is judged."""
@@ -44,7 +45,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k 0 leave the distribution whole). max_action_tokens: the limit of one action. thinking: ask for a thinking block, if the chat template
     has that switch. updates: how many the run makes. questions_per_update: trees per update.
     max_staleness: see scheduler/pacing.py. dynamic_sampling_budget: how many questions without any spread of the reward may be replaced for
-    an update (scheduler/dynamic_sampling.py; 0: none). bind: the ZeroMQ address on which workers connect; port 0 is any free one.
+    an update (scheduler/dynamic_sampling.py; 0: none). shards: the number of schedulers that share the learner (docs/performance.md, "Beyond one
+    event loop"). bind: the ZeroMQ address on which workers connect; port 0 is any free one.
     generate_deadline_s: seconds until a generate call fails. judge_deadline_s: the same for calls of judges, retrievers, opponents and speakers.
     startup_timeout_s: seconds for which the scheduler waits for the workers that the run needs.
     watchdog_s: the terminal says what waits for what when nothing has moved for so long; stall_s: then the stuck part is replaced
@@ -65,6 +67,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     questions_per_update: Count = 32
     max_staleness: Natural = 1
     dynamic_sampling_budget: Natural = 0
+    shards: Count = 1
     evaluation: EvaluationConfig = EvaluationConfig()
     dispatch: DispatchConfig = DispatchConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -84,7 +87,8 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment, options: see actors/environments/registry.py. train, heldout: one task file or several ("" if the environment makes
     its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call. longest: the
     most tokens of a prompt and its action; 0 sets no limit. reward, equal: the column that dynamic sampling reads, and how it compares
-    (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off grow anew (docs/reliability.md).
+    (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off grow anew (docs/reliability.md). shard: which of the run's schedulers
+    this is; the counts of ``scheduler`` and ``actors`` are then its share, and ``run`` is the folder of the whole run.
     """
 
     name: str
@@ -103,3 +107,4 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward: str = ""
     equal: Equal = "returns"
     deterministic: bool = False
+    shard: Shard = Shard()

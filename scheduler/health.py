@@ -162,12 +162,19 @@ class Standing(msgspec.Struct, frozen=True):
 
 class Reporter:
     """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``. ``work`` runs until it is cancelled. newest: the
-    newest report."""
+    newest report. order: the file that pauses the run, if it is not in the folder of the reports."""
 
     def __init__(
-        self, run: Path, dispatcher: Dispatcher, standing: Callable[[], Standing], watchdog_s: float, stall_s: float
+        self,
+        run: Path,
+        dispatcher: Dispatcher,
+        standing: Callable[[], Standing],
+        watchdog_s: float,
+        stall_s: float,
+        order: Path | None = None,
     ):
         self.run, self.dispatcher, self.standing = run, dispatcher, standing
+        self.order = order or run / PAUSED
         self.watchdog_s, self.stall_s = watchdog_s, stall_s
         self.began = self.paused = False
         self.newest: Health | None = None
@@ -195,7 +202,7 @@ class Reporter:
     async def work(self) -> None:
         """Write a report every heartbeat. A full disk must not end the run here, since the journal tells of it."""
         while True:
-            self._obey(await asyncio.to_thread((self.run / PAUSED).is_file))
+            self._obey(await asyncio.to_thread(self.order.is_file))
             report = self.newest = self.report(self.dispatcher.clock())
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
@@ -204,9 +211,7 @@ class Reporter:
 
     def _obey(self, paused: bool) -> None:
         if paused != self.paused:
-            until = (
-                f"; trees in flight finish (resume with tools/watch, or remove {self.run / PAUSED})" if paused else ""
-            )
+            until = f"; trees in flight finish (resume with tools/watch, or remove {self.order})" if paused else ""
             terminal.say(f"{'paused: no new tree begins' if paused else 'resumed'}{until}")
         self.paused = paused
 

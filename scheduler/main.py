@@ -29,7 +29,7 @@ from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
 from scheduler.exporter import Exporter
 from scheduler.fleet import Fleet
-from scheduler.health import Reporter, Standing
+from scheduler.health import PAUSED, Reporter, Standing
 from scheduler.journal import Journal, JournalError, TreeRow
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
@@ -43,7 +43,7 @@ from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tracking import FINISH_S, STOP_S, Trackers
 from scheduler.tree import Tree
-from wire import loop, published
+from wire import loop, published, shards
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.frontier import Frontier, read
 from wire.keys import RunKeys
@@ -97,11 +97,13 @@ class Run:
         self.phases = Phases("set-up", scheduler.STARTED if began is None else began)
         self.phases.enter("starting processes", scheduler.STARTED)
         self.growth = Phases("no trees")
-        self.folder = Path(process.run)
+        self.home, self.shard = Path(process.run), process.shard
+        self.folder = shards.folder(self.home, self.shard.number)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(self.folder / "journal.sqlite")
         keys = RunKeys.create(self.folder / "keys") if router is None else None
         self.dispatcher = Dispatcher(
-            self.settings.bind, keys, self.settings.dispatch, process.seed, router=router, clock=clock
+            self._address(), keys, self.settings.dispatch, process.seed, router=router, clock=clock
         )
         self.metrics = Metrics(self.folder)
         self.dispatcher.on_event = self.metrics.event
@@ -120,11 +122,16 @@ class Run:
             self.tasks = Tasks(process.train, process.seed, self.environment.verbatim)
             heldout, self.notes = held_out(process.heldout, count, self.environment.verbatim)
         self.journal.reject(self.tasks.rejected)
-        self.stream = Stream(self.dispatcher, self.journal, self._trained)
+        self.stream = Stream(self.dispatcher, self.journal, self._trained, self.shard)
         self.pacing: Pacing
         self.unfinished: deque[TreeRow] = deque()
         self.reporter = Reporter(
-            self.folder, self.dispatcher, self._standing, self.settings.watchdog_s, self.settings.stall_s
+            self.folder,
+            self.dispatcher,
+            self._standing,
+            self.settings.watchdog_s,
+            self.settings.stall_s,
+            self.home / PAUSED,
         )
         self.trackers = Trackers(self.folder, self.settings.trackers)
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, lambda: self.reporter.newest)
@@ -136,8 +143,9 @@ class Run:
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.totals: Counter[str] = Counter()
         self.outcomes: list[float] = []
-        self.next_tree, self.next_position = self.journal.next_tree(), self.journal.next_position()
-        self.resumed = self.next_tree > 0
+        self.next_tree = self.shard.after(self.journal.next_tree() - 1)
+        self.next_draw = self.shard.draws(self.journal.next_position())
+        self.resumed = self.journal.next_tree() > 0
         self.shop = Shop(
             self.dispatcher,
             self.journal,
@@ -162,14 +170,19 @@ class Run:
             self.shop, examined, heldout, self.spread, self.metrics, self.phases, self._attempts, self._number
         )
 
+    def _address(self) -> str:
+        """Where this scheduler listens. A shard that is started again beside a living learner listens where its workers look for it."""
+        before = self.folder / "endpoint"
+        return before.read_text() if self.shard.number and before.exists() else self.settings.bind
+
     # ------------------------------------------------------------------------------------------ the run
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
-        checkpoints = sorted((self.folder / "checkpoints").glob("v??????"))
+        checkpoints = sorted((self.home / "checkpoints").glob("v??????"))
         if checkpoints and not self.resumed:
             raise DataFault(
-                f"{self.folder} holds weights of version {int(checkpoints[-1].name[1:])} and an empty journal: they belong to another run;"
+                f"{self.home} holds weights of version {int(checkpoints[-1].name[1:])} and an empty journal: they belong to another run;"
                 " choose another folder, or remove this one while nothing runs in it"
             )
         if self.tasks.rejected:
@@ -244,32 +257,36 @@ class Run:
         except TimeoutError as missing:
             raise InfrastructureFault(str(missing)) from None
 
-    async def _wait_for_learner(self) -> None:
-        """Wait for the learner, and give the actors its version of the weights."""
+    async def _wait_for_learner(self) -> dict[int, int]:
+        """Wait for the learner, and give the actors its version of the weights. Return what it has trained since its last checkpoint."""
         await self._wait_for("train")
         # The learner wrote its newest weights before it registered. A resumed run continues from them.
-        path = self.folder / "learner.json"
-        weights = msgspec.json.decode(path.read_bytes(), type=Weights) if path.exists() else Weights()
+        path = self.home / "learner.json"
+        announced = path.read_bytes() if path.exists() else b"{}"
+        weights = msgspec.json.decode(announced, type=Weights)
         self.stream.version = weights.version
         if weights.version:
-            published.inside(self.folder, weights.path)
+            published.inside(self.home, weights.path)
             await self.begun.wait()
             await self.spread.everywhere(weights)
         waited = self._clock() - scheduler.STARTED
         print(f"all workers are here after {waited:.0f} s; policy version {weights.version}", flush=True)
         self.phases.enter("updates")
+        return msgspec.json.decode(announced, type=Frontier).groups()
 
     async def _train(self) -> None:
-        await self._wait_for_learner()
+        newest = await self._wait_for_learner()
         version = self.spread.weights.version
-        checkpoint = frontier(self.folder, version)
-        if lost := self.journal.lacks(checkpoint.groups()):
+        checkpoint = frontier(self.home, version)
+        durable = self.shard.own(checkpoint.groups())
+        if lost := self.journal.lacks(durable):
             raise DataFault(
                 f"the journal lacks {len(lost)} groups (first group {lost[0]}) that the checkpoint of version {checkpoint.version} has trained, so it is"
-                f" an older one: restore its newest copy; or move the newest folders of {self.folder}/checkpoints away, and lose what they trained"
+                f" an older one: restore its newest copy; or move the newest folders of {self.home}/checkpoints away, and lose what they trained"
             )
-        self.journal.forget_training_after(version)
-        self.journal.adopt_frontier(checkpoint.groups())
+        # What no checkpoint holds is sent again. A learner that has outlived this scheduler answers it at once.
+        self.journal.forget_training_after(checkpoint.version)
+        self.journal.adopt_frontier(durable)
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
         self.trackers.start()
         self.stream.told |= recorded | set(range(checkpoint.version + 1))
@@ -278,8 +295,8 @@ class Run:
         self.metrics.counters(self.dispatcher.workers())
         first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), self._clock()
         for row in self.journal.untrained_trees():
-            if row.status == "replaced":
-                self._take_up(row)
+            if row.status == "replaced" or any(group in newest for group, _ in self.journal.groups(row.id)):
+                self._take_up(row)  # it counts in no update, or in one that ``version`` counts already
             else:
                 self.unfinished.append(row)
         self._admit()
@@ -326,7 +343,7 @@ class Run:
 
     def _number(self) -> int:
         """Take the next tree's number."""
-        number, self.next_tree = self.next_tree, self.next_tree + 1
+        number, self.next_tree = self.next_tree, self.shard.after(self.next_tree)
         return number
 
     def _admit(self) -> None:
@@ -348,7 +365,8 @@ class Run:
 
     def _plant(self) -> None:
         """Draw the next task and start to grow its tree."""
-        position, self.next_position = self.next_position, self.next_position + 1
+        draw, self.next_draw = self.next_draw, self.next_draw + 1
+        position = self.shard.position(draw)
         task = self.tasks.at(position)
         tree = Tree(self._number(), task.id)
         context = self._context(task, tree, self.settings, position)
@@ -468,7 +486,7 @@ class Run:
             self.metrics.record(trained.version, dict(trained.metrics))
             return
         start = self._clock()
-        path = published.inside(self.folder, trained.path)
+        path = published.inside(self.home, trained.path)
         await self.spread.everywhere(Weights(trained.version, path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]

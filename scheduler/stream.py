@@ -15,6 +15,7 @@ from scheduler.journal import Journal
 from scheduler.tree import Node, Tree
 from wire.faults import InfrastructureFault
 from wire.messages import Trained, TrainGroup, TreeClosed, Turn
+from wire.shards import Shard
 
 log = logging.getLogger("scheduler.stream")
 
@@ -27,15 +28,21 @@ class Stream:
     """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each version that is not in ``told``, one
     after the other; ``version`` is the newest.
 
-    replaced: trees that dynamic sampling replaced and whose groups no update has taken yet.
+    replaced: trees that dynamic sampling replaced and whose groups no update has taken yet. shard: whose ids the groups get.
     """
 
-    def __init__(self, dispatcher: Dispatcher, journal: Journal, on_trained: Callable[[Trained], Awaitable[None]]):
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        journal: Journal,
+        on_trained: Callable[[Trained], Awaitable[None]],
+        shard: Shard = Shard(),
+    ):
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
         self.version = 0
         self.told: set[int] = set()
         self.replaced: set[int] = set()
-        self._next_group = journal.next_group()
+        self._shard, self._next_group = shard, shard.after(journal.next_group() - 1)
         self._sent: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order, self._syncing = asyncio.Lock(), asyncio.Lock()
@@ -57,7 +64,7 @@ class Stream:
 
     def emit(self, tree: Tree, turns: list[Turn]) -> None:
         """Journal a new group of ``tree``, then start to send it."""
-        group, self._next_group = self._next_group, self._next_group + 1
+        group, self._next_group = self._next_group, self._shard.after(self._next_group)
         self.journal.save_group(tree, group, turns)
         tree.groups.append(group)
         self._spawn(self._send(tree, group, turns))

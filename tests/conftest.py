@@ -19,7 +19,13 @@ SLOW = ("e2e", "faults", "gpu")
 """Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""
 
 
-COMPUTING = ("tests/learner", "tests/simulation", "tests/judges", "tests/test_worlds.py", "tests/tools/research/test_theory")
+COMPUTING = (
+    "tests/learner",
+    "tests/simulation",
+    "tests/judges",
+    "tests/test_worlds.py",
+    "tests/tools/research/test_theory",
+)
 """Where slow tests compute and do not depend on what else the machine does, so that several may run at once."""
 
 

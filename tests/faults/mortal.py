@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler.health import NAME, Health
+from wire import shards
 from wire.atomic import write_whole
 
 
@@ -35,7 +36,10 @@ def main() -> None:
                 folder.mkdir(parents=True)
                 (folder / "state.json").touch()
             case "ready":
-                (run / "endpoint").touch()
+                _, _, number = file.stem.partition("scheduler-")
+                home = shards.folder(run, int(number or 0))
+                home.mkdir(parents=True, exist_ok=True)
+                (home / "endpoint").touch()
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "leave":

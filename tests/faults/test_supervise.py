@@ -37,14 +37,16 @@ class Crew:
 
     def __init__(self, run: Path, **acts: list[list[str]]):
         self.run, self.names = run, [name.replace("_", "-") for name in acts]
-        (run / "processes").mkdir()
+        (run / "processes").mkdir(parents=True)
         (run / "config.json").touch()
         for name, told in zip(self.names, acts.values(), strict=True):
             (run / "processes" / f"{name}.json").write_text(json.dumps(told))
 
     def plan(self) -> list[Process]:
         vital = ("scheduler", "learner")
-        return [Process(n, "tests.faults.mortal", n, 1, n.startswith(vital)) for n in self.names]
+        vitals = [n for n in self.names if n.startswith(vital) and n != "scheduler-1"]
+        shard = {"scheduler": 0, "scheduler-1": 1, "actor-1": 1}
+        return [Process(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n)) for n in self.names]
 
     def launch(self) -> int:
         return supervise(self.run, self.plan, Screen(0))
@@ -212,6 +214,44 @@ def test_a_rank_that_dies_before_the_training_began_leaves_the_start_of_the_othe
         assert crew.launch() == 130
     assert [crew.starts(name) for name in ("scheduler", "actor-0", "learner-0", "learner-1")] == [starts, starts, 2, 2]
     assert (tmp_path / "ranks-0").exists() == (starts == 2)  # a resumed run has a plan, and a file, of its own
+
+
+def test_a_further_scheduler_that_is_killed_is_started_again_and_nothing_else_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"scheduler": STAYS, "scheduler_1": [["ready", "wait", "kill"], ["stay"]], "learner_0": STAYS}
+    crew = Crew(tmp_path, **told, actor_1=STAYS)
+    with once(lambda: crew.starts("scheduler-1") == 2, terminate):
+        assert crew.launch() == 130
+    assert "scheduler-1: killed by signal 9 (SIGKILL)" in capsys.readouterr().out
+    assert [crew.starts(name) for name in ("scheduler", "learner-0", "actor-1")] == [1, 1, 1]
+
+
+def test_a_further_scheduler_that_dies_before_it_can_be_reached_ends_the_run_with_its_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crew = Crew(tmp_path, scheduler=STAYS, scheduler_1=[["no such tokenizer"]], learner_0=STAYS)
+    assert crew.launch() == 1
+    assert capsys.readouterr().out.strip().startswith("scheduler-1 failed: PackingError: no such tokenizer")
+    assert crew.starts("learner-0") == 0
+
+
+def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise_module, "LEFT_S", 0.1)
+    told = {"scheduler": [["ready", "leave"]], "scheduler_1": [["ready", "wait", "leave"]], "learner_0": STAYS}
+    crew = Crew(tmp_path, **told, actor_1=STAYS)
+    assert crew.launch() == 0
+    assert "it left" not in capsys.readouterr().out
+    other = Crew(
+        tmp_path / "other",
+        scheduler=[["ready", "wait", "leave"]],
+        scheduler_1=[["ready", "leave"]],
+        actor_1=[["leave"]],
+    )
+    assert other.launch() == 0
+    assert (other.starts("scheduler-1"), other.starts("actor-1")) == (1, 1)
 
 
 def test_everything_killed_at_once_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

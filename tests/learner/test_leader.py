@@ -20,6 +20,7 @@ from scheduler.dispatch import Dispatcher
 from tests.services import bench
 from tests.updates import groups, trainer
 from wire.faults import InfrastructureFault
+from wire.frontier import Frontier
 from wire.messages import Trained, TrainGroup, TreeClosed
 
 LONG_S = 60.0
@@ -130,6 +131,20 @@ async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_met
         assert again.version == version
         # The record was written with the checkpoint, which it therefore does not time.
         assert again.metrics == {name: v for name, v in answer.metrics.items() if name != "time/checkpoint"}
+
+
+async def test_a_scheduler_that_starts_beside_the_learner_reads_what_no_checkpoint_holds(
+    tmp_path: Path, llama: Path
+) -> None:
+    async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
+        for version, known in ((1, {1}), (2, {1, 2}), (3, {3})):
+            some, _ = groups(version)
+            calls = send(dispatcher, some)
+            await close(dispatcher, some)
+            await asyncio.gather(*calls)
+            announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes(), type=Frontier)
+            assert (announced.version, set(announced.groups().values())) == (version, known)
+            assert {group.id for group in some} <= set(announced.groups())
 
 
 async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them(tmp_path: Path, llama: Path) -> None:

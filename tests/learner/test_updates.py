@@ -231,6 +231,21 @@ def test_a_batch_is_the_first_closed_trees_whose_groups_are_all_here() -> None:
     assert inbox.ready() == [1, 3]
 
 
+def test_a_batch_takes_an_equal_part_of_every_scheduler_however_far_one_is_ahead() -> None:
+    some, _ = groups(0, trees=6)
+    inbox = Inbox(4, {}, shards=2)
+    for group in some:
+        inbox.add(group)
+    for tree in (0, 2, 4, 1):
+        inbox.close(TreeClosed(tree, [tree]))
+    assert inbox.ready() is None  # four trees, and only one of the second scheduler
+    inbox.close(TreeClosed(5, [5]))
+    assert inbox.ready() == [0, 1, 2, 5]
+    inbox.take([0, 1, 2, 5], 0)
+    inbox.close(TreeClosed(3, [3]))
+    assert inbox.ready() is None
+
+
 def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
     some, _ = groups(0, trees=1)
     inbox = Inbox(1, {})

@@ -45,7 +45,8 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether judges outlive a crash."""
+    """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether judges outlive a crash; alone: whether
+    the learner does, as it does when one of several schedulers is started again."""
 
     settings: SchedulerConfig
     actors: int
@@ -59,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
     crashes: list[Crash]
     healthy_from: float
     outside: bool
+    alone: bool
 
 
 def plan(seed: int) -> Plan:
@@ -100,6 +102,7 @@ def plan(seed: int) -> Plan:
         crashes=_crashes(rng, healthy_from) if "crash" in kinds else [],
         healthy_from=healthy_from,
         outside=rng.random() < 0.5,
+        alone=random.Random(f"alone/{seed}").random() < 0.3,
     )
 
 

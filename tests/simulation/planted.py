@@ -165,6 +165,14 @@ def _resumed_without(status: str) -> Change:
     return _replace(Journal, "untrained_trees", rows)
 
 
+_waited = Run._wait_for_learner
+
+
+async def _without_news(self: Run) -> dict[int, int]:
+    await _waited(self)
+    return {}
+
+
 def _nothing(*arguments: Any) -> None:
     """What the fault leaves out."""
 
@@ -190,11 +198,17 @@ FAULTS = [
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
     Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
     Planted("marks of lost updates survive a resume", "", _replace(Journal, "forget_training_after", _nothing)),
+    Planted(
+        "what a living learner has trained is admitted again",
+        THIS,
+        _replace(Run, "_wait_for_learner", _without_news),
+        hint=105,
+    ),
     Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once), hint=270),
     Planted(
         "a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing), hint=90
     ),
-    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=350),
+    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=260),
     Planted("an answer with too few parts ends the run", THIS, _replace(answers, "complete", _nothing)),
     Planted(
         "a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups), hint=75

@@ -126,7 +126,8 @@ class Learner(Peer):
 
     def _announce(self) -> None:
         weights = {"version": self.version, "path": self._weights(self.version), "digest": f"digest {self.version}"}
-        (self.run / "learner.json").write_bytes(msgspec.json.encode(weights))
+        trained = {group: version for group, version in self.trained.items() if version > self.durable}
+        (self.run / "learner.json").write_bytes(msgspec.json.encode(weights | {"trained": frontier.runs(trained)}))
 
     def _checkpoint(self, update: Update) -> None:
         if self.version - self.durable >= self.every:

@@ -145,6 +145,7 @@ class World:
             peer.manners, peer.violated = self.plan.manners, self.violated
             peer.faulty = lambda: self.agenda.now < self.plan.healthy_from
             peer.outside = self.plan.outside and isinstance(peer, Judge)
+        self.learner.outside = self.plan.alone
         self.lives = 0
 
     def note(self, kind: str, *rest: Any) -> None:
@@ -220,6 +221,7 @@ class World:
             self.note("cut", peer.name, f"{strike.seconds:.1f} s")
             self.network.cut(peer.connection, strike.seconds)
         elif isinstance(peer, Learner):
+            peer.die()
             raise Killed("a learner's death ends the whole run")  # the launcher resumes it
         else:
             peer.die(restart_after=strike.seconds)

@@ -5,6 +5,7 @@ of its newest update may not be complete.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
@@ -18,7 +19,7 @@ import numpy as np
 from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Tree
-from wire import digest, frontier
+from wire import digest, frontier, shards
 from wire.options import command_parser
 
 
@@ -44,30 +45,42 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
 
     staleness: the run's scheduler.max_staleness; None reads it from its config.json, and checks no versions if there is none.
     """
-    journal, ended = Journal(run / "journal.sqlite", readonly=True), (run / "summary.json").exists()
-    try:
-        trees = [_Known(row, dict(journal.groups(row.id))) for row in journal.trees("split='train'")]
-        if staleness is None and (run / "config.json").exists():
-            staleness = msgspec.json.decode((run / "config.json").read_bytes())["scheduler"]["max_staleness"]
+    known = run / "config.json"
+    settings = msgspec.json.decode(known.read_bytes())["scheduler"] if known.exists() else {}
+    staleness = settings.get("max_staleness") if staleness is None else staleness
+    count = settings.get("shards", 1)
+    homes = {shards.Shard(number, count): shards.folder(run, number) for number in range(count)}
+    ended = all((home / "summary.json").exists() for home in homes.values())
+    with contextlib.ExitStack() as stack:
+        journals = {
+            shard: stack.enter_context(contextlib.closing(Journal(home / "journal.sqlite", readonly=True)))
+            for shard, home in homes.items()
+        }
+        trees = {
+            shard: [_Known(row, dict(journal.groups(row.id))) for row in journal.trees("split='train'")]
+            for shard, journal in journals.items()
+        }
+        every = list(itertools.chain.from_iterable(trees.values()))
         checks = [
-            _draws(trees, ended),
-            _one_update_each(trees),
-            _records(run, trees, ended),
-            _checkpoints(run, {group: version for tree in trees for group, version in tree.groups.items()}),
-            _trees(journal, trees, staleness),
+            _one_update_each(every),
+            _records(list(homes.values()), every, ended),
+            _checkpoints(run, {group: version for tree in every for group, version in tree.groups.items()}),
         ]
+        for shard, journal in journals.items():
+            checks += [_draws(shard, trees[shard], ended), _trees(journal, trees[shard], staleness)]
         return list(itertools.chain.from_iterable(checks))
-    finally:
-        journal.close()
 
 
-def _draws(trees: list[_Known], ended: bool) -> Iterator[Violation]:
-    """Tasks drawn = trained + quarantined + in flight, and no draw is skipped or made twice."""
+def _draws(shard: shards.Shard, trees: list[_Known], ended: bool) -> Iterator[Violation]:
+    """Tasks drawn = trained + quarantined + in flight, and no draw of the shard is skipped or made twice, or is another shard's."""
     drawn = Counter(tree.row.position for tree in trees)
-    for position in range(max(drawn, default=-1) + 1):
-        if drawn[position] != 1:
+    own = {shard.position(draw) for draw in range(shard.draws(max(drawn, default=-1) + 1))}
+    for position in sorted({*own, *drawn}):
+        if drawn[position] != (position in own):
             yield Violation("drawn once", f"draw {position} was made {drawn[position]} times")
     for tree in trees:
+        if foreign := [identity for identity in (tree.row.id, *tree.groups) if not shard.owns(identity)]:
+            yield Violation("ids of one shard", f"tree {tree.row.id} of shard {shard.number} has the id {foreign[0]}")
         if tree.row.status == "quarantined" and not tree.row.reason:
             yield Violation("quarantined with a reason", f"tree {tree.row.id} has none")
         if ended and tree.row.status == "growing":
@@ -88,31 +101,33 @@ def _one_update_each(trees: list[_Known]) -> Iterator[Violation]:
             yield Violation("trained after it closed", f"tree {tree.row.id} grows and was trained into {min(versions)}")
 
 
-def _records(run: Path, trees: list[_Known], ended: bool) -> Iterator[Violation]:
-    """One record per update, which counts as many groups as the journal has of its version."""
-    counted: dict[int, int] = {}
-    path = run / "metrics.jsonl"
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
-        try:
-            record = msgspec.json.decode(line, type=dict[str, float])
-        except msgspec.DecodeError as error:
-            if ended:
-                yield Violation("records are whole", f"{path.name}:{number}: {error}")
-            continue
-        if UPDATE in record:
-            if (version := int(record["version"])) in counted:
-                yield Violation("one record per update", f"version {version} has two")
-            counted[version] = int(record[UPDATE])
+def _records(homes: list[Path], trees: list[_Known], ended: bool) -> Iterator[Violation]:
+    """Every scheduler has one record per update, which counts as many groups as all journals have of its version."""
+    counts: list[dict[int, int]] = []
+    for path in (home / "metrics.jsonl" for home in homes):
+        counts.append(counted := {})
+        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
+            try:
+                record = msgspec.json.decode(line, type=dict[str, float])
+            except msgspec.DecodeError as error:
+                if ended:
+                    yield Violation("records are whole", f"{path.name}:{number}: {error}")
+                continue
+            if UPDATE in record:
+                if (version := int(record["version"])) in counted:
+                    yield Violation("one record per update", f"version {version} has two")
+                counted[version] = int(record[UPDATE])
     groups = Counter(
         v for tree in trees if tree.row.status != "replaced" for v in tree.groups.values() if v is not None
     )
-    newest = max(counted, default=0)
-    for version in range(1, max(newest, max(groups, default=0) if ended else 0) + 1):
-        if version not in counted:
-            yield Violation("one record per update", f"version {version} has none")
-        elif counted[version] != groups[version] and (ended or version < newest):
-            what = f"version {version}: the learner counted {counted[version]} groups and the journal has {groups[version]}"
-            yield Violation("journal and learner agree", what)
+    settled = min(max(counted, default=0) for counted in counts)
+    for counted in counts:
+        for version in range(1, max(max(counted, default=0), max(groups, default=0) if ended else 0) + 1):
+            if version not in counted:
+                yield Violation("one record per update", f"version {version} has none")
+            elif counted[version] != groups[version] and (ended or version < settled):
+                what = f"version {version}: the learner counted {counted[version]} groups and the journals have {groups[version]}"
+                yield Violation("journal and learner agree", what)
 
 
 def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violation]:

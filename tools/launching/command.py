@@ -105,7 +105,13 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         raise ConfigError(
             f"--resume {options.resume}: its config.json is torn ({error}): restore it, or start anew"
         ) from None
-    return convert(tree, overrides), options.resume
+    shards = tree.get("scheduler", {}).get("shards", 1)
+    config = convert(tree, overrides)
+    if config.scheduler.shards != shards:
+        raise ConfigError(
+            f"scheduler.shards = {config.scheduler.shards}: {options.resume} was begun with {shards}, by which its tasks and ids are split; remove the change"
+        )
+    return config, options.resume
 
 
 def _check_place(run: Path) -> None:
@@ -120,34 +126,35 @@ def main(command: list[str] | None = None) -> int:
     options = arguments(command)
     if options.status is not None:
         return status.show(options.status, options.json)
-    try:
-        config, run = resolve(options)
-        _check_place(run)
-        tracking.check_installed(config.scheduler.trackers)
-        if options.cluster in jobs.WRITERS:
-            print(jobs.WRITERS[options.cluster](config, command if command is not None else sys.argv[1:]), end="")
-            return 0
-        if options.dry_run:
-            return dry_run(config, run)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP, and so do we then
-                signal.signal(number, signal.default_int_handler)
-        records = _records() if options.json else None
-        with _silence() if options.quiet else contextlib.nullcontext():
-            assets = prepare(config)
-    except (ConfigError, OSError, ValueError, MemoryError) as error:
-        print(f"tools/launch: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
-        return 130
-    run = run.resolve()
-    try:
-        with _nodes(config, screen := Screen(config.scheduler.updates, options.quiet, records)) as nodes:
+    with contextlib.ExitStack() as held:
+        try:
+            config, run = resolve(options)
+            _check_place(run)
+            tracking.check_installed(config.scheduler.trackers)
+            if options.cluster in jobs.WRITERS:
+                print(jobs.WRITERS[options.cluster](config, command if command is not None else sys.argv[1:]), end="")
+                return 0
+            if options.dry_run:
+                return dry_run(config, run)
+            screen = Screen(config.scheduler.updates, options.quiet, _records() if options.json else None)
+            nodes = held.enter_context(_nodes(config, screen))
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we then
+                    signal.signal(number, signal.default_int_handler)
+            with _silence() if options.quiet else contextlib.nullcontext():
+                assets = prepare(config)
+        except (ConfigError, OSError, ValueError, MemoryError) as error:
+            print(f"tools/launch: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
+            return 130
+        run = run.resolve()
+        try:
             return _launch(config, assets, run, screen, nodes)
-    except (OSError, ValueError) as error:
-        print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
-        return 2
+        except (OSError, ValueError) as error:
+            print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
+            return 2
 
 
 def _told(error: OSError | ValueError, run: Path) -> str:

@@ -51,7 +51,7 @@ def _worker(run: Path, name: str) -> record.Member:
     member = _running(run).members.get(name)
     if member is None:
         raise ValueError(f"{name} was not started by tools/launch: end it where it was started, with Ctrl-C")
-    if name == SCHEDULER or name.startswith("learner"):
+    if name.startswith((SCHEDULER, "learner")):
         raise ValueError(f"{name} cannot be drained, because nothing goes on without it: stop the run instead")
     if member.host or not member.pid:
         raise ValueError(

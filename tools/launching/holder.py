@@ -31,8 +31,8 @@ _TICK_S, _REPORT_S, _SEEN_S = 0.1, 2.0, 5.0
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A process to start. command: the arguments of Python before the process file; python: "" for the node's own interpreter. file: the name of
-    the process file, body its content. keys: files of RUN/keys, by their path there. environment: of the process, beside the node's own.
+    """A process to start. command: the arguments of Python before the process file; python: "" for the node's own interpreter. run: the folder of
+    its scheduler. file: the path of the process file, body its content. keys: files of RUN/keys, by their path there. environment: of the process, beside the node's own.
     apart: whether the process can run where the run folder is not seen."""
 
     command: list[str]
@@ -53,12 +53,12 @@ class Report(msgspec.Struct, frozen=True):
     status: int | None
 
 
-def place(delivery: Delivery) -> tuple[Path, bool]:
-    """Return the folder in which the process runs, and whether it was made for it alone. Raises FileNotFoundError with the remedy."""
+def place(delivery: Delivery) -> tuple[Path, Path | None]:
+    """Return the process file, and the folder that was made for the process alone, if one was. Raises FileNotFoundError with the remedy."""
     run, end = Path(delivery.run), time.monotonic() + _SEEN_S
     while PLACE not in os.environ:
         if (run / "endpoint").is_file() and (run / "endpoint").read_text() == delivery.endpoint:
-            return run, False
+            return Path(delivery.file), None
         if not run.is_dir() or time.monotonic() > end:
             break
         time.sleep(_TICK_S)
@@ -74,8 +74,9 @@ def place(delivery: Delivery) -> tuple[Path, bool]:
         write_private(folder / "keys" / name, text)
     (folder / "endpoint").write_text(delivery.endpoint)
     body = msgspec.json.decode(delivery.body, type=dict[str, Any]) | {"run": str(folder)}
-    write_private(folder / "processes" / f"{delivery.file}.json", msgspec.json.encode(body).decode())
-    return folder, True
+    file = folder / "processes" / Path(delivery.file).name
+    write_private(file, msgspec.json.encode(body).decode())
+    return file, folder
 
 
 class Holder:
@@ -96,12 +97,11 @@ class Holder:
 
     async def start(self, delivery: Delivery, meeting: tuple[str, int] | None) -> tuple[str, int]:
         """Start the process, and return the host's name and the process's number. meeting: where the learner's ranks meet."""
-        folder, own = await asyncio.to_thread(place, delivery)
-        self._own = folder if own else None
+        file, self._own = await asyncio.to_thread(place, delivery)
         environment = os.environ | delivery.environment | {"PYTHONPATH": str(ROOT)}
         if meeting is not None:
             environment |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        file, launcher = folder / "processes" / f"{delivery.file}.json", os.getpid()
+        launcher = os.getpid()
 
         def alone() -> None:
             os.setsid()

@@ -21,6 +21,7 @@ from tools.launching.failures import Cause
 from tools.launching.holder import Delivery, Holder, Report
 from tools.launching.processes import Process
 from tools.launching.settings import Config
+from wire import shards
 
 ROLE_OF = {
     "actors.worker": "actor",
@@ -203,7 +204,8 @@ class Nodes:
         return {"scheduling_strategy": strategy}
 
     def _delivery(self, spec: Process, run: Path) -> Delivery:
-        role, keys = ROLE_OF[spec.module], run / "keys"
+        role, home = ROLE_OF[spec.module], shards.folder(run, spec.shard or 0)
+        file, keys = run / "processes" / f"{spec.file}.json", home / "keys"
         names = ("server_public", f"peers/{role}.json")
         threads = str(spec.threads)
         environment = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in spec.secrets}
@@ -211,8 +213,8 @@ class Nodes:
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return Delivery(
-            ["-m", spec.module], str(run), spec.file, (run / "processes" / f"{spec.file}.json").read_bytes(),
-            (run / "endpoint").read_text(), {name: (keys / name).read_text() for name in names}, environment, spec.python,
+            ["-m", spec.module], str(home), str(file), file.read_bytes(), (home / "endpoint").read_text(),
+            {name: (keys / name).read_text() for name in names}, environment, spec.python,
             role != "learner" and bool(self.config.learner.publish_url or role != "actor"),
         )  # fmt: skip
 

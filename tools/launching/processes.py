@@ -3,6 +3,7 @@
 import secrets
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ from judges.retriever.worker import RetrieverProcess
 from judges.serve import PLAYERS, JudgeProcess, built_in_service
 from learner import schemes
 from learner.config import LearnerConfig, LearnerProcess
-from scheduler.config import SchedulerProcess
+from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from scheduler.tracking import KEYS
 from tools.launching.assets import Assets
 from tools.launching.config import Config
 from tools.launching.judge_model import JudgeModelProcess
-from wire import hardware
+from wire import hardware, shards
 
 
 class Process(msgspec.Struct, frozen=True):
     """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter python ("" for the launcher's own).
     vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone. withheld: variables of the launcher that
-    it must not see, because they hold the API keys of others. secrets: those that it needs."""
+    it must not see, because they hold the API keys of others. secrets: those that it needs. shard: the scheduler to which it belongs, None for what
+    all schedulers share."""
 
     name: str
     module: str
@@ -37,17 +39,18 @@ class Process(msgspec.Struct, frozen=True):
     python: str = ""
     withheld: frozenset[str] = frozenset()
     secrets: frozenset[str] = frozenset()
+    shard: int | None = None
 
 
 def make(config: Config, assets: Assets, run: Path) -> list[Process]:
-    """Write the process files and return the plan, the scheduler first."""
+    """Write the process files and return the plan, the schedulers first."""
     config = typed(config)
     files, folder = _files(config, assets, str(run)), run / "processes"
     folder.mkdir(parents=True, exist_ok=True)
     for name, body in files.items():
         (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
     needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
-    needed["scheduler"] |= KEYS  # it starts the trackers
+    needed["scheduler"] |= KEYS  # the first one starts the trackers
     everybody = frozenset().union(*needed.values())
     plan, replace = _plan(config, files, run), msgspec.structs.replace
     return [replace(p, withheld=everybody - needed[p.file], secrets=needed[p.file]) for p in plan]
@@ -69,51 +72,71 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     if served:
         judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
     files: dict[str, Any] = {
-        "scheduler": SchedulerProcess(
-            "scheduler", run, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
-            assets.heldout, 1 if config.cluster.on else config.actors.count, services, max(1, config.actors.max_batch // 4), s,
-            config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
-        ),
-        "judges": JudgeProcess("judges", run, judges),
         "learner": LearnerProcess(
-            "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w
+            "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w, s.shards
         ),
     }  # fmt: skip
     players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
-    if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting
-        files["players"] = JudgeProcess("players", run, players)
     if served:
         files["judge-model"] = served
-    if assets.retriever:
-        files["retriever"] = RetrieverProcess(
-            "retriever", run, assets.retriever, config.retriever.encoder, config.retriever.threads
-        )
     stored = f"{w.publish_url}/{Path(run).name}" if w.publish_url else ""
+    for number in range(s.shards):
+        name, home = partial(shards.called, number=number), str(shards.folder(Path(run), number))
+        actors = 1 if config.cluster.on else len(range(number, config.actors.count, s.shards))
+        files[name("scheduler")] = SchedulerProcess(
+            name("scheduler"), run, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
+            assets.heldout, actors, services, max(1, config.actors.max_batch // 4), _share(s, number),
+            config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
+            shards.Shard(number, s.shards),
+        )  # fmt: skip
+        files[name("judges")] = JudgeProcess(name("judges"), home, judges)
+        if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting
+            files[name("players")] = JudgeProcess(name("players"), home, players)
+        if assets.retriever:
+            files[name("retriever")] = RetrieverProcess(
+                name("retriever"), home, assets.retriever, config.retriever.encoder, config.retriever.threads
+            )
     for i in range(config.actors.count):
+        home = str(shards.folder(Path(run), i % s.shards))
         files[f"actor-{i}"] = ActorProcess(
-            f"actor-{i}", run, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic, stored
+            f"actor-{i}", home, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic, stored
         )
     return files
 
 
+def _share(s: SchedulerConfig, number: int) -> SchedulerConfig:
+    """Return the settings of one shard: its equal part of every update. The first shard alone evaluates and tracks."""
+    parts = {key: getattr(s, key) // s.shards for key in ("questions_per_update", "dynamic_sampling_budget")}
+    alone = {"evaluation": EvaluationConfig(questions=0), "trackers": [], "prometheus": ""} if number else {}
+    return msgspec.structs.replace(s, **parts, **alone)
+
+
 def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
     """Return the processes that read the files."""
-    rest = _rest(config)
-    plan = [
-        Process("scheduler", "scheduler.main", "scheduler", 1, True),
-        Process("judges", "judges.serve", "judges", 1, False, rest),
-    ]
+    rest, numbers = _rest(config), range(config.scheduler.shards)
+    # The death of the first scheduler resumes the whole run; another one is started again alone.
+    plan = [_of_shard("scheduler", "scheduler.main", n, 1, {}, vital=not n) for n in numbers]
+    plan += [_of_shard("judges", "judges.serve", n, 1, rest) for n in numbers]
     if served := files.get("judge-model"):
         threads = served.model.threads
         plan.append(Process("judge-model", "tools.launching.judge_model", "judge-model", threads, False, rest))
     if "players" in files:
-        plan.append(Process("players", "judges.serve", "players", 1, False))
+        plan += [_of_shard("players", "judges.serve", n, 1, {}) for n in numbers]
     if "retriever" in files:
-        plan.append(Process("retriever", "judges.retriever.worker", "retriever", config.retriever.threads, False))
-    plan += [_actor(config, place) for place in range(config.actors.count)]
+        plan += [_of_shard("retriever", "judges.retriever.worker", n, config.retriever.threads, {}) for n in numbers]
+    actors = [_actor(config, place) for place in range(config.actors.count)]
+    plan += [msgspec.structs.replace(actor, shard=place % len(numbers)) for place, actor in enumerate(actors)]
     if config.learner.outside:
         return plan
     return plan + _ranks(config.learner, {} if config.cluster.on else _meeting(run, config.learner))
+
+
+def _of_shard(
+    kind: str, module: str, number: int, threads: int, environment: dict[str, str], vital: bool = False
+) -> Process:
+    """Plan a process that every shard has."""
+    name = shards.called(kind, number)
+    return Process(name, module, name, threads, vital, environment, shard=number)
 
 
 def key_variables(settings: Any) -> frozenset[str]:
@@ -316,7 +339,7 @@ def memory_parts(config: Config, shape: dict[str, Any], weights: float) -> dict[
     if frozen and w.here:  # the ranks of one machine share them
         parts["frozen weights"] = 1, frozen
     parts |= {"judges' model": (1, served.kv_cache_gib + 1.1)} if served else {}
-    return parts | {"all others": (1, _REST_GIB)}
+    return parts | {"all others": (config.scheduler.shards, _REST_GIB)}
 
 
 def rank_gib(w: LearnerConfig, shape: dict[str, Any], weights: float, size: int) -> tuple[float, float]:

@@ -41,6 +41,7 @@ def check(config: Config) -> None:
         expected = [RetrieverConfig().encoder]
         known(f"retriever.encoder = {encoder!r}", encoder, expected, ", a folder, or a hub name with its owner")
     _check_exports(config)
+    _check_shards(config)
     served = _check_judges(config)
     _check_engine(config)
     _check_environment(config, served)
@@ -84,6 +85,32 @@ def _check_exports(config: Config) -> None:
     if config.scheduler.prometheus and not (host and port.isdecimal() and int(port) < 2**16):
         raise ValueError(
             f"scheduler.prometheus = {config.scheduler.prometheus!r}: expected host:port, such as '127.0.0.1:9100', or port 0 for any free one"
+        )
+
+
+def _check_shards(config: Config) -> None:
+    """Refuse several schedulers where their parts would not be equal, or where one of them would have nobody to work for it."""
+    s, count = config.scheduler, config.scheduler.shards
+    if count == 1:
+        return
+    for key in ("questions_per_update", "dynamic_sampling_budget"):
+        if getattr(s, key) % count:
+            raise ValueError(
+                f"scheduler.{key} = {getattr(s, key)} with scheduler.shards = {count}: expected a multiple of {count}, since every scheduler"
+                " gives an equal part of each update"
+            )
+    if config.actors.count < count:
+        raise ValueError(
+            f"actors.count = {config.actors.count} with scheduler.shards = {count}: expected at least {count}, one for each scheduler"
+        )
+    if not s.bind.endswith(":0"):
+        raise ValueError(
+            f"scheduler.bind = {s.bind!r} with scheduler.shards = {count}: expected port 0, since every scheduler needs a port of its own"
+        )
+    if config.deterministic:
+        raise ValueError(
+            f"deterministic = true with scheduler.shards = {count}: expected 1, since a scheduler that is started again alone grows its"
+            " unfinished trees on"
         )
 
 

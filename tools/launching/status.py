@@ -9,6 +9,7 @@ import sqlite3
 import sys
 import textwrap
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def gather(run: Path, now: float) -> Status:
             )
             status.damaged.append(f"{name} {missing}")
     _read_config(run, status)
-    _read_journal(run / "journal.sqlite", status)
+    for journal in (run / "journal.sqlite", *sorted(run.glob("shards/*/journal.sqlite"))):
+        _read_journal(journal, status)
     status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
     if launched is not None:
         status.processes = _processes(run, launched, report if state == "running" else None, now)
@@ -145,7 +147,7 @@ def _read_journal(path: Path, status: Status) -> None:
     try:
         journal = Journal(path, readonly=True)
         try:
-            status.trees = journal.tally()
+            status.trees = dict(Counter(status.trees) + Counter(journal.tally()))
             version, name, result = (journal.evaluations() or [(0, "", {})])[-1]
         finally:
             journal.close()

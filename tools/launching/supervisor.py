@@ -1,7 +1,8 @@
 """Runs the processes of a plan, with logs, restarts and an orderly end. No process outlives the launcher.
 
 A worker that dies is started again. When a vital process (scheduler, learner rank) dies, all processes are stopped and started anew from
-journal and checkpoint, as by ``--resume``; only before the training has begun are the ranks alone started again. A process that hangs
+journal and checkpoint, as by ``--resume``; only before the training has begun are the ranks alone started again. Of several schedulers
+only the first is vital: another one resumes from its own journal beside the learner, which waits for it. A process that hangs
 (tools/launching/watchdog.py) is diagnosed, killed, and then treated like one that died. A process that dies too often, or of an error that
 would repeat (tools/launching/failures.py), ends the run, and the launcher prints the cause.
 """
@@ -27,6 +28,7 @@ from tools.launching.processes import Process, forget_meeting
 from tools.launching.record import Recorder
 from tools.launching.screen import Screen
 from tools.launching.watchdog import SCHEDULER, Watchdog
+from wire import shards
 from wire.process import STACKS, die_with
 
 GRACE_S = 30.0
@@ -162,30 +164,37 @@ class Supervisor:
         self.run, self.plan, self.signals, self.recorder, self.screen = run, plan, signals, recorder, screen
         self.nodes = nodes
         self.children: dict[str, Child] = {}
-        self.watchdog = Watchdog(run)
+        self.schedulers = [spec.name for spec in plan if spec.name.startswith(SCHEDULER)]
+        self.homes = [shards.folder(run, number) for number in range(len(self.schedulers))]
+        self.watchdogs = [Watchdog(home, name) for home, name in zip(self.homes, self.schedulers, strict=True)]
         self._look_at = 0.0
         self._note_at = 0.0
         self._segments: set[str] = set()
         self._relay = threading.Thread()
 
-    def start(self) -> None:
-        """Start the scheduler, wait for its endpoint, then start the other processes. Raises OSError."""
-        endpoint = self.run / "endpoint"
-        endpoint.unlink(missing_ok=True)
+    def start(self) -> Child | None:
+        """Start the schedulers, wait for their endpoints, then start the other processes. Return the scheduler that died before. Raises OSError."""
+        endpoints = [home / "endpoint" for home in self.homes]
+        for endpoint in endpoints:
+            endpoint.unlink(missing_ok=True)
         (self.run / "logs").mkdir(exist_ok=True)
         copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
         scheduler = self._hire(self.plan[0])
         assert scheduler.process.stdout is not None
         self._relay = threading.Thread(target=self.screen.relay, args=(scheduler.process.stdout, copy), daemon=True)
         self._relay.start()
-        while not endpoint.exists() and scheduler.process.poll() is None and not self.signals.interrupted.is_set():
+        children = [scheduler, *map(self._hire, self.plan[1 : len(self.schedulers)])]
+        while not all(endpoint.exists() for endpoint in endpoints) and not self.signals.interrupted.is_set():
+            if dead := next((child for child in children if child.process.poll() is not None), None):
+                return dead if dead.process.poll() not in (0, INTERRUPTED) else None
             self._look(time.monotonic())
             time.sleep(0.05)
         # On a cluster the ranks come first: they must be near each other, and the others would take their room.
-        rest = sorted(self.plan[1:], key=lambda spec: not spec.vital) if self.nodes else self.plan[1:]
-        for spec in rest:
+        rest = self.plan[len(self.schedulers) :]
+        for spec in sorted(rest, key=lambda spec: not spec.vital) if self.nodes else rest:
             if scheduler.process.poll() is None and not self.signals.interrupted.is_set():
                 self._hire(spec)
+        return None
 
     def _hire(self, spec: Process) -> Child:
         child = self.children[spec.name] = Child(spec, self.run, self.nodes)
@@ -195,8 +204,7 @@ class Supervisor:
     def watch(self) -> Child | int:
         """Run until the end, then stop every process. Return the exit status, or the process whose death ended the run. Raises OSError."""
         try:
-            self.start()
-            dead = self._watch()
+            dead = self.start() or self._watch()
         finally:
             self.stop()
             if self._relay.is_alive():
@@ -205,20 +213,30 @@ class Supervisor:
 
     def _watch(self) -> Child | None:
         scheduler = self.children[SCHEDULER].process
-        while scheduler.poll() is None:
+        while not self._ended():
             if self.signals.interrupted.wait(0.2):
                 self.screen.say("\nstopping (press Ctrl-C again to kill) ...")
                 self.recorder.stopping()
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_DFL)
-                self._signal([SCHEDULER], signal.SIGINT)
-                self._wait([SCHEDULER], GRACE_S)
+                self._signal(self.schedulers, signal.SIGINT)
+                self._wait(self.schedulers, GRACE_S)
                 return None
             dead = self._tend(time.monotonic())
             if dead is not None:
                 return dead
             self._look(time.monotonic())
         return None if scheduler.poll() in (0, INTERRUPTED) else self.children[SCHEDULER]
+
+    def _ended(self) -> bool:
+        """Whether the first scheduler has ended; if it ended well, the others too, because their last words are in their journals then."""
+        first, *others = (self.children[name].process.poll() for name in self.schedulers)
+        return first is not None and (first != 0 or all(status == 0 for status in others))
+
+    def _missed(self, child: Child) -> bool:
+        """Whether a process that ended should run: a shard that has finished dismisses its workers before the others have."""
+        shard = child.spec.shard
+        return shard is None or self.children[self.schedulers[shard]].process.poll() != 0
 
     def _tend(self, now: float) -> Child | None:
         """Start dead workers again. Return the child whose death ends this start of the run, if there is one."""
@@ -229,7 +247,7 @@ class Supervisor:
                 if now >= child.again_at:
                     child.process, child.again_at, child.left_at = child.start(), None, 0.0
                     self.recorder.started(child.spec.name, child.process.pid)
-            elif child.spec.name != SCHEDULER and child.dead(now):
+            elif child.spec.name != SCHEDULER and self._missed(child) and child.dead(now):
                 first = self._first(child) if child.spec.vital else child
                 group = self._ranks() if child.spec.vital else [child]
                 cause = first.cause()
@@ -254,13 +272,17 @@ class Supervisor:
         return [child for child in self.children.values() if child.spec.vital and child.spec.name != SCHEDULER]
 
     def _served(self, child: Child) -> bool:
-        """Whether a worker answered calls since its last start, as far as the scheduler has reported it."""
-        workers = self.watchdog.health.workers if self.watchdog.health is not None else []
-        return any(worker.pid == child.process.pid and worker.answered for worker in workers)
+        """Whether a worker, or one of a scheduler's workers, answered calls since its last start, as far as the scheduler has reported it."""
+        reports = [one.health for one in self.watchdogs if one.health is not None]
+        return any(
+            worker.answered and child.process.pid in (worker.pid, report.pid)
+            for report in reports
+            for worker in report.workers
+        )
 
     def _before_training(self, ranks: list[Child]) -> bool:
         """Whether no rank has joined this start of the run, so that the ranks alone can be started again. Then all ranks are dead."""
-        if self.watchdog.health is None or self.watchdog.health.began:
+        if any(one.health is None or one.health.began for one in self.watchdogs):
             return False
         names = [rank.spec.name for rank in ranks]
         self._signal(names, signal.SIGKILL)
@@ -285,8 +307,9 @@ class Supervisor:
         if now >= self._note_at:
             self._note_at = now + NOTE_S
             self._segments |= leftovers.mapped(child.here for child in alive.values() if child.here)
+        pids = {name: child.here for name, child in alive.items() if child.here}
         away = {(p.host, p.pid): name for name, child in alive.items() if isinstance(p := child.process, Away)}
-        finding = self.watchdog.look({name: child.here for name, child in alive.items() if child.here}, now, away)
+        finding = next(filter(None, [one.look(pids, now, away) for one in self.watchdogs]), None)
         if finding is None:
             return
         child = alive[finding.process]
@@ -320,9 +343,9 @@ class Supervisor:
     def stop(self) -> None:
         """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing of them stays in shared memory."""
         self._segments |= leftovers.mapped(child.here for child in self.children.values() if child.here)
-        for name in (SCHEDULER, "learner-0"):
-            self._signal([name], signal.SIGTERM)
-        self._wait([SCHEDULER, "learner-0"], GRACE_S)
+        first = [*self.schedulers, "learner-0"]
+        self._signal(first, signal.SIGTERM)
+        self._wait(first, GRACE_S)
         rest = list(self.children)
         self._signal(rest, signal.SIGTERM)
         self._wait(rest, 10.0)
@@ -359,7 +382,7 @@ def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen, node
             break
         cause, full = ended.cause(), _free_bytes(run) < _FULL_BYTES
         pause = None
-        if ended.spec.vital and not full:
+        if (ended.spec.vital or ended.spec.name in supervisor.schedulers) and not full:
             pause = resumes.pause(time.monotonic(), cause, _checkpoint(run), _done(run))
         if pause is None:
             advice = no_space(run) if full or cause.full_disk else remedy(cause, again)

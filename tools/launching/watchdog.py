@@ -47,10 +47,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Watchdog:
-    """Looks at the processes of one start of a run. ``look`` is called several times a second."""
+    """Looks at the processes of one start of a run. ``look`` is called several times a second. run: the folder of a scheduler; scheduler: its name."""
 
-    def __init__(self, run: Path):
-        self.run = run
+    def __init__(self, run: Path, scheduler: str = SCHEDULER):
+        self.run, self.scheduler = run, scheduler
         self.health: Health | None = None
         self._stopped: dict[int, float] = {}
         self._looked = self._calm_since = time.monotonic()
@@ -64,7 +64,7 @@ class Watchdog:
             self._stopped.clear()
         self._looked = now
         report = health.read(self.run)
-        self.health = report if report is not None and report.pid == pids.get(SCHEDULER) else None
+        self.health = report if report is not None and report.pid == pids.get(self.scheduler) else None
         limit = report.replace_after_s if report is not None else DispatchConfig().replace_after_s
         stopped = self._stopped_process(pids, now, limit)
         if stopped is not None or self.health is None or now - self._calm_since < limit:
@@ -85,7 +85,7 @@ class Watchdog:
     def _silent(self, report: Health, names: Mapping[tuple[str, int], str], now: float) -> Finding | None:
         limit = report.replace_after_s
         if now - report.at > limit:
-            return Finding(SCHEDULER, f"has not reported for {now - report.at:.0f} s")
+            return Finding(self.scheduler, f"has not reported for {now - report.at:.0f} s")
         for worker in report.workers:
             name = names.get((worker.host, worker.pid))
             if name is None:
@@ -108,13 +108,13 @@ class Watchdog:
         waits = "; ".join(report.waits()) or "no call is open"
         why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
         stuck = next((worker for worker in report.workers if worker.name == report.stuck), None)
-        culprit = names.get((stuck.host, stuck.pid), SCHEDULER) if stuck is not None else SCHEDULER
-        if self._replaced != report.progress_at and culprit != SCHEDULER and not culprit.startswith("learner"):
+        culprit = names.get((stuck.host, stuck.pid), self.scheduler) if stuck is not None else self.scheduler
+        if self._replaced != report.progress_at and culprit != self.scheduler and not culprit.startswith("learner"):
             self._replaced = report.progress_at
             return Finding(culprit, why, stuck.calls if stuck is not None else [])
         if self._replaced == report.progress_at and idle <= 2 * report.stall_s:
             return None
-        return Finding(SCHEDULER if self._replaced == report.progress_at else culprit, why, whole=True)
+        return Finding(self.scheduler if self._replaced == report.progress_at else culprit, why, whole=True)
 
     def _calls(self, pid: int) -> list[str]:
         workers = self.health.workers if self.health is not None else []

@@ -17,7 +17,7 @@ def delivery(run: Path, apart: bool = True, command: list[str] | None = None) ->
     code = "import pathlib, sys; f = pathlib.Path(sys.argv[1]); print(f.read_text(), (f.parents[1] / 'endpoint').read_text())"
     keys = {"server_public": "public", "peers/judge.json": "secret"}
     body = msgspec.json.encode({"name": "judges", "run": str(run)})
-    return Delivery(command or ["-c", code], str(run), "judges", body, "tcp://10.0.0.1:7", keys, {}, "", apart)
+    return Delivery(command or ["-c", code], str(run), "judges.json", body, "tcp://10.0.0.1:7", keys, {}, "", apart)
 
 
 async def to_end(held: Holder, log: bytes = b"") -> tuple[bytes, int]:
@@ -45,7 +45,7 @@ async def test_a_node_that_does_not_see_the_run_folder_gets_what_its_role_needs_
 async def test_a_node_that_sees_the_run_folder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(holder.PLACE, raising=False)
     (tmp_path / "endpoint").write_text("tcp://10.0.0.1:7")
-    assert holder.place(delivery(tmp_path, apart=False)) == (tmp_path, False)
+    assert holder.place(delivery(tmp_path, apart=False)) == (Path("judges.json"), None)
 
 
 async def test_a_rank_whose_node_does_not_see_the_run_folder_is_refused_with_the_remedy(

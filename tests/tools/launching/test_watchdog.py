@@ -89,6 +89,16 @@ def test_a_scheduler_whose_report_grows_old_is_stuck_unless_the_machine_was_held
     assert (finding.process, finding.why) == (SCHEDULER, "has not reported for 110 s")
 
 
+def test_each_of_several_schedulers_is_known_by_its_own_report(tmp_path: Path) -> None:
+    second = Watchdog(tmp_path, "scheduler-1")
+    second._calm_since, second._looked = 0.0, 5000.0
+    report(tmp_path, 4990.0 - LIMIT, 4990.0 - LIMIT)
+    pids = {"scheduler": 2**22 + 9, "scheduler-1": PIDS[SCHEDULER]}
+    finding = second.look(pids, 5000.0)
+    assert finding is not None
+    assert (finding.process, finding.why) == ("scheduler-1", "has not reported for 110 s")
+
+
 def test_a_report_of_an_earlier_scheduler_says_nothing(dog: Watchdog, tmp_path: Path) -> None:
     report(tmp_path, 1.0, heard=0.0)
     assert dog.look(PIDS | {SCHEDULER: 2**22 + 9}, 5000.0) is None

@@ -1,0 +1,77 @@
+"""The plan of a run of several schedulers, and the settings that are refused with it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.config import ActorProcess
+from judges.serve import JudgeProcess
+from learner.config import LearnerProcess
+from scheduler.config import SchedulerProcess
+from tools.launching import processes
+from tools.launching.assets import Assets
+from tools.launching.command import main
+from tools.launching.config import DEFAULT_CONFIG, ConfigError, load, saved
+from wire.shards import Shard, folder
+
+TWO = [
+    "scheduler.shards=2",
+    "actors.count=3",
+    "scheduler.questions_per_update=6",
+    "learner.count=1",
+    "scheduler.trackers=['trackio']",
+]
+
+
+def read(run: Path, name: str, kind: type[Any]) -> Any:
+    return msgspec.json.decode((run / "processes" / f"{name}.json").read_bytes(), type=kind)
+
+
+def test_every_shard_has_its_own_workers_and_its_part_of_an_update(tmp_path: Path) -> None:
+    config = load(DEFAULT_CONFIG, TWO)
+    plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), tmp_path)
+    assert {(p.name, p.shard) for p in plan if not p.name.startswith("learner")} == {
+        *((name, 0) for name in ("scheduler", "judges", "retriever", "actor-0", "actor-2")),
+        *((name, 1) for name in ("scheduler-1", "judges-1", "retriever-1", "actor-1")),
+    }
+    assert [p.name for p in plan[:2]] == ["scheduler", "scheduler-1"]
+    assert {p.name for p in plan if p.vital} == {"scheduler", "learner-0"}
+    first, second = (read(tmp_path, name, SchedulerProcess) for name in ("scheduler", "scheduler-1"))
+    assert (first.run, second.run) == (str(tmp_path), str(tmp_path))
+    assert (first.shard, second.shard) == (Shard(0, 2), Shard(1, 2))
+    assert (first.actors, second.actors) == (2, 1)
+    assert (first.scheduler.questions_per_update, second.scheduler.questions_per_update) == (3, 3)
+    assert (first.scheduler.evaluation, second.scheduler.evaluation.questions) == (config.scheduler.evaluation, 0)
+    assert (first.scheduler.trackers, second.scheduler.trackers) == (["trackio"], [])
+    learner = read(tmp_path, "learner", LearnerProcess)
+    assert (learner.run, learner.questions_per_update, learner.shards) == (str(tmp_path), 6, 2)
+    assert read(tmp_path, "actor-1", ActorProcess).run == str(folder(tmp_path, 1))
+    assert read(tmp_path, "judges-1", JudgeProcess).run == str(folder(tmp_path, 1))
+    assert read(tmp_path, "actor-2", ActorProcess).run == read(tmp_path, "judges", JudgeProcess).run == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("scheduler.questions_per_update=5", "questions_per_update = 5 with scheduler.shards = 2: expected a multiple of 2"),
+        ("scheduler.dynamic_sampling_budget=3", "dynamic_sampling_budget = 3 with scheduler.shards = 2: expected a mult"),
+        ("actors.count=1", "actors.count = 1 with scheduler.shards = 2: expected at least 2, one for each scheduler"),
+        ("scheduler.bind='tcp://127.0.0.1:7000'", "scheduler.shards = 2: expected port 0"),
+        ("deterministic=true", "deterministic = true with scheduler.shards = 2: expected 1"),
+    ],
+)  # fmt: skip
+def test_what_several_schedulers_cannot_share_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(DEFAULT_CONFIG, [*TWO, override])
+
+
+def test_a_run_is_not_resumed_with_another_number_of_schedulers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    (tmp_path / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, TWO)))
+    assert main(["--resume", str(tmp_path), "--set", "scheduler.shards=3"]) == 2
+    said = capsys.readouterr().err
+    assert f"scheduler.shards = 3: {tmp_path} was begun with 2, by which its tasks and ids are split" in said

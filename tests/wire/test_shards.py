@@ -1,0 +1,46 @@
+"""Several schedulers share one stream of tasks and one space of ids: each position and each id belongs to exactly one of them."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.shards import Shard, called, folder
+
+COUNTS = st.integers(1, 7)
+
+
+@given(COUNTS, st.integers(0, 300))
+def test_all_shards_together_draw_what_one_scheduler_would(count: int, draws: int) -> None:
+    drawn = [Shard(number, count).position(draw) for number in range(count) for draw in range(draws)]
+    assert sorted(drawn) == list(range(count * draws))
+
+
+@given(COUNTS, st.data())
+def test_a_resumed_shard_goes_on_with_the_draw_behind_its_last(count: int, data: st.DataObject) -> None:
+    shard, draws = Shard(data.draw(st.integers(0, count - 1)), count), data.draw(st.integers(0, 300))
+    last = max((shard.position(draw) for draw in range(draws)), default=-1)
+    assert shard.draws(last + 1) == draws
+
+
+@given(COUNTS, st.integers(1, 50))
+def test_ids_of_different_shards_never_meet_and_each_knows_its_own(count: int, many: int) -> None:
+    shards = [Shard(number, count) for number in range(count)]
+    ids: dict[Shard, list[int]] = {}
+    for shard in shards:
+        ids[shard] = [shard.after(-1)]
+        while len(ids[shard]) < many:
+            ids[shard].append(shard.after(ids[shard][-1]))
+    assert sorted(i for own in ids.values() for i in own) == list(range(count * many))
+    trained = dict.fromkeys(range(count * many), 1)
+    assert all(list(shard.own(trained)) == own for shard, own in ids.items())
+
+
+def test_draws_are_not_dealt_in_turns() -> None:
+    turns = {Shard(0, 4).position(draw) % 4 for draw in range(20)}
+    assert turns == {0, 1, 2, 3}
+
+
+def test_the_first_shard_has_the_runs_own_folder_and_names() -> None:
+    assert [folder(Path("RUN"), number) for number in (0, 2)] == [Path("RUN"), Path("RUN/shards/2")]
+    assert [called("judges", number) for number in (0, 2)] == ["judges", "judges-2"]
