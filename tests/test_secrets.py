@@ -50,7 +50,7 @@ def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges
         process = psutil.Process(child.process.pid)
         seen[spec.name] = (SECRET in process.environ().values(), any(SECRET in word for word in process.cmdline()))
         child.process.kill()
-        child.process.communicate()
+        child.process.wait()
     assert [name for name, (in_environment, _) in seen.items() if in_environment] == ["judges"]
     assert not any(in_command for _, in_command in seen.values())
     assert holding(tmp_path) == []

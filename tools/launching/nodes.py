@@ -67,7 +67,7 @@ class Away:
 
     def send_signal(self, number: int) -> None:
         """Send a signal; a process that has no place yet ends of it."""
-        import ray
+        ray = _ray()
 
         if self.pid and number != signal.SIGKILL:
             self._holder.signal.remote(int(number))
@@ -84,7 +84,7 @@ class Away:
 
     def _news(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for one answer of the holder. Return whether there may be more."""
-        import ray
+        ray = _ray()
 
         if not ray.wait([self._pending], timeout=timeout)[0]:
             if not self.pid and time.monotonic() > self._patient:
@@ -117,7 +117,7 @@ class Away:
         return None
 
     def _over(self, status: int) -> None:
-        import ray
+        ray = _ray()
 
         self.returncode = status
         ray.kill(self._holder)
@@ -145,7 +145,7 @@ class Nodes:
 
     def address(self) -> str:
         """Return the address of the launcher's machine as the cluster sees it."""
-        import ray
+        ray = _ray()
 
         return ray.util.get_node_ip_address()
 
@@ -155,7 +155,7 @@ class Nodes:
 
     def start(self, spec: Process, run: Path, log: Path) -> Away:
         """Ask for a process. It starts when a node has room for it."""
-        import ray
+        ray = _ray()
 
         options = self._resources(spec)
         needs = f"{spec.name} ({options['num_cpus']} CPU, {options['num_gpus']} GPU)"
@@ -174,7 +174,7 @@ class Nodes:
 
     def close(self) -> None:
         """End all that still runs there, and leave the cluster."""
-        import ray
+        ray = _ray()
 
         ray.shutdown()
 
@@ -223,7 +223,7 @@ def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # pages of Ray's own logs when a node is lost
     try:
-        import ray
+        ray = _ray()
     except ImportError:
         raise ConfigError(
             "cluster.on names Ray, which is not installed: pip install 'coppice[ray]', or leave out --cluster"

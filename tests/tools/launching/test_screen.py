@@ -139,7 +139,7 @@ CALL = "import sys; from tools.launching import command; {}; sys.exit(command.ma
 SET_UP = (
     "from tools.launching.assets import Assets; import subprocess;"
     " command.prepare = lambda c: (subprocess.run(['echo', 'set up']), Assets('MODEL', 'T', 'H', 'I'))[1];"
-    ' command.supervise = lambda run, make, screen: screen._take(\'{"version":1.0,"learner/groups":3.0}\') and 0'
+    ' command.supervise = lambda run, make, screen, nodes: screen._take(\'{"version":1.0,"learner/groups":3.0}\') and 0'
 )
 
 
