@@ -1,6 +1,7 @@
 """A whole run on a Ray cluster of several nodes on this machine, one of which is killed in the middle."""
 
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,11 +28,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     cluster.shutdown()
 
 
-def _until(seconds: float, path: Path, lines: int) -> None:
-    """Wait until a file has ``lines`` lines."""
-    end = time.monotonic() + seconds
+def _until(path: Path, lines: int, process: subprocess.Popen[str]) -> None:
+    """Wait until a file of a living run has ``lines`` lines."""
+    end = time.monotonic() + 240
     while not path.exists() or path.read_text().count("\n") < lines:
-        assert time.monotonic() < end, f"{path} has not {lines} lines after {seconds} s"
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < end, f"{path} has not {lines} lines"
         time.sleep(0.1)
 
 
@@ -43,7 +45,7 @@ def test_a_node_that_is_killed_costs_nothing_but_its_processes(cluster: Cluster,
     config, run = tmp_path / "e2e.toml", tmp_path / "run"
     config.write_text(CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=UPDATES, questions=QUESTIONS))
     process = launch(config, run, "--cluster", "ray", "--set", f"learner.publish_url=file://{tmp_path}/store")
-    _until(200, run / "metrics.jsonl", 2)  # the first update
+    _until(run / "metrics.jsonl", 2, process)  # the first update
     members = json.loads((run / record.NAME).read_bytes())["members"]
     assert all(bool(member.get("host")) == (name != "scheduler") for name, member in members.items())
     held = [folder for folder in away.iterdir() if folder.is_dir()]

@@ -68,7 +68,6 @@ class Away:
     def send_signal(self, number: int) -> None:
         """Send a signal; a process that has no place yet ends of it."""
         ray = _ray()
-
         if self.pid and number != signal.SIGKILL:
             self._holder.signal.remote(int(number))
         elif self.returncode is None:
@@ -85,7 +84,6 @@ class Away:
     def _news(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for one answer of the holder. Return whether there may be more."""
         ray = _ray()
-
         if not ray.wait([self._pending], timeout=timeout)[0]:
             if not self.pid and time.monotonic() > self._patient:
                 self._patient = float("inf")
@@ -117,10 +115,8 @@ class Away:
         return None
 
     def _over(self, status: int) -> None:
-        ray = _ray()
-
         self.returncode = status
-        ray.kill(self._holder)
+        _ray().kill(self._holder)
 
 
 class Nodes:
@@ -145,9 +141,7 @@ class Nodes:
 
     def address(self) -> str:
         """Return the address of the launcher's machine as the cluster sees it."""
-        ray = _ray()
-
-        return ray.util.get_node_ip_address()
+        return _ray().util.get_node_ip_address()
 
     def takes(self, spec: Process) -> bool:
         """Return whether the process runs on the cluster, and not with the launcher."""
@@ -156,7 +150,6 @@ class Nodes:
     def start(self, spec: Process, run: Path, log: Path) -> Away:
         """Ask for a process. It starts when a node has room for it."""
         ray = _ray()
-
         options = self._resources(spec)
         needs = f"{spec.name} ({options['num_cpus']} CPU, {options['num_gpus']} GPU)"
         if spec.module == "learner.main":
@@ -174,9 +167,7 @@ class Nodes:
 
     def close(self) -> None:
         """End all that still runs there, and leave the cluster."""
-        ray = _ray()
-
-        ray.shutdown()
+        _ray().shutdown()
 
     def _resources(self, spec: Process) -> dict[str, Any]:
         a, gpus = self.config.actors, 0
@@ -223,7 +214,7 @@ def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # pages of Ray's own logs when a node is lost
     try:
-        ray = _ray()
+        import ray
     except ImportError:
         raise ConfigError(
             "cluster.on names Ray, which is not installed: pip install 'coppice[ray]', or leave out --cluster"
