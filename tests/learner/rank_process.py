@@ -50,7 +50,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
-        if isinstance(given, torch.Tensor) and not (given.is_meta or func.is_view or "empty" in func.__name__):
+        if isinstance(given, torch.Tensor) and not (
+            given.is_meta or func.is_view or func.__name__.startswith(("empty", "set_"))
+        ):
             self.bytes = max(self.bytes, given.nbytes)
         return given
 

@@ -124,7 +124,9 @@ async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -
         journal.close_tree(tree)
 
 
-async def test_a_second_learner_process_in_one_start_ends_the_run_and_a_reconnected_one_does_not(tmp_path: Path) -> None:
+async def test_a_second_learner_process_in_one_start_ends_the_run_and_a_reconnected_one_does_not(
+    tmp_path: Path,
+) -> None:
     stream = Stream(cast(Any, LateLearner()), Journal(tmp_path / "j"), cast(Any, None))
 
     def joined(pid: int, service: str = "train") -> None:
