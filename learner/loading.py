@@ -30,6 +30,7 @@ def load(folder: str, hollow: bool) -> Any:
         return vision.load(folder, torch.float32, NAME)
     with init_empty_weights(include_buffers=False):
         model = vision.load(folder, torch.float32, NAME, values=False)
+    model.tie_weights()  # each parameter became hollow on its own
     stored = _stored(folder)
     strange = [names[0] for weight, names in _names(model).items() if _entry(stored, names, weight) is None]
     if not strange:

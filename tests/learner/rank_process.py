@@ -43,6 +43,17 @@ class Scenario(msgspec.Struct, frozen=True):
     faults: bool = False
 
 
+class Placing(Ranks):
+    """Ranks that note the bytes of the largest model with values that they were given to place."""
+
+    loaded = 0
+
+    def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
+        """Place it."""
+        self.loaded = max(self.loaded, sum(p.nbytes for p in module.parameters() if not p.is_meta))
+        return super().place(module, layer, compute)
+
+
 class Largest(TorchDispatchMode):
     """The bytes of the largest tensor that an operation made. A view, also of a mapped file, and a tensor without values take no memory."""
 
@@ -50,7 +61,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
-        if isinstance(given, torch.Tensor) and not (given.is_meta or func.is_view or "empty" in func.__name__):
+        if isinstance(given, torch.Tensor) and not (
+            given.is_meta or func.is_view or func.__name__.startswith(("empty", "set_"))
+        ):
             self.bytes = max(self.bytes, given.nbytes)
         return given
 
@@ -63,11 +76,13 @@ def full(*_: object) -> None:
 def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
     """One rank: updates, a checkpoint, then the weights of everything that trains."""
     w = scenario.process.learner
-    ranks = Ranks(30, w.sharding, w.shard_ranks)
+    ranks = Placing(30, w.sharding, w.shard_ranks)
     with Largest() as largest:
         made = steady(Trainer(scenario.process, ranks))
     held = [part.to_local() if isinstance(part, DTensor) else part for part in made.policy.tower.parameters()]
-    (folder / f"{name}-{rank}.bytes").write_bytes(msgspec.json.encode([largest.bytes, sum(p.nbytes for p in held)]))
+    (folder / f"{name}-{rank}.bytes").write_bytes(
+        msgspec.json.encode([ranks.loaded, largest.bytes, sum(p.nbytes for p in held)])
+    )
     if scenario.faults:
         (folder / f"{name}-{rank}.faults").write_bytes(msgspec.json.encode(refused(made, forest(3))))
         ranks.close()

@@ -62,31 +62,34 @@ _RANK = """
 import os, sys, torch
 from pathlib import Path
 from tests.learner.test_frozen import policy, read
-made = policy(Path(sys.argv[1]), sys.argv[2])
-maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "frozen-weights" in line]
-start, end = (int(place, 16) for place in maps[0][0].split("-"))
-frozen = [p for p in made.model.parameters() if not p.requires_grad]
-assert all(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= end for p in frozen), "private weights"
-result = torch.cat([t.double().flatten() for t in read(made)])
-print("RESULT", maps[0][4], os.stat(f"/proc/self/map_files/{maps[0][0]}").st_size, len(frozen), result.abs().sum().item())
-made.ranks.barrier()
+for dtype in ("float32", "bfloat16"):
+    made = policy(Path(sys.argv[1]), dtype)
+    frozen = [p for p in made.model.parameters() if not p.requires_grad]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "frozen-weights" in line]
+    places = [[int(place, 16) for place in one[0].split("-")] for one in maps]
+    own = [i for i, (start, end) in enumerate(places) if all(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= end for p in frozen)]
+    assert len(own) == 1, "private weights"
+    result = torch.cat([t.double().flatten() for t in read(made)])
+    shared = maps[own[0]]
+    print("RESULT", shared[4], os.stat(f"/proc/self/map_files/{shared[0]}").st_size, len(frozen), result.abs().sum().item())
+    made.ranks.barrier()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(dtype: str, llama: Path) -> None:
+def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(llama: Path) -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(llama), dtype], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            [sys.executable, "-c", _RANK, str(llama)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
             env=os.environ | place | {"RANK": str(i), "LOCAL_RANK": str(i), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         for i in range(2)
     ]  # fmt: skip
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
     first, second = ([line for line in out.splitlines() if line.startswith("RESULT")] for out in said)
-    assert first and first == second, said
-    alone = torch.cat([t.double().flatten() for t in read(policy(llama, dtype))]).abs().sum().item()
-    assert float(first[0].split()[-1]) == pytest.approx(alone, rel=1e-12)
+    assert len(first) == 2 and first == second, said
+    for line, dtype in zip(first, ("float32", "bfloat16"), strict=True):
+        alone = torch.cat([t.double().flatten() for t in read(policy(llama, dtype))]).abs().sum().item()
+        assert float(line.split()[-1]) == pytest.approx(alone, rel=1e-12)
