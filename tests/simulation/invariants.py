@@ -10,6 +10,7 @@ from scheduler.tree import Node, Tree
 from tests.simulation.peers import first_logprob, score
 from tests.simulation.plan import Plan
 from tests.simulation.scripted_learner import Update
+from wire.shards import Shard
 
 
 def of_the_journal(journal: Journal, plan: Plan, record: Sequence[Update], lives: int) -> Iterator[str]:
@@ -17,7 +18,9 @@ def of_the_journal(journal: Journal, plan: Plan, record: Sequence[Update], lives
     settings = plan.settings
     rows = journal.trees("split='train'")
     groups = {group: (row, version) for row in rows for group, version in journal.groups(row.id)}
-    yield from _draws(rows)
+    yield from _draws(rows, plan.shard)
+    if foreign := [group for group in groups if not plan.shard.owns(group)]:
+        yield f"the groups {foreign} have the ids of another shard"
     yield from _trained_once(groups, record)
     versions = [update.version for update in record]
     if versions != list(range(1, settings.updates + 1)):
@@ -33,11 +36,14 @@ def of_the_journal(journal: Journal, plan: Plan, record: Sequence[Update], lives
         yield from _well_formed(journal.tree(row), journal)
 
 
-def _draws(rows: Sequence[TreeRow]) -> Iterator[str]:
-    """Every task that was drawn is trained or quarantined with a reason, and no draw is skipped or made twice."""
-    if sorted(row.position for row in rows) != list(range(len(rows))):
-        yield f"the draws are {sorted(row.position for row in rows)}, expected 0 to {len(rows) - 1}, each once"
+def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
+    """Every task that was drawn is trained or quarantined with a reason, and no draw of the shard is skipped or made twice."""
+    drawn, expected = sorted(row.position for row in rows), [shard.position(draw) for draw in range(len(rows))]
+    if drawn != expected:
+        yield f"the draws are {drawn}, expected {expected}"
     for row in rows:
+        if not shard.owns(row.id):
+            yield f"tree {row.id} has the id of another shard"
         if row.status == "growing":
             yield f"tree {row.id} is still growing at the end"
         if row.status == "quarantined" and not row.reason:

@@ -12,6 +12,7 @@ import msgspec
 from scheduler.config import EvaluationConfig, PlacementConfig, SchedulerConfig
 from scheduler.dispatch import DispatchConfig
 from tests.simulation.peers import Manners
+from wire.shards import Shard
 
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("slate", {"k": 2}),
@@ -46,7 +47,7 @@ class Crash(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether judges outlive a crash; alone: whether
-    the learner does, as it does when one of several schedulers is started again."""
+    the learner does, as it does when one of several schedulers is started again; shard: which one of several the scheduler is."""
 
     settings: SchedulerConfig
     actors: int
@@ -61,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
     healthy_from: float
     outside: bool
     alone: bool
+    shard: Shard
 
 
 def plan(seed: int) -> Plan:
@@ -102,7 +104,8 @@ def plan(seed: int) -> Plan:
         crashes=_crashes(rng, healthy_from) if "crash" in kinds else [],
         healthy_from=healthy_from,
         outside=rng.random() < 0.5,
-        alone=random.Random(f"alone/{seed}").random() < 0.3,
+        alone=(apart := random.Random(f"apart/{seed}")).random() < 0.3,
+        shard=Shard(1, 2) if apart.random() < 0.3 else Shard(),
     )
 
 

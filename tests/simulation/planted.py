@@ -181,7 +181,7 @@ THIS = "this simulation"
 FAULTS = [
     Planted("lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)),
     Planted(
-        "a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again), hint=80
+        "a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again), hint=35
     ),
     Planted(
         "the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls), hint=50
@@ -202,13 +202,13 @@ FAULTS = [
         "what a living learner has trained is admitted again",
         THIS,
         _replace(Run, "_wait_for_learner", _without_news),
-        hint=105,
+        hint=35,
     ),
     Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once), hint=270),
     Planted(
         "a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing), hint=90
     ),
-    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=260),
+    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=135),
     Planted("an answer with too few parts ends the run", THIS, _replace(answers, "complete", _nothing)),
     Planted(
         "a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups), hint=75

@@ -34,6 +34,7 @@ from tests.simulation.plan import LEARNER, Crash, Strike, plan
 from tests.simulation.scripted_learner import Learner
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
 from wire.faults import Fault
+from wire.shards import folder
 
 DEADLINE_S = 3000.0
 """Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""
@@ -203,7 +204,7 @@ class World:
         except Stuck as stuck:
             self.violated(f"the run is stuck: {stuck}")
         else:
-            journal = Journal(self.folder / "journal.sqlite", readonly=True)
+            journal = Journal(folder(self.folder, self.plan.shard.number) / "journal.sqlite", readonly=True)
             for failure in invariants.of_the_journal(journal, self.plan, self.learner.record, self.lives):
                 self.violated(failure)
             journal.close()
@@ -278,21 +279,22 @@ class World:
         run.dismiss = checked
 
     async def _born(self, socket: Any) -> scheduling.Run:
-        p, folder = self.plan, materials()
+        p, place = self.plan, materials()
         process = SchedulerProcess(
             "scheduler",
             str(self.folder),
             self.seed,
-            str(folder),
+            str(place),
             "search_qa",
-            {"prompt": str(folder / "prompt.txt")},
-            str(folder / "train.jsonl"),
-            str(folder / "heldout.jsonl"),
+            {"prompt": str(place / "prompt.txt")},
+            str(place / "train.jsonl"),
+            str(place / "heldout.jsonl"),
             p.actors,
             ["retrieve"],
             4,
             p.settings,
             reward="reward",
+            shard=p.shard,
         )
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
         run.dispatcher._numbers = itertools.count(1_000_000 * (self.lives + 1))  # not the time of the machine

@@ -245,15 +245,16 @@ def memory_warning(config: Config, model: Path) -> str:
     if need <= free or hardware.visible_gpus() or config.cluster.on:
         return ""
     warning = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
-    sizes = [(a, w) for a in range(1, config.actors.count + 1) for w in range(1, config.learner.count + 1)]
+    fewest = config.scheduler.shards
+    sizes = [(a, w) for a in range(fewest, config.actors.count + 1) for w in range(1, config.learner.count + 1)]
     fitting = [size for size in sizes if memory_gib(_sized(config, *size), model) <= free]
     if fitting:
         actors, ranks = max(fitting, key=lambda size: (sum(size), size[0]))
         less = memory_gib(_sized(config, actors, ranks), model)
         return f"{warning}--actors {actors} --learner {ranks} fits ({less:.1f} GiB)"
-    least = memory_gib(_sized(config, 1, 1), model)
+    least = memory_gib(_sized(config, fewest, 1), model)
     return (
-        f"{warning}even --actors 1 --learner 1 needs {least:.1f} GiB. Set a smaller actors.kv_cache_gib"
+        f"{warning}even --actors {fewest} --learner 1 needs {least:.1f} GiB. Set a smaller actors.kv_cache_gib"
         f" (now {config.actors.kv_cache_gib}) or learner.micro_tokens (now {config.learner.micro_tokens}), or take a smaller model"
     )
 

@@ -289,9 +289,10 @@ class Supervisor:
         self._wait(names, 5.0)
         dead_at = time.monotonic()
         while time.monotonic() < dead_at + FRESH_S and not self.signals.interrupted.wait(0.1):
-            report = health.read(self.run)
-            if report is not None and report.pid == self.children[SCHEDULER].process.pid and report.at > dead_at:
-                return not report.began
+            pids = [self.children[name].process.pid for name in self.schedulers]
+            reports = [report for home in self.homes if (report := health.read(home)) and report.at > dead_at]
+            if [report.pid for report in reports] == pids:
+                return not any(report.began for report in reports)
         return False
 
     def _look(self, now: float) -> None:
