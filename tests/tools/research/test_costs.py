@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scheduler.text import Text
-from tools.research.benches import call_cost, fleet_limit, tree_cost
+from tools.research.benches import call_cost, call_lag, fleet_limit, tree_cost
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +86,12 @@ def test_a_simulated_fleet_grows_trees_to_their_ends(
     tally = asyncio.run(grown())
     assert tally["closed"] >= 60
     assert tally["growing"] <= 30
+
+
+def test_the_lag_is_measured_at_the_rate_that_was_asked_with_and_without_a_journal() -> None:
+    row = call_lag.run(rates=(100,), workers=(1, 16), seconds=1)
+    assert [*row["rows"]] == ["1/100/False", "1/100/True", "16/100/False", "16/100/True"]
+    for measured in row["rows"].values():
+        assert 50 < measured["calls_s"] <= 110
+        assert 0 <= measured["lag_p50"] <= measured["lag_p99"] <= measured["lag_max"]
+        assert measured["us"] > 0
