@@ -21,6 +21,7 @@ from tools.launching import processes, set_up
 from tools.launching.assets import Assets
 from tools.launching.config import Config, ConfigError, convert, load, saved
 from tools.launching.processes import gpus_of
+from tools.launching.rules import doubts
 from wire import hardware
 
 ROOT = Path(__file__).parents[3]
@@ -229,6 +230,12 @@ def test_copies_of_the_model_that_do_not_divide_the_ranks_are_refused(count: int
     changes = ["learner.sharding=hybrid", f"learner.count={count}", f"learner.shard_ranks={shards}"]
     with pytest.raises(ConfigError, match="expected a divisor of the ranks"):
         load(DEFAULT, changes)
+
+
+def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -> None:
+    changes = ["actors.max_context=4096", "learner.micro_tokens=2048"]
+    assert [one for one in doubts(load(DEFAULT, changes)) if "no path is divided over forwards or ranks" in one]
+    assert not [one for one in doubts(load(DEFAULT, [*changes, "learner.micro_tokens=4096"])) if "max_context" in one]
 
 
 def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(tmp_path: Path) -> None:
