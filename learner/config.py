@@ -124,8 +124,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner].
 
     count: the number of ranks. outside: somebody else starts them, as torchrun does on several machines. sharding: whether each rank holds the whole model
-    ("replicate"), all ranks together hold one copy ("fsdp"), or each ``shard_ranks`` neighbours do ("hybrid"; 0: the ranks of one machine). scheme: a module of
-    learner/schemes; correction: a function of learner/corrections.py; scheme_options, correction_options: their keyword arguments.
+    ("replicate"), all ranks together hold one copy ("fsdp"), or some neighbours do ("hybrid"). shard_ranks: how many neighbours hold a copy of a
+    hybrid learner (0: the ranks of one machine). scheme: a module of learner/schemes; correction: a function of learner/corrections.py; scheme_options, correction_options: their keyword arguments.
     aggregation: how token terms are weighted (learner/objective.py); "auto" is the aggregation with which the correction is defined ("trajectory"
     for gspo), and "turn" for the others. constant_tokens: the divisor of aggregation "constant".
     mean_over_steps: divide the weight of each token by the number of its question's groups, such as SLATE's steps.

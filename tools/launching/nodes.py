@@ -199,7 +199,7 @@ class Nodes:
         file, keys = run / "processes" / f"{spec.file}.json", home / "keys"
         names = ("server_public", f"peers/{role}.json")
         threads = str(spec.threads)
-        environment = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in spec.secrets}
+        environment = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in spec.needed}
         environment |= {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}  # Ray sets that one
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

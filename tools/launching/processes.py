@@ -27,7 +27,7 @@ from wire import hardware, shards
 class Process(msgspec.Struct, frozen=True):
     """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter python ("" for the launcher's own).
     vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone. withheld: variables of the launcher that
-    it must not see, because they hold the API keys of others. secrets: those that it needs. shard: the scheduler to which it belongs, None for what
+    it must not see, because they hold the API keys of others. needed: those that it needs. shard: the scheduler to which it belongs, None for what
     all schedulers share."""
 
     name: str
@@ -38,7 +38,7 @@ class Process(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     python: str = ""
     withheld: frozenset[str] = frozenset()
-    secrets: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
     shard: int | None = None
 
 
@@ -53,7 +53,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     needed["scheduler"] |= KEYS  # the first one starts the trackers
     everybody = frozenset().union(*needed.values())
     plan, replace = _plan(config, files, run), msgspec.structs.replace
-    return [replace(p, withheld=everybody - needed[p.file], secrets=needed[p.file]) for p in plan]
+    return [replace(p, withheld=everybody - needed[p.file], needed=needed[p.file]) for p in plan]
 
 
 def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:

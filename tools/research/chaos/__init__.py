@@ -17,7 +17,7 @@ from wire.options import command_parser
 
 OWN = "COPPICE_CHAOS_MOUNTS"
 """The variable that says, once this command was started anew, whether it may mount a disk that nobody else sees: "1" or "0"."""
-_SETTINGS = {
+SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -90,4 +90,4 @@ def _again() -> None:
     apart = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     able = shutil.which("unshare") and not subprocess.run([*apart, "true"], capture_output=True, check=False).returncode
     command = [*(apart if able else []), sys.executable, *sys.orig_argv[1:]]
-    os.execvpe(command[0], command, os.environ | _SETTINGS | {OWN: str(int(bool(able)))})
+    os.execvpe(command[0], command, os.environ | SETTINGS | {OWN: str(int(bool(able)))})
