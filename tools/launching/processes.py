@@ -83,8 +83,11 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     if served:
         files["judge-model"] = served
     if assets.retriever:
+        r = config.retriever
+        # Joining depends on time, and a query's vector, in its last bits, on what it is joined with.
+        batch = 1 if config.deterministic else r.batch
         files["retriever"] = RetrieverProcess(
-            "retriever", run, assets.retriever, config.retriever.encoder, config.retriever.threads
+            "retriever", run, assets.retriever, r.encoder, r.threads, r.cache, r.search, batch
         )
     for i in range(config.actors.count):
         files[f"actor-{i}"] = ActorProcess(

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from judges.retriever.hot import Backend
 from judges.retriever.index import read_manifest
-from judges.retriever.worker import Backend, opened
+from judges.retriever.worker import is_served, opened
 from tools.evaluating.folder import NotStarted
 from wire.faults import InfrastructureFault
 from wire.messages import Passage, RetrieveRequest, RetrieveResult
@@ -105,7 +106,7 @@ class CachedRetrieval:
 
 def identity_of(retriever: str) -> str:
     """Text that names what answers: a server's URL, or an index's corpus and encoder. Raises ValueError or FileNotFoundError."""
-    if retriever.startswith(("http://", "https://")):
+    if is_served(retriever):
         return retriever.rstrip("/")
     if "://" in retriever:
         raise ValueError(f"--retriever {retriever}: expected an index folder, an http(s):// URL, or default")
@@ -118,5 +119,4 @@ def identity_of(retriever: str) -> str:
 
 def opening_of(retriever: str, threads: int) -> Open:
     """The function that opens the backend of --retriever."""
-    served = retriever.startswith(("http://", "https://"))
-    return lambda: opened(retriever, "" if served else read_manifest(Path(retriever)).encoder, threads)
+    return lambda: opened(retriever, "" if is_served(retriever) else read_manifest(Path(retriever)).encoder, threads)
