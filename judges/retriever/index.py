@@ -49,8 +49,8 @@ class BadCorpus(ValueError):
     """A line of a corpus cannot be used. The message has its number and the reason."""
 
 
-def read_corpus(path: Path, skip_bad: bool = False) -> tuple[array[int], list[str]]:
-    """Return the byte offsets of the usable lines, and a message for each skipped line. The texts stay on the disk.
+def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[str]]:
+    """Return the byte offsets of the usable lines, int64 [lines], and a message for each skipped line. The texts stay on the disk.
 
     Raises BadCorpus that counts the bad lines and names the first, unless ``skip_bad``, and FileNotFoundError when the file does not exist.
     """
@@ -84,7 +84,7 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[array[int], list[st
             f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}. Mend them, or tools/index --skip-bad"
             " passes over them"
         )
-    return offsets, bad
+    return np.array(offsets), bad
 
 
 def build(
@@ -119,13 +119,13 @@ def build(
     with drafted(folder, replace=True) as draft:
         kinds.fill(index, source, len(offsets), draft / "vectors.npy")
         faiss.write_index(index, str(draft / "index.faiss"))
-        np.save(draft / "offsets.npy", np.asarray(offsets))
+        np.save(draft / "offsets.npy", offsets)
         shutil.copy(corpus, draft / "passages.jsonl")
         (draft / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     return manifest
 
 
-def _embedded(corpus: Path, offsets: array[int], encoder: Encoder, batch: int, progress: bool) -> Iterator[np.ndarray]:
+def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder, batch: int, progress: bool) -> Iterator[np.ndarray]:
     """Yield the vectors of a corpus, float32 [passages, dimensions] in blocks."""
     start = shown = time.monotonic()
     with corpus.open("rb") as file:

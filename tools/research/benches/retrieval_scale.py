@@ -106,7 +106,7 @@ async def _caller(hot: HotQueries, questions: list[str]) -> None:
         await hot.search([question], 3)
 
 
-def run(passages: Count = 10_000, dimensions: Count = 384, queries: Count = 200, names: tuple[str, ...] = ("flat", "ivfpq", "hnsw"),
+def run(passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200, names: tuple[str, ...] = ("flat", "ivfpq", "refined", "hnsw"),
         batches: tuple[int, ...] = (1, 32), seconds: Positive = 0.1, texts: Count = 300, calls: Count = 500) -> dict[str, Any]:  # fmt: skip
     """Run the benchmark. texts: passages of the built-in corpus, whose index is compared too, and called. The ratio is the least recall of 10."""
     threads, facts = faiss.omp_get_max_threads(), ensure_facts(cache_folder())
