@@ -13,7 +13,6 @@ from wire.messages import Passage, RetrieveRequest, RetrieveResult
 from wire.service import Call
 
 Key = tuple[str, int]
-"""A query and its number of passages."""
 AT_ONCE = 64
 """Queries under way at one server that takes several searches at once, as many as a retriever process serves."""
 
@@ -102,6 +101,13 @@ class HotQueries:
         while len(self.kept) > self.size:
             self.kept.popitem(last=False)
         self._begin()
+
+    async def close(self) -> None:
+        """Cancel the searches under way, and with them what waits for them."""
+        self._waiting.clear()
+        for task in self._searches:
+            task.cancel()
+        await asyncio.gather(*self._searches, return_exceptions=True)
 
     async def handle(self, request: RetrieveRequest, call: Call) -> RetrieveResult:
         """Handle a request of the service ``retrieve``. Raises DataFault for a topk below 1."""

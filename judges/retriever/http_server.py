@@ -1,7 +1,7 @@
 """A server of the Search-R1 retrieval protocol over an index folder, or over other servers (methods.md 1.8).
 
 ``python -m judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is answered with status 422 and the reason.
-GET /stats counts the queries, and those that the cache answered.
+Queries are joined and cached as in a run.
 """
 
 import argparse
@@ -48,41 +48,29 @@ def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
     return {"document": document, "score": passage.score} if with_score else document
 
 
-async def served(asked: argparse.Namespace) -> web.Application:
-    """Return the application of the command line: what answers is opened now and closed with the application."""
-    stack = AsyncExitStack()
-    queries = await stack.enter_async_context(
-        opened(asked.index, asked.encoder, asked.threads, search=asked.search, cache=asked.cache, batch=asked.batch)
-    )
-
-    async def stats(request: web.Request) -> web.Response:
-        return web.json_response(queries.stats())
-
-    async def closing(app: web.Application) -> None:
-        await stack.aclose()
-
-    app = application(queries)
-    app.add_routes([web.get("/stats", stats)])
-    app.on_cleanup.append(closing)
-    return app
-
-
 def main() -> None:
     """Run the command line."""
     usual = RetrieverProcess("", "", "")
     parser = argparse.ArgumentParser(description="Serve an index over the Search-R1 protocol.")
     parser.add_argument("--index", required=True, help="index folder, or URLs of servers with commas between them")
     parser.add_argument("--encoder", default=usual.encoder)
-    parser.add_argument(
-        "--search", default="", help="FAISS's search parameters, such as nprobe=64 (default: the index's)"
-    )
+    parser.add_argument("--search", default="", help="FAISS's search parameters, such as nprobe=64")
     parser.add_argument("--cache", type=int, default=usual.cache, help="queries to keep (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=usual.batch, help="queries joined at most (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=usual.batch, help="queries joined (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=usual.threads)
     asked = parser.parse_args()
-    web.run_app(served(asked), host=asked.host, port=asked.port)
+
+    async def served() -> web.Application:
+        stack, settings = AsyncExitStack(), {"search": asked.search, "cache": asked.cache, "batch": asked.batch}
+        app = application(
+            await stack.enter_async_context(opened(asked.index, asked.encoder, asked.threads, **settings))
+        )
+        app.on_cleanup.append(lambda app: stack.aclose())
+        return app
+
+    web.run_app(served(), host=asked.host, port=asked.port)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The folder has index.faiss, passages.jsonl (a copy of the corpus), offsets.npy a
 """
 
 import hashlib
+import math
 import shutil
 import sys
 import time
@@ -143,15 +144,10 @@ def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder, batch: int, p
 def _stored(folder: Path, wanted: Manifest) -> np.ndarray:
     """Return the vectors of a flat index, float32 [passages, dimensions], mapped. Raises ValueError unless it is of this corpus and encoder."""
     stored = read_manifest(folder)
-    if stored != msgspec.structs.replace(wanted, kind="Flat", search=""):
-        raise ValueError(
-            f"--vectors {folder} is a {stored.kind} index of {stored.passages} passages (SHA-256 {stored.corpus_sha256[:16]}) by"
-            f" {stored.encoder}: expected a flat index of this corpus ({wanted.passages}, {wanted.corpus_sha256[:16]}) by {wanted.encoder}"
-        )
-    file = folder / "index.faiss"
-    size = 4 * stored.passages * stored.dimensions  # FAISS writes them last
-    shape = (stored.passages, stored.dimensions)
-    return np.memmap(file, np.float32, "r", file.stat().st_size - size, shape)
+    if stored != (expected := msgspec.structs.replace(wanted, kind="Flat", search="")):
+        raise ValueError(f"--vectors {folder} is {stored}: expected the flat index of this corpus, {expected}")
+    file, shape = folder / "index.faiss", (stored.passages, stored.dimensions)
+    return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)  # FAISS writes them last
 
 
 def sha256(path: Path) -> str:
@@ -184,12 +180,10 @@ class Index:
         self.encoder = encoder
         self.faiss = kinds.load(folder / "index.faiss", manifest.kind, search or manifest.search)
         self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        sizes = (self.faiss.ntotal, self.faiss.d, len(self.offsets))
-        if sizes != (manifest.passages, manifest.dimensions, manifest.passages):
-            raise ValueError(
-                f"index {folder} holds {sizes[0]} vectors of {sizes[1]} dimensions and {sizes[2]} passages, but its manifest says"
-                f" {manifest.passages} of {manifest.dimensions}: build the index anew with tools/index"
-            )
+        sizes = (self.faiss.ntotal, len(self.offsets), self.faiss.d)
+        if sizes != (expected := (manifest.passages, manifest.passages, manifest.dimensions)):
+            said = "vectors, passages and dimensions"
+            raise ValueError(f"index {folder} has {sizes} {said}, expected {expected}: build it anew with tools/index")
         self.corpus = (folder / "passages.jsonl").open("rb")
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:

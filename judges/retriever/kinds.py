@@ -14,7 +14,7 @@ choose an index": between 4 and 16 sqrt(vectors) lists, at least 30 training vec
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import faiss
@@ -48,32 +48,24 @@ def empty(text: str, dimensions: int) -> faiss.Index:
 
 
 def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch: Path) -> None:
-    """Train an index if its kind needs that, and add ``count`` vectors, float32 blocks of [vectors, dimensions].
+    """Train an index if its kind needs that, and add ``count`` vectors, float32 blocks of [vectors, dimensions], or one array.
 
-    Memory: what the index keeps, one block, and the training sample. Because a trained kind needs the vectors twice, they wait in the file
-    ``scratch`` meanwhile, unless they are one array already. Raises ValueError for too few vectors to train on.
+    Memory: what the index keeps, one block, and the training sample. Because a trained kind needs the vectors twice, blocks wait in the file
+    ``scratch`` meanwhile. Raises ValueError for too few vectors to train on.
     """
     if not index.is_trained:
-        vectors = vectors if isinstance(vectors, np.ndarray) else _written(vectors, (count, index.d), scratch)
+        if not isinstance(vectors, np.ndarray):
+            waiting, first = np.lib.format.open_memmap(scratch, "w+", np.float32, (count, index.d)), 0
+            for block in vectors:
+                waiting[first : first + len(block)] = block
+                first += len(block)
+            vectors = waiting
         _train(index, vectors)
-    for block in blocks(vectors) if isinstance(vectors, np.ndarray) else vectors:
+    if isinstance(vectors, np.ndarray):
+        vectors = np.array_split(vectors, math.ceil(count / BLOCK))
+    for block in vectors:
         index.add(block)  # pyright: ignore[reportCallIssue]
     scratch.unlink(missing_ok=True)
-
-
-def blocks(vectors: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield an array that need not fit into memory in blocks that do."""
-    for first in range(0, len(vectors), BLOCK):
-        yield np.ascontiguousarray(vectors[first : first + BLOCK], dtype=np.float32)
-
-
-def _written(vectors: Iterable[np.ndarray], shape: tuple[int, int], scratch: Path) -> np.ndarray:
-    array = np.lib.format.open_memmap(scratch, "w+", np.float32, shape)
-    first = 0
-    for block in vectors:
-        array[first : first + len(block)] = block
-        first += len(block)
-    return array
 
 
 def _train(index: faiss.Index, vectors: np.ndarray) -> None:
@@ -84,11 +76,10 @@ def _train(index: faiss.Index, vectors: np.ndarray) -> None:
     if ivf and _gpus():
         ivf.clustering_index = on_gpus(faiss.IndexFlatIP(ivf.d))
     try:
-        index.train(np.ascontiguousarray(vectors[rows]))  # pyright: ignore[reportCallIssue]
+        index.train(vectors[rows])  # pyright: ignore[reportCallIssue]
     except RuntimeError as error:
-        raise ValueError(
-            f"an index of this kind cannot be trained on {sample} vectors ({_why(error)}): kind flat or hnsw needs no training"
-        ) from None
+        why = f"({_why(error)}): kind flat or hnsw needs no training"
+        raise ValueError(f"an index of this kind cannot be trained on {sample} vectors {why}") from None
 
 
 def load(file: Path, text: str, search: str) -> faiss.Index:

@@ -107,7 +107,7 @@ async def test_a_backend_that_answers_too_little_is_an_error_and_leaves_nobody_w
         await asyncio.wait_for(HotQueries(Short(), 8).search(["a", "b"], 1), 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     calls=st.lists(st.tuples(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4), st.integers(1, 2)), max_size=30),
     size=st.integers(0, 6), batch=st.integers(1, 3), at_once=st.integers(1, 3), order=st.randoms(use_true_random=False),
@@ -214,13 +214,10 @@ async def front() -> AsyncIterator[tuple[str, Shelf]]:
 
 
 @pytest.mark.slow
-async def test_the_server_in_front_of_others_caches_and_counts(front: tuple[str, Shelf]) -> None:
+async def test_the_server_in_front_of_others_keeps_what_they_answered(front: tuple[str, Shelf]) -> None:
     url, shelf = front
     async with aiohttp.ClientSession() as session:
         for _ in range(3):
             async with session.post(url + "/retrieve", json={"queries": ["x"], "topk": 1}) as response:
                 assert (await response.json())["result"][0][0]["contents"] == '"title of x"\ntext 0'
-        async with session.get(url + "/stats") as response:
-            counts = await response.json()
-    assert (counts["queries"], counts["hits"], counts["searched"]) == (3, 2, 1)
     assert shelf.asked == [["x"]]

@@ -1,8 +1,10 @@
 """Approximate indexes find what the exact one finds, up to a stated share; what cannot be built or loaded is refused with the remedy."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import faiss
 import msgspec
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from tools.defaults.index_corpus import main
 from tools.research.benches import retrieval_scale
 from tools.research.benches.retrieval_scale import Clusters
 
-PASSAGES, DIMENSIONS = 4000, 32
+PASSAGES, DIMENSIONS = 2000, 32
 
 
 class Numbers:
@@ -29,6 +31,15 @@ class Numbers:
     def embed(self, texts: list[str], role: str) -> np.ndarray:
         self.embedded += len(texts)
         return self.vectors[[int(text.rpartition(" ")[2]) for text in texts]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """FAISS's threads wait for each other by spinning, which takes minutes beside other tests."""
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +69,11 @@ def found(folder: Path, encoder: Numbers, search: str = "") -> list[list[str]]:
 @pytest.mark.parametrize(
     ("kind", "made", "least"),
     [
-        ("ivfpq", "IVF128,PQ4", 0.5),
+        ("ivfpq", "IVF128,PQ4np", 0.5),
+        ("refined", "IVF128,PQ4np,Refine(SQ8)", 0.9),
         ("hnsw", "HNSW32", 0.98),
         ("IVF64,Flat", "IVF64,Flat", 0.3),
-        ("OPQ8,IVF32,PQ8,Refine(SQ8)", "OPQ8,IVF32,PQ8,Refine(SQ8)", 0.2),
+        ("PCA16,IVF32,SQ8", "PCA16,IVF32,SQ8", 0.2),
     ],
 )
 def test_a_kind_finds_what_the_exact_search_finds_and_needs_no_second_embedding(
@@ -103,10 +115,10 @@ def test_more_lists_find_more_and_few_lists_may_hold_fewer_than_topk(
 @pytest.mark.parametrize(
     ("passages", "dimensions", "text"),
     [
-        (21_000_000, 768, "IVF16384,PQ96"),
-        (2_000_000, 384, "IVF4096,PQ48"),
-        (3890, 384, "IVF128,PQ48"),
-        (9, 20, "IVF8,PQ2"),
+        (21_000_000, 768, "IVF16384,PQ96np"),
+        (2_000_000, 384, "IVF4096,PQ48np"),
+        (3890, 384, "IVF128,PQ48np"),
+        (9, 20, "IVF8,PQ2np"),
     ],
 )
 def test_the_lists_of_ivfpq_grow_with_the_root_of_the_corpus(passages: int, dimensions: int, text: str) -> None:
@@ -118,9 +130,9 @@ def test_the_lists_of_ivfpq_grow_with_the_root_of_the_corpus(passages: int, dime
     [
         ("ivpq", "", 'FAISS has no index \'ivpq\' of 32 dimensions .*: expected "flat", "ivfpq"'),
         ("IVF64,PQ5", "", "no index 'IVF64,PQ5' of 32 dimensions"),
-        ("IVF8192,Flat", "", "cannot be trained on 4000 vectors .*8192.*: kind flat or hnsw needs no training"),
+        ("IVF8192,Flat", "", "cannot be trained on 2000 vectors .*8192.*: kind flat or hnsw needs no training"),
         ("flat", "nprobe=8", "'nprobe=8' .*nprobe.*: expected search parameters of Flat"),
-        ("ivfpq", "nprobe=0", "'nprobe=0': expected search parameters of IVF128,PQ4"),
+        ("ivfpq", "nprobe=0", "'nprobe=0': expected search parameters of IVF128,PQ4np"),
         ("ivfpq", "nprobe", "'nprobe': expected search parameters"),
     ],
 )
@@ -136,11 +148,11 @@ def test_vectors_of_another_corpus_or_kind_are_refused(
     corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text(corpus.read_text().replace("39", "40", 1))
-    with pytest.raises(ValueError, match=r"--vectors .*expected a flat index of this corpus \(4000"):
+    other.write_text(corpus.read_text().replace('\\n39"', '\\n40"', 1))
+    with pytest.raises(ValueError, match=r"--vectors .*expected the flat index of this corpus"):
         build(other, tmp_path / "i", encoder, kind="hnsw", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
     build(corpus, tmp_path / "h", encoder, kind="hnsw", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="is a HNSW32 index"):
+    with pytest.raises(ValueError, match=r"kind='HNSW32'.* expected the flat index"):
         build(corpus, tmp_path / "i", encoder, vectors=tmp_path / "h", progress=False)  # pyright: ignore[reportArgumentType]
 
 
@@ -159,7 +171,7 @@ def test_an_index_of_another_size_than_its_manifest_is_refused(corpus: Path, enc
     build(corpus, tmp_path / "i", encoder, progress=False)  # pyright: ignore[reportArgumentType]
     manifest = msgspec.structs.replace(read_manifest(tmp_path / "i"), passages=7)
     (tmp_path / "i" / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    with pytest.raises(ValueError, match=r"holds 4000 vectors of 32 dimensions and 4000 passages.* 7 of 32.*anew"):
+    with pytest.raises(ValueError, match=r"has \(2000, 2000, 32\) vectors.*expected \(7, 7, 32\).*anew"):
         Index(tmp_path / "i", encoder)  # pyright: ignore[reportArgumentType]
 
 
@@ -174,7 +186,7 @@ def test_the_command_says_the_kind_and_its_bytes_and_refuses_in_one_line(
     monkeypatch.setattr("tools.defaults.index_corpus.Encoder", lambda *_: encoder)
     command = [str(corpus), "--out", str(tmp_path / "i"), "--vectors", str(flat), "--kind"]
     main([*command, "hnsw", "--search", "efSearch=99"])
-    assert "4000 passages" in (said := capsys.readouterr().out)
+    assert "2000 passages" in (said := capsys.readouterr().out)
     assert ": HNSW32, " in said
     assert read_manifest(tmp_path / "i").search == "efSearch=99"
     with pytest.raises(SystemExit) as left:
@@ -182,8 +194,9 @@ def test_the_command_says_the_kind_and_its_bytes_and_refuses_in_one_line(
     assert (left.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
+@pytest.mark.slow
 def test_the_bench_measures_recall_memory_and_queries() -> None:
-    row = retrieval_scale.run(passages=1500, dimensions=32, queries=40, seconds=0.01, texts=280, calls=300)
+    row = retrieval_scale.run(passages=1500, dimensions=32, queries=40, seconds=0.01, texts=260, calls=120)
     flat, ivfpq, hnsw = (row["synthetic"][name] for name in ("flat", "ivfpq", "hnsw"))
     assert flat["recall"] == 1 >= hnsw["recall"] > 0.9
     assert row["ratio"] == min(ivfpq["recall"], hnsw["recall"])
@@ -191,4 +204,4 @@ def test_the_bench_measures_recall_memory_and_queries() -> None:
     assert all(rate > 0 for one in row["synthetic"].values() for rate in one["queries_per_s"].values())
     assert row["built_in"]["hnsw"]["recall"] > 0.9
     bare, joined, cached = row["calls"].values()
-    assert cached["searched"] < min(bare["searched"], joined["searched"]) <= 300
+    assert cached["searched"] < min(bare["searched"], joined["searched"]) <= 120

@@ -386,7 +386,7 @@ class Latch(Shelf):
 async def test_a_cached_answer_that_leaves_the_cache_during_a_search_is_still_given(tmp_path: Path) -> None:
     shelf = Latch()
     async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": HotQueries(shelf, 1).handle})
+        await b.work("retriever", {"retrieve": HotQueries(shelf, 1, at_once=2).handle})
         await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 1), deadline=10)
         slow = asyncio.create_task(b.dispatcher.call("retrieve", RetrieveRequest(["x", "slow"], 1), deadline=10))
         await shelf.entered.wait()

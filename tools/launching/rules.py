@@ -39,11 +39,6 @@ def check(config: Config) -> None:
     if "/" not in encoder and not Path(encoder).is_dir():
         expected = [RetrieverConfig().encoder]
         known(f"retriever.encoder = {encoder!r}", encoder, expected, ", a folder, or a hub name with its owner")
-    if (search := config.retriever.search) and (not config.retriever.backend or "://" in config.retriever.backend):
-        raise ValueError(
-            f"retriever.search = {search!r} needs an index folder in retriever.backend, which is {config.retriever.backend!r}: a server has its own"
-            " search parameters, and the index of data.corpus is exact"
-        )
     _check_exports(config)
     served = _check_judges(config)
     _check_engine(config)

@@ -5,9 +5,10 @@ corpus, not how well it finds the passages of a real one. Times are CPU seconds 
 """
 
 import asyncio
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from wire import loop
 from wire.numbers import Count, Positive
 
 K, CALLERS = 10, 64
-NOISE = 0.7
-"""A vector's distance from its centre, whose length is 1: two vectors around one centre have a cosine of about 0.67."""
-BEFORE = {"nothing": (0, 1), "joined": (0, 32), "joined, cached": (65536, 32)}
-"""What stands before the index: queries kept, and queries joined into one search."""
+NOISE = (
+    0.7  # a vector's distance from its centre, whose length is 1: vectors around one centre have a cosine of about 0.67
+)
+BEFORE = {"nothing": (0, 1), "joined": (0, 32), "joined, cached": (65536, 32)}  # queries kept, and joined into a search
 
 
 class Clusters:
@@ -49,7 +50,7 @@ class Clusters:
         vectors += self.centres[rng.integers(len(self.centres), size=count)]
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
-    def blocks(self, count: int) -> Iterator[np.ndarray]:
+    def blocks(self, count: int) -> Iterable[np.ndarray]:
         """Yield so many vectors in blocks."""
         return (self.draw(min(kinds.BLOCK, count - at), 2 + at) for at in range(0, count, kinds.BLOCK))
 
@@ -86,24 +87,21 @@ def compared(
             row["recall"] = sum(len(a & b) for a, b in zip(found, exact, strict=True)) / (K * len(queries))
             row["bytes"] = file.stat().st_size / count
             row["queries_per_s"] = {str(batch): rate(index, queries, batch, seconds) for batch in batches}
+            print(name, row, file=sys.stderr, flush=True)  # the next kind may take long
     return rows
 
 
 async def called(folder: Path, questions: list[str], count: int) -> dict[str, Any]:
-    """Ask a real index with 64 callers at once, some questions more often (Zipf). Returns CPU ms per call by what stands before the index."""
+    """Ask a real index, 64 calls at once, some questions more often (Zipf). Returns CPU ms per call by what stands before the index."""
     shares, rows = 1 / (1 + np.arange(len(questions))), dict[str, Any]()
     asked = np.random.default_rng(0).choice(questions, count, p=shares / shares.sum()).tolist()
     async with opened(str(folder), "minilm", 1) as local:
         for name, (size, batch) in BEFORE.items():
             hot, start = HotQueries(local.backend, size, batch), time.process_time()
-            await asyncio.gather(*(_caller(hot, asked[i::CALLERS]) for i in range(CALLERS)))
+            for first in range(0, count, CALLERS):
+                await asyncio.gather(*(hot.search([question], 3) for question in asked[first : first + CALLERS]))
             rows[name] = {"cpu_ms": 1000 * (time.process_time() - start) / count, "searched": hot.counts["searched"]}
     return rows
-
-
-async def _caller(hot: HotQueries, questions: list[str]) -> None:
-    for question in questions:
-        await hot.search([question], 3)
 
 
 def run(passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200, names: tuple[str, ...] = ("flat", "ivfpq", "refined", "hnsw"),
