@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from wire.numbers import Count, Positive
+from wire.numbers import Count, Natural, Positive
 
 SERVED = "served"
 """An endpoint with this url asks the model of [judges.model]."""
@@ -70,11 +70,17 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
 
 
 class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [retriever]. backend: an index folder or the URL of a Search-R1 server; "" builds an index of data.corpus.
+    """Section [retriever]. backend: an index folder, or the URL of a Search-R1 server (several with commas between them are a fleet); "" builds
+    an index of data.corpus.
 
     encoder: the model of the embeddings: "minilm", a Hugging Face folder or a hub id (judges/retriever/encoder.py). threads: compute threads.
+    search: FAISS's search parameters for an index folder, such as "nprobe=64"; "" for those of the index. batch: queries that wait are joined
+    into searches of at most so many. cache: hot queries whose passages are kept (docs/retrieval.md).
     """
 
     backend: str = ""
     encoder: str = "minilm"
     threads: Count = 1
+    search: str = ""
+    batch: Count = 32
+    cache: Natural = 65536

@@ -1,18 +1,21 @@
-"""A client of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"} (methods.md 1.8)."""
+"""Clients of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"} (methods.md 1.8)."""
 
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from judges.retriever.hot import AT_ONCE, Backend
 from judges.retriever.passage_text import title_and_text
 from wire import jsonl
 from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 from wire.messages import Passage
 
-_AT_ONCE = 64
-"""The most open requests, as many as a retriever process serves at once."""
+_RESTS_S = 30.0
+"""Seconds for which a server that failed is asked only when all others have failed too."""
 
 
 class _Document(msgspec.Struct):
@@ -35,7 +38,7 @@ class SearchR1Client:
     def __init__(self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0):
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self._client = JsonClient(
-            self.url, timeout_s=timeout_s, attempts=attempts, backoff_s=backoff_s, concurrency=_AT_ONCE
+            self.url, timeout_s=timeout_s, attempts=attempts, backoff_s=backoff_s, concurrency=AT_ONCE
         )
 
     async def __aenter__(self) -> "SearchR1Client":
@@ -63,3 +66,32 @@ class SearchR1Client:
         return [
             [Passage(str(s.document.id), *title_and_text(s.document.contents), s.score) for s in row] for row in rows
         ]
+
+
+class Fleet:
+    """Several servers of the same index as one: a search goes to the server with the fewest open searches, and on to the next when that one fails.
+
+    A search fails when every server has failed it. clock: monotonic seconds.
+    """
+
+    def __init__(self, servers: Sequence[Backend], clock: Callable[[], float] = time.monotonic):
+        self.servers, self.clock = servers, clock
+        self._open = [0] * len(servers)
+        self._rests_until = [-float("inf")] * len(servers)
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """Return the passages of each query, best first. Raises the InfrastructureFault of the server that was asked last."""
+        left = set(range(len(self.servers)))
+        while True:
+            now = self.clock()
+            chosen = min(left, key=lambda place: (self._rests_until[place] > now, self._open[place], place))
+            left.remove(chosen)
+            self._open[chosen] += 1
+            try:
+                return await self.servers[chosen].search(queries, topk)
+            except InfrastructureFault:
+                self._rests_until[chosen] = self.clock() + _RESTS_S
+                if not left:
+                    raise
+            finally:
+                self._open[chosen] -= 1

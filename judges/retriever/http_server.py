@@ -1,17 +1,19 @@
-"""A server of the Search-R1 retrieval protocol over an index folder (methods.md 1.8).
+"""A server of the Search-R1 retrieval protocol over an index folder, or over other servers (methods.md 1.8).
 
 ``python -m judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is answered with status 422 and the reason.
+Queries are joined and cached as in a run.
 """
 
 import argparse
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from judges.retriever.hot import Backend
 from judges.retriever.passage_text import contents_of
-from judges.retriever.worker import Backend, LocalBackend
+from judges.retriever.worker import RetrieverProcess, opened
 from wire import jsonl
 from wire.messages import Passage
 
@@ -48,14 +50,27 @@ def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line."""
+    usual = RetrieverProcess("", "", "")
     parser = argparse.ArgumentParser(description="Serve an index over the Search-R1 protocol.")
-    parser.add_argument("--index", required=True, type=Path)
-    parser.add_argument("--encoder", default="minilm")
+    parser.add_argument("--index", required=True, help="index folder, or URLs of servers with commas between them")
+    parser.add_argument("--encoder", default=usual.encoder)
+    parser.add_argument("--search", default="", help="FAISS's search parameters, such as nprobe=64")
+    parser.add_argument("--cache", type=int, default=usual.cache, help="queries to keep (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=usual.batch, help="queries joined (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=usual.threads)
     asked = parser.parse_args()
-    web.run_app(application(LocalBackend(asked.index, asked.encoder, asked.threads)), host=asked.host, port=asked.port)
+
+    async def served() -> web.Application:
+        stack, settings = AsyncExitStack(), {"search": asked.search, "cache": asked.cache, "batch": asked.batch}
+        app = application(
+            await stack.enter_async_context(opened(asked.index, asked.encoder, asked.threads, **settings))
+        )
+        app.on_cleanup.append(lambda app: stack.aclose())
+        return app
+
+    web.run_app(served(), host=asked.host, port=asked.port)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-"""A corpus and its FAISS index in one folder. The index is a flat inner product over unit vectors. Passages are read from disk by offset.
+"""A corpus and its FAISS index in one folder. The index ranks unit vectors by inner product. Passages are read from disk by offset.
 
 The folder has index.faiss, passages.jsonl (a copy of the corpus), offsets.npy and manifest.json.
 """
 
 import hashlib
+import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import faiss
 import msgspec
 import numpy as np
 
+from judges.retriever import kinds
 from judges.retriever.encoder import Encoder
 from judges.retriever.passage_text import title_and_text
 from wire import jsonl
@@ -22,12 +26,15 @@ from wire.messages import Passage
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The encoder and the corpus of an index. An index of another encoder is refused."""
+    """The encoder and the corpus of an index. An index of another encoder is refused. kind: FAISS's factory string. search: FAISS's search
+    parameters, which a retriever may change."""
 
     encoder: str
     dimensions: int
     passages: int
     corpus_sha256: str
+    kind: str = "Flat"
+    search: str = ""
 
 
 class _Row(msgspec.Struct):
@@ -35,18 +42,22 @@ class _Row(msgspec.Struct):
     contents: str
 
 
+_TOLD_S = 5.0
+"""Seconds between two lines of progress."""
+
+
 class BadCorpus(ValueError):
     """A line of a corpus cannot be used. The message has its number and the reason."""
 
 
-def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str], list[str]]:
-    """Return byte offsets and contents of the usable lines, and a message for each skipped line.
+def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[str]]:
+    """Return the byte offsets of the usable lines, int64 [lines], and a message for each skipped line. The texts stay on the disk.
 
     Raises BadCorpus that counts the bad lines and names the first, unless ``skip_bad``, and FileNotFoundError when the file does not exist.
     """
     if not path.is_file():
         raise FileNotFoundError(f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}")
-    offsets, contents, bad, seen = [], [], [], set()
+    offsets, bad, seen = array("q"), list[str](), set[str | int]()
     try:
         start = jsonl.beginning(path)
     except ValueError as error:
@@ -60,55 +71,83 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[list[int], list[str
                     raise ValueError("empty text" if row.id not in seen else f"id {row.id!r} was used before")
                 seen.add(row.id)
                 offsets.append(start)
-                contents.append(row.contents)
             except (*jsonl.MALFORMED, ValueError) as error:
                 bad.append(
                     f"{path}:{number}: {jsonl.fault(error)} (expected {{id, contents}} with a title line and a text)"
                 )
             start += len(line)
-    if not contents:
+    if not offsets:
         raise BadCorpus(
             f"{path} holds no usable passage: " + (f"the first of its lines: {bad[0]}" if bad else "it is empty")
         )
     if bad and not skip_bad:
         raise BadCorpus(
-            f"{len(bad)} of {len(bad) + len(contents)} lines cannot be used; the first: {bad[0]}. Mend them, or tools/index --skip-bad"
+            f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}. Mend them, or tools/index --skip-bad"
             " passes over them"
         )
-    return offsets, contents, bad
+    return np.array(offsets), bad
 
 
 def build(
-    corpus: Path, folder: Path, encoder: Encoder, batch: int = 64, skip_bad: bool = False, progress: bool = True
+    corpus: Path,
+    folder: Path,
+    encoder: Encoder,
+    batch: int = 64,
+    skip_bad: bool = False,
+    progress: bool = True,
+    kind: str = "flat",
+    search: str = "",
+    vectors: Path | None = None,
 ) -> Manifest:
     """Embed a corpus and write its index to ``folder``. A complete draft is renamed to ``folder`` and replaces an earlier index.
 
-    Raises FileExistsError when ``folder`` holds something that is not an index.
+    kind, search: see ``judges.retriever.kinds``. vectors: a flat index of the same corpus and encoder whose vectors are taken instead of
+    embedding. Raises FileExistsError when ``folder`` holds something that is not an index, and ValueError for a kind that FAISS does not have
+    or cannot train on so few passages.
     """
     if folder.exists() and not (folder / "manifest.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
-    offsets, contents, bad = read_corpus(corpus, skip_bad)
+    offsets, bad = read_corpus(corpus, skip_bad)
     for reason in bad[:20]:
         print(f"skipped {reason}", file=sys.stderr)
     if bad:
-        print(f"skipped {len(bad)} of {len(bad) + len(contents)} lines", file=sys.stderr)
-    index = faiss.IndexFlatIP(encoder.dimensions)
-    start = time.monotonic()
-    for first in range(0, len(contents), batch):
-        texts = [". ".join(title_and_text(c)) for c in contents[first : first + batch]]
-        index.add(encoder.embed(texts, "passage"))  # pyright: ignore[reportCallIssue]
-        if progress and (first // batch) % 10 == 0:
-            rate = (first + batch) / max(1e-9, time.monotonic() - start)
-            print(
-                f"  embedded {min(first + batch, len(contents))} of {len(contents)} passages ({rate:.0f}/s)", flush=True
-            )
-    manifest = Manifest(encoder.name, encoder.dimensions, len(contents), sha256(corpus))
+        print(f"skipped {len(bad)} of {len(bad) + len(offsets)} lines", file=sys.stderr)
+    text, usual = kinds.factory(kind, len(offsets), encoder.dimensions)
+    manifest = Manifest(encoder.name, encoder.dimensions, len(offsets), sha256(corpus), text, search or usual)
+    index = kinds.empty(text, encoder.dimensions)
+    kinds.tune(index, manifest.search, text)
+    source = _embedded(corpus, offsets, encoder, batch, progress) if vectors is None else _stored(vectors, manifest)
     with drafted(folder, replace=True) as draft:
+        kinds.fill(index, source, len(offsets), draft / "vectors.npy")
         faiss.write_index(index, str(draft / "index.faiss"))
-        np.save(draft / "offsets.npy", np.array(offsets, dtype=np.int64))
+        np.save(draft / "offsets.npy", offsets)
         shutil.copy(corpus, draft / "passages.jsonl")
         (draft / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     return manifest
+
+
+def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder, batch: int, progress: bool) -> Iterator[np.ndarray]:
+    """Yield the vectors of a corpus, float32 [passages, dimensions] in blocks."""
+    start = shown = time.monotonic()
+    with corpus.open("rb") as file:
+        for first in range(0, len(offsets), kinds.BLOCK):
+            texts = [". ".join(title_and_text(_row(file, at).contents)) for at in offsets[first : first + kinds.BLOCK]]
+            parts = list[np.ndarray]()
+            for place in range(0, len(texts), batch):
+                parts.append(encoder.embed(texts[place : place + batch], "passage"))
+                if progress and time.monotonic() > shown + _TOLD_S:
+                    shown, done = time.monotonic(), min(first + place + batch, len(offsets))
+                    print(f"  embedded {done} of {len(offsets)} passages ({done / (shown - start):.0f}/s)", flush=True)
+            yield np.concatenate(parts)
+
+
+def _stored(folder: Path, wanted: Manifest) -> np.ndarray:
+    """Return the vectors of a flat index, float32 [passages, dimensions], mapped. Raises ValueError unless it is of this corpus and encoder."""
+    stored = read_manifest(folder)
+    if stored != (expected := msgspec.structs.replace(wanted, kind="Flat", search="")):
+        raise ValueError(f"--vectors {folder} is {stored}: expected the flat index of this corpus, {expected}")
+    file, shape = folder / "index.faiss", (stored.passages, stored.dimensions)
+    return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)  # FAISS writes them last
 
 
 def sha256(path: Path) -> str:
@@ -129,30 +168,38 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class Index:
-    """A loaded index with its encoder. It is on the GPUs if FAISS finds any."""
+    """A loaded index with its encoder. It is on the GPUs if FAISS finds any. search: FAISS's search parameters, "" for the index's own."""
 
-    def __init__(self, folder: Path, encoder: Encoder):
-        self.manifest = read_manifest(folder)
-        if (self.manifest.encoder, self.manifest.dimensions) != (encoder.name, encoder.dimensions):
+    def __init__(self, folder: Path, encoder: Encoder, search: str = ""):
+        self.manifest = manifest = read_manifest(folder)
+        if (manifest.encoder, manifest.dimensions) != (encoder.name, encoder.dimensions):
             raise ValueError(
-                f"index {folder} was made by encoder {self.manifest.encoder} ({self.manifest.dimensions} dimensions), not"
+                f"index {folder} was made by encoder {manifest.encoder} ({manifest.dimensions} dimensions), not"
                 f" {encoder.name} ({encoder.dimensions}): use that encoder, or build the index anew with tools/index"
             )
         self.encoder = encoder
-        self.faiss = faiss.read_index(str(folder / "index.faiss"))
-        if hasattr(faiss, "get_num_gpus") and faiss.get_num_gpus() > 0:
-            self.faiss = faiss.index_cpu_to_all_gpus(self.faiss)  # pyright: ignore[reportAttributeAccessIssue]
-        self.offsets = np.load(folder / "offsets.npy")
+        self.faiss = kinds.load(folder / "index.faiss", manifest.kind, search or manifest.search)
+        self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+        sizes = (self.faiss.ntotal, len(self.offsets), self.faiss.d)
+        if sizes != (expected := (manifest.passages, manifest.passages, manifest.dimensions)):
+            said = "vectors, passages and dimensions"
+            raise ValueError(f"index {folder} has {sizes} {said}, expected {expected}: build it anew with tools/index")
         self.corpus = (folder / "passages.jsonl").open("rb")
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the ``topk`` nearest passages of each query, best first."""
+        """Return the ``topk`` nearest passages of each query, best first; fewer where the lists that are searched hold fewer."""
         scores, rows = self.faiss.search(self.encoder.embed(queries, "query"), min(topk, len(self.offsets)))
         return [list(self._passages(s, r)) for s, r in zip(scores, rows, strict=True)]
 
     def _passages(self, scores: np.ndarray, rows: np.ndarray) -> Iterable[Passage]:
         for score, row in zip(scores.tolist(), rows.tolist(), strict=True):
-            self.corpus.seek(int(self.offsets[row]))
-            entry = msgspec.json.decode(self.corpus.readline(), type=_Row)
-            title, text = title_and_text(entry.contents)
-            yield Passage(str(entry.id), title, text, score)
+            if row >= 0:
+                entry = _row(self.corpus, int(self.offsets[row]))
+                title, text = title_and_text(entry.contents)
+                yield Passage(str(entry.id), title, text, score)
+
+
+def _row(corpus: BinaryIO, offset: int) -> _Row:
+    """Return the passage whose line begins at a byte."""
+    corpus.seek(offset)
+    return msgspec.json.decode(corpus.readline(), type=_Row)

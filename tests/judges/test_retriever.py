@@ -17,11 +17,12 @@ import pytest
 from aiohttp import web
 
 from judges.retriever.encoder import Encoder, model_folder
+from judges.retriever.hot import HotQueries
 from judges.retriever.http_client import SearchR1Client
 from judges.retriever.http_server import application
 from judges.retriever.index import BadCorpus, Index, build, read_corpus, read_manifest, sha256
 from judges.retriever.passage_text import contents_of, title_and_text
-from judges.retriever.worker import Retriever, RetrieverProcess
+from judges.retriever.worker import RetrieverProcess
 from tests.services import bench
 from tools.defaults.index_corpus import ensure_index
 from wire.faults import DataFault, InfrastructureFault
@@ -137,9 +138,8 @@ def test_a_bad_line_is_refused_with_its_number_and_reason(tmp_path: Path, line: 
     path.write_bytes(b"\n".join([GOOD, line, GOOD.replace(b'"a"', b'"c"')]))
     with pytest.raises(BadCorpus, match=rf"corpus\.jsonl:2: .*(?i:{reason})"):
         read_corpus(path)
-    offsets, contents, bad = read_corpus(path, skip_bad=True)
-    assert len(contents) == 2
-    assert offsets == [0, len(GOOD) + len(line) + 2]
+    offsets, bad = read_corpus(path, skip_bad=True)
+    assert list(offsets) == [0, len(GOOD) + len(line) + 2]
     assert len(bad) == 1
 
 
@@ -162,8 +162,8 @@ def test_a_corpus_is_refused_with_the_number_of_its_bad_lines(tmp_path: Path) ->
 def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD.replace(b'"a"', b'"c"'))
-    offsets, contents, bad = read_corpus(path)
-    assert (offsets, len(contents), bad) == ([3, 3 + len(GOOD) + 1], 2, [])
+    offsets, bad = read_corpus(path)
+    assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
 
 
 def test_lines_passed_over_do_not_shift_the_passages_after_them(tmp_path: Path, minilm: Encoder) -> None:
@@ -345,7 +345,7 @@ async def test_a_server_that_is_busy_or_silent_for_a_while_is_asked_again() -> N
 
 async def test_queries_asked_before_are_answered_from_the_cache(tmp_path: Path) -> None:
     shelf = Shelf()
-    retriever = Retriever(shelf, cache=8)
+    retriever = HotQueries(shelf, 8)
     async with bench(tmp_path) as b:
         await b.work("retriever", {"retrieve": retriever.handle})
         for queries in (["x", "y", "x"], ["y", "z"], ["x"]):
@@ -357,7 +357,7 @@ async def test_queries_asked_before_are_answered_from_the_cache(tmp_path: Path) 
 
 async def test_another_topk_is_another_search_and_the_cache_stays_within_its_size(tmp_path: Path) -> None:
     shelf = Shelf()
-    retriever = Retriever(shelf, cache=2)
+    retriever = HotQueries(shelf, 2)
     async with bench(tmp_path) as b:
         await b.work("retriever", {"retrieve": retriever.handle})
         for topk in (1, 2, 3, 3):
@@ -365,7 +365,7 @@ async def test_another_topk_is_another_search_and_the_cache_stays_within_its_siz
             result: RetrieveResult = await b.dispatcher.call("retrieve", request, deadline=10)
             assert len(result.passages[0]) == topk
     assert len(shelf.asked) == 3
-    assert list(retriever.cache) == [("x", 2), ("x", 3)]
+    assert list(retriever.kept) == [("x", 2), ("x", 3)]
 
 
 class Latch(Shelf):
@@ -386,7 +386,7 @@ class Latch(Shelf):
 async def test_a_cached_answer_that_leaves_the_cache_during_a_search_is_still_given(tmp_path: Path) -> None:
     shelf = Latch()
     async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": Retriever(shelf, cache=1).handle})
+        await b.work("retriever", {"retrieve": HotQueries(shelf, 1, at_once=2).handle})
         await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 1), deadline=10)
         slow = asyncio.create_task(b.dispatcher.call("retrieve", RetrieveRequest(["x", "slow"], 1), deadline=10))
         await shelf.entered.wait()
@@ -399,7 +399,7 @@ async def test_a_cached_answer_that_leaves_the_cache_during_a_search_is_still_gi
 async def test_the_query_used_longest_ago_leaves_the_cache_first(tmp_path: Path) -> None:
     shelf = Shelf()
     async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": Retriever(shelf, cache=2).handle})
+        await b.work("retriever", {"retrieve": HotQueries(shelf, 2).handle})
         for query in ("x", "y", "x", "z", "x"):
             await b.dispatcher.call("retrieve", RetrieveRequest([query], 1), deadline=10)
     assert shelf.asked == [["x"], ["y"], ["z"]]
@@ -408,7 +408,7 @@ async def test_the_query_used_longest_ago_leaves_the_cache_first(tmp_path: Path)
 async def test_a_topk_below_one_is_a_fault_of_the_request_and_searches_nothing(tmp_path: Path) -> None:
     shelf = Shelf()
     async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": Retriever(shelf, cache=8).handle})
+        await b.work("retriever", {"retrieve": HotQueries(shelf, 8).handle})
         with pytest.raises(DataFault, match="topk 0"):
             await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 0), deadline=10)
     assert shelf.asked == []

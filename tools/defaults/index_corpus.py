@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from judges.retriever.encoder import Encoder
-from judges.retriever.index import BadCorpus, build, read_manifest, sha256
+from judges.retriever.index import build, read_manifest, sha256
 from wire.options import command_parser
 
 
@@ -24,6 +24,7 @@ EXAMPLES = """\
   tools/index corpus.jsonl --out FOLDER        with the installed encoder
   tools/index wiki.jsonl --out FOLDER --encoder intfloat/e5-base-v2
   tools/index corpus.jsonl --out FOLDER --skip-bad
+  tools/index wiki.jsonl --out SMALL --kind ivfpq --vectors FOLDER
 then train on it: tools/launch --set retriever.backend=FOLDER"""
 
 
@@ -39,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="minilm (default), or a folder or hub name (a name with e5 gets E5 prefixes)",
     )
+    kind = "flat (exact, default), ivfpq, hnsw or a factory string of FAISS"
+    parser.add_argument("--kind", default="flat", help=kind)
+    search = "search parameters of FAISS that the index gets, such as nprobe=128"
+    parser.add_argument("--search", default="", metavar="TEXT", help=search)
+    vectors = "a flat index of the same corpus, whose vectors are taken instead of embedding"
+    parser.add_argument("--vectors", type=Path, metavar="INDEX", help=vectors)
     parser.add_argument("--skip-bad", action="store_true", help="pass over malformed lines (they are printed)")
     threads = "compute threads (default: all processors, %(default)s)"
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help=threads)
@@ -52,8 +59,12 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.monotonic()
     try:
         manifest = build(
-            options.corpus, options.out, Encoder(options.encoder, options.threads), skip_bad=options.skip_bad
-        )
-    except (BadCorpus, OSError) as error:
+            options.corpus, options.out, Encoder(options.encoder, options.threads), skip_bad=options.skip_bad,
+            kind=options.kind, search=options.search, vectors=options.vectors,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
         command.exit(2, f"tools/index: {error}\n")
-    print(f"{manifest.passages} passages in {options.out} after {time.monotonic() - start:.0f} s")
+    size = (options.out / "index.faiss").stat().st_size / manifest.passages
+    print(
+        f"{manifest.passages} passages in {options.out} after {time.monotonic() - start:.0f} s: {manifest.kind}, {size:.0f} bytes each"
+    )

@@ -93,8 +93,11 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
         if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting
             files[name("players")] = JudgeProcess(name("players"), home, players)
         if assets.retriever:
+            r = config.retriever
+            # Joining depends on time, and a query's vector, in its last bits, on what it is joined with.
+            batch = 1 if config.deterministic else r.batch
             files[name("retriever")] = RetrieverProcess(
-                name("retriever"), home, assets.retriever, config.retriever.encoder, config.retriever.threads
+                name("retriever"), home, assets.retriever, r.encoder, r.threads, r.cache, r.search, batch
             )
     for i in range(config.actors.count):
         home = str(shards.folder(Path(run), i % s.shards))

@@ -297,7 +297,7 @@ async def test_a_failed_search_is_kept_by_nobody(tmp_path: Path) -> None:
     books = Books()
     books.search = lambda queries, topk: asyncio.sleep(0, result=[])  # pyright: ignore
     cached = CachedRetrieval(tmp_path / "cache.sqlite", "a", books.opening)
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(ValueError, match="shorter"):
         await cached.handle(RetrieveRequest(["q"], 1))
     del books.search
     assert (await cached.handle(RetrieveRequest(["q"], 1))).passages[0][0].id == "q-0"

@@ -5,15 +5,15 @@ Invariant: the backend is asked at most once per (retriever, topk, query), howev
 
 import asyncio
 import sqlite3
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import msgspec
 
+from judges.retriever.hot import AT_ONCE, Backend, HotQueries
 from judges.retriever.index import read_manifest
-from judges.retriever.worker import Backend, opened
+from judges.retriever.worker import is_served, opened
 from tools.evaluating.folder import NotStarted
 from wire.faults import InfrastructureFault
 from wire.messages import Passage, RetrieveRequest, RetrieveResult
@@ -30,7 +30,7 @@ Open = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
 class CachedRetrieval:
-    """The service ``retrieve`` until ``close``. identity: text that changes whenever answers may change. counts: queries and hits."""
+    """The service ``retrieve`` until ``close``. identity: text that changes whenever answers may change."""
 
     def __init__(self, file: Path, identity: str, opening: Open):
         self.file, self.identity, self.opening = file, identity, opening
@@ -41,8 +41,8 @@ class CachedRetrieval:
             self.db.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise NotStarted(f"--cache {file} is no file of found passages ({error}): name another file") from None
-        self.counts: Counter[str] = Counter()
-        self._asking: dict[tuple[int, str], asyncio.Task[list[Passage]]] = {}
+        self._queries = 0
+        self._hot = HotQueries(self, 0, at_once=AT_ONCE)
         self._gate = asyncio.Lock()
         self._backend: Backend | None = None
         self._open = AsyncExitStack()
@@ -58,54 +58,46 @@ class CachedRetrieval:
                     raise NotStarted(f"--retriever: {reason}; build the index anew, or give another one") from error
             return self._backend
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The queries so far, and the hits among them: those for which the backend was not asked."""
+        return {"queries": self._queries, "hits": self._queries - self._hot.counts["searched"]}
+
     async def handle(self, request: RetrieveRequest) -> RetrieveResult:
         """The passages of each query, best first."""
-        return RetrieveResult([await self._passages(query, request.topk) for query in request.queries])
+        self._queries += len(request.queries)
+        kept = {query: self._kept(request.topk, query) for query in request.queries}
+        missing = [query for query, passages in kept.items() if passages is None]
+        kept |= zip(missing, await self._hot.search(missing, request.topk), strict=True)
+        return RetrieveResult([kept[query] or [] for query in request.queries])
 
-    async def _passages(self, query: str, topk: int) -> list[Passage]:
-        self.counts["queries"] += 1
-        key = (topk, query)
-        kept = self._kept(key)
-        if kept is not None:
-            self.counts["hits"] += 1
-            return kept
-        if key in self._asking:
-            self.counts["hits"] += 1
-        else:
-            task = asyncio.create_task(self._ask(key))
-            self._asking[key] = task
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
-        return await asyncio.shield(self._asking[key])  # a cancelled caller does not cancel the query for the others
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """Ask the backend, and write to the file what it finds."""
+        found = await (await self.open()).search(queries, topk)
+        encoded = map(msgspec.msgpack.encode, found)
+        rows = [(self.identity, topk, *row) for row in zip(queries, encoded, strict=True)]
+        try:
+            self.db.executemany("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", rows)
+        except sqlite3.Error as error:
+            raise InfrastructureFault(f"{self.file} could not be written ({error}): free some space") from None
+        return found
 
-    def _kept(self, key: tuple[int, str]) -> list[Passage] | None:
+    def _kept(self, topk: int, query: str) -> list[Passage] | None:
         row = self.db.execute(
-            "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?", (self.identity, *key)
+            "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?", (self.identity, topk, query)
         ).fetchone()
         return msgspec.msgpack.decode(row[0], type=list[Passage]) if row else None
 
-    async def _ask(self, key: tuple[int, str]) -> list[Passage]:
-        topk, query = key
-        backend = await self.open()
-        (passages,) = await backend.search([query], topk)
-        row = (self.identity, topk, query, msgspec.msgpack.encode(passages))
-        try:
-            self.db.execute("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", row)
-        except sqlite3.Error as error:
-            raise InfrastructureFault(f"{self.file} could not be written ({error}): free some space") from None
-        return passages
-
     async def close(self) -> None:
         """Cancel the queries under way, and close the backend and the file."""
-        for task in list(self._asking.values()):
-            task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await self._hot.close()
         await self._open.aclose()
         self.db.close()
 
 
 def identity_of(retriever: str) -> str:
     """Text that names what answers: a server's URL, or an index's corpus and encoder. Raises ValueError or FileNotFoundError."""
-    if retriever.startswith(("http://", "https://")):
+    if is_served(retriever):
         return retriever.rstrip("/")
     if "://" in retriever:
         raise ValueError(f"--retriever {retriever}: expected an index folder, an http(s):// URL, or default")
@@ -118,5 +110,4 @@ def identity_of(retriever: str) -> str:
 
 def opening_of(retriever: str, threads: int) -> Open:
     """The function that opens the backend of --retriever."""
-    served = retriever.startswith(("http://", "https://"))
-    return lambda: opened(retriever, "" if served else read_manifest(Path(retriever)).encoder, threads)
+    return lambda: opened(retriever, "" if is_served(retriever) else read_manifest(Path(retriever)).encoder, threads)

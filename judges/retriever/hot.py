@@ -1,0 +1,120 @@
+"""What stands before a source of passages: a cache of hot queries, one search for equal queries, and joined searches.
+
+Invariant: a query (with its number of passages) that is kept or under way is not searched again.
+"""
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from typing import Protocol
+
+from wire.faults import DataFault
+from wire.messages import Passage, RetrieveRequest, RetrieveResult
+from wire.service import Call
+
+Key = tuple[str, int]
+AT_ONCE = 64
+"""Queries under way at one server that takes several searches at once, as many as a retriever process serves."""
+
+
+class Backend(Protocol):
+    """The source of passages."""
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]: ...
+
+
+class HotQueries:
+    """Passes queries on to ``backend``.
+
+    size: queries kept, the least recently used leave first. batch: queries joined into one search. at_once: searches of the backend at once;
+    what is asked meanwhile waits and is joined, so that nothing waits for a timer.
+
+    A query:  asked -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the error, and the next one to ask begins again.
+
+    counts: queries; of these ``hits`` were kept, ``joined`` were under way, and ``searched`` went to the backend.
+    busy_s: seconds in which at least one search was open.
+    """
+
+    def __init__(self, backend: Backend, size: int, batch: int = 32, at_once: int = 1):
+        self.backend, self.size, self.batch, self.at_once = backend, size, batch, at_once
+        self.kept: OrderedDict[Key, asyncio.Future[list[Passage]]] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+        self.busy_s, self._since = 0.0, 0.0
+        self._open: dict[Key, asyncio.Future[list[Passage]]] = {}
+        self._waiting: dict[int, list[str]] = {}
+        self._searches: set[asyncio.Task[dict[Key, list[Passage]]]] = set()
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """Return the ``topk`` passages of each query, best first. Raises what the backend raises. A caller that is cancelled cancels no search."""
+        answers = [self._answer((query, topk)) for query in queries]
+        self._begin()
+        if pending := {answer for answer in answers if not answer.done()}:
+            await asyncio.wait(pending)
+        return [answer.result() for answer in answers]
+
+    def _answer(self, key: Key) -> asyncio.Future[list[Passage]]:
+        self.counts["queries"] += 1
+        if key in self.kept:
+            self.counts["hits"] += 1
+            self.kept.move_to_end(key)
+            return self.kept[key]
+        if key in self._open:
+            self.counts["joined"] += 1
+        else:
+            self.counts["searched"] += 1
+            self._open[key] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(key[1], []).append(key[0])
+        return self._open[key]
+
+    def _begin(self) -> None:
+        """Start searches while there is room. Numbers of passages take turns."""
+        while self._waiting and len(self._searches) < self.at_once:
+            topk = next(iter(self._waiting))
+            queries = self._waiting.pop(topk)
+            if rest := queries[self.batch :]:
+                self._waiting[topk] = rest
+            if not self._searches:
+                self._since = time.monotonic()
+            keys = [(query, topk) for query in queries[: self.batch]]
+            task = asyncio.get_running_loop().create_task(self._found(keys))
+            self._searches.add(task)
+            task.add_done_callback(lambda task, keys=keys: self._ended(task, keys))
+
+    async def _found(self, keys: list[Key]) -> dict[Key, list[Passage]]:
+        passages = await self.backend.search([query for query, _ in keys], keys[0][1])
+        return dict(zip(keys, passages, strict=True))
+
+    def _ended(self, task: asyncio.Task[dict[Key, list[Passage]]], keys: list[Key]) -> None:
+        self._searches.discard(task)
+        if not self._searches:
+            self.busy_s += time.monotonic() - self._since
+        for key in keys:
+            answer = self._open.pop(key)
+            if task.cancelled():
+                answer.cancel()
+            elif error := task.exception():
+                answer.set_exception(error)
+                answer.exception()  # seen, even if nobody waits any more
+            else:
+                answer.set_result(task.result()[key])
+                self.kept[key] = answer
+        while len(self.kept) > self.size:
+            self.kept.popitem(last=False)
+        self._begin()
+
+    async def close(self) -> None:
+        """Cancel the searches under way, and with them what waits for them."""
+        self._waiting.clear()
+        for task in self._searches:
+            task.cancel()
+        await asyncio.gather(*self._searches, return_exceptions=True)
+
+    async def handle(self, request: RetrieveRequest, call: Call) -> RetrieveResult:
+        """Handle a request of the service ``retrieve``. Raises DataFault for a topk below 1."""
+        if request.topk < 1:
+            raise DataFault(f"topk {request.topk}: expected at least 1")
+        return RetrieveResult(await self.search(request.queries, request.topk))
+
+    def stats(self) -> dict[str, float]:
+        """Return the counters for a heartbeat."""
+        return {**self.counts, "busy_s": self.busy_s}

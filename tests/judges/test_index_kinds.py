@@ -1,0 +1,207 @@
+"""Approximate indexes find what the exact one finds, up to a stated share; what cannot be built or loaded is refused with the remedy."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import faiss
+import msgspec
+import numpy as np
+import pytest
+
+from judges.retriever import kinds
+from judges.retriever.index import Index, build, read_manifest
+from judges.retriever.passage_text import contents_of
+from tools.defaults.index_corpus import main
+from tools.research.benches import retrieval_scale
+from tools.research.benches.retrieval_scale import Clusters
+
+PASSAGES, DIMENSIONS = 2000, 32
+
+
+class Numbers:
+    """An encoder of texts that are numbers: the vector of passage i, and near it the query i."""
+
+    name, dimensions = "numbers", DIMENSIONS
+
+    def __init__(self) -> None:
+        clusters = Clusters(DIMENSIONS, 40)
+        self.vectors, self.embedded = np.concatenate(list(clusters.blocks(PASSAGES))), 0
+
+    def embed(self, texts: list[str], role: str) -> np.ndarray:
+        self.embedded += len(texts)
+        return self.vectors[[int(text.rpartition(" ")[2]) for text in texts]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """FAISS's threads wait for each other by spinning, which takes minutes beside other tests."""
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Numbers:
+    return Numbers()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"id": i, "contents": contents_of("T", str(i))}) for i in range(PASSAGES)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def flat(corpus: Path, encoder: Numbers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flat") / "index"
+    build(corpus, folder, encoder, progress=False)  # pyright: ignore[reportArgumentType]
+    return folder
+
+
+def found(folder: Path, encoder: Numbers, search: str = "") -> list[list[str]]:
+    index = Index(folder, encoder, search)  # pyright: ignore[reportArgumentType]
+    return [[p.id for p in row] for row in index.search([f"T. {i}" for i in range(0, PASSAGES, 40)], 10)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "least"),
+    [
+        ("ivfpq", "IVF128,PQ4np", 0.5),
+        ("refined", "IVF128,PQ4np,Refine(SQ8)", 0.9),
+        ("hnsw", "HNSW32", 0.98),
+        ("IVF64,Flat", "IVF64,Flat", 0.3),
+        ("PCA16,IVF32,SQ8", "PCA16,IVF32,SQ8", 0.2),
+    ],
+)
+def test_a_kind_finds_what_the_exact_search_finds_and_needs_no_second_embedding(
+    kind: str, made: str, least: float, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
+) -> None:
+    exact, embedded = found(flat, encoder), encoder.embedded
+    manifest = build(corpus, tmp_path / "i", encoder, kind=kind, vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    assert encoder.embedded == embedded
+    assert (manifest.kind, manifest.passages) == (made, PASSAGES)
+    assert read_manifest(tmp_path / "i") == manifest
+    assert not (tmp_path / "i" / "vectors.npy").exists()
+    shares = [len(set(a) & set(b)) / 10 for a, b in zip(found(tmp_path / "i", encoder), exact, strict=True)]
+    assert least <= np.mean(shares) <= 1
+
+
+def test_vectors_that_wait_on_the_disk_give_the_same_index_as_stored_ones(
+    corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(corpus, tmp_path / "stored", encoder, kind="ivfpq", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(kinds, "BLOCK", 900)
+    build(corpus, tmp_path / "anew", encoder, kind="ivfpq", progress=False)  # pyright: ignore[reportArgumentType]
+    assert found(tmp_path / "anew", encoder) == found(tmp_path / "stored", encoder)
+    assert sorted(p.name for p in (tmp_path / "anew").iterdir()) == sorted(p.name for p in flat.iterdir())
+
+
+def test_more_lists_find_more_and_few_lists_may_hold_fewer_than_topk(
+    corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
+) -> None:
+    build(corpus, tmp_path / "i", encoder, kind="IVF512,Flat", search="nprobe=2", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    exact, few, all_lists = (
+        found(flat, encoder),
+        found(tmp_path / "i", encoder),
+        found(tmp_path / "i", encoder, "nprobe=512"),
+    )
+    assert min(map(len, few)) < 10, "a missing row is left out and is no passage"
+    assert [set(row) for row in all_lists] == [set(row) for row in exact]
+
+
+@pytest.mark.parametrize(
+    ("passages", "dimensions", "text"),
+    [
+        (21_000_000, 768, "IVF16384,PQ96np"),
+        (2_000_000, 384, "IVF4096,PQ48np"),
+        (3890, 384, "IVF128,PQ48np"),
+        (9, 20, "IVF8,PQ2np"),
+    ],
+)
+def test_the_lists_of_ivfpq_grow_with_the_root_of_the_corpus(passages: int, dimensions: int, text: str) -> None:
+    assert kinds.factory("ivfpq", passages, dimensions) == (text, "nprobe=64")
+
+
+@pytest.mark.parametrize(
+    ("kind", "search", "message"),
+    [
+        ("ivpq", "", 'FAISS has no index \'ivpq\' of 32 dimensions .*: expected "flat", "ivfpq"'),
+        ("IVF64,PQ5", "", "no index 'IVF64,PQ5' of 32 dimensions"),
+        ("IVF8192,Flat", "", "cannot be trained on 2000 vectors .*8192.*: kind flat or hnsw needs no training"),
+        ("flat", "nprobe=8", "'nprobe=8' .*nprobe.*: expected search parameters of Flat"),
+        ("ivfpq", "nprobe=0", "'nprobe=0': expected search parameters of IVF128,PQ4np"),
+        ("ivfpq", "nprobe", "'nprobe': expected search parameters"),
+    ],
+)
+def test_what_faiss_cannot_build_is_refused_and_leaves_nothing(
+    kind: str, search: str, message: str, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(corpus, tmp_path / "i", encoder, kind=kind, search=search, vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vectors_of_another_corpus_or_kind_are_refused(
+    corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(corpus.read_text().replace('\\n39"', '\\n40"', 1))
+    with pytest.raises(ValueError, match=r"--vectors .*expected the flat index of this corpus"):
+        build(other, tmp_path / "i", encoder, kind="hnsw", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    build(corpus, tmp_path / "h", encoder, kind="hnsw", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"kind='HNSW32'.* expected the flat index"):
+        build(corpus, tmp_path / "i", encoder, vectors=tmp_path / "h", progress=False)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", ["flat", "ivfpq", "hnsw"])
+def test_a_truncated_index_is_refused_with_the_remedy(
+    kind: str, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
+) -> None:
+    build(corpus, tmp_path / "i", encoder, kind=kind, vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    file = tmp_path / "i" / "index.faiss"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"index\.faiss is damaged .*build the index anew"):
+        Index(tmp_path / "i", encoder)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_index_of_another_size_than_its_manifest_is_refused(corpus: Path, encoder: Numbers, tmp_path: Path) -> None:
+    build(corpus, tmp_path / "i", encoder, progress=False)  # pyright: ignore[reportArgumentType]
+    manifest = msgspec.structs.replace(read_manifest(tmp_path / "i"), passages=7)
+    (tmp_path / "i" / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(ValueError, match=r"has \(2000, 2000, 32\) vectors.*expected \(7, 7, 32\).*anew"):
+        Index(tmp_path / "i", encoder)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_command_says_the_kind_and_its_bytes_and_refuses_in_one_line(
+    corpus: Path,
+    flat: Path,
+    tmp_path: Path,
+    encoder: Numbers,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("tools.defaults.index_corpus.Encoder", lambda *_: encoder)
+    command = [str(corpus), "--out", str(tmp_path / "i"), "--vectors", str(flat), "--kind"]
+    main([*command, "hnsw", "--search", "efSearch=99"])
+    assert "2000 passages" in (said := capsys.readouterr().out)
+    assert ": HNSW32, " in said
+    assert read_manifest(tmp_path / "i").search == "efSearch=99"
+    with pytest.raises(SystemExit) as left:
+        main([*command, "nonsense"])
+    assert (left.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+@pytest.mark.slow
+def test_the_bench_measures_recall_memory_and_queries() -> None:
+    row = retrieval_scale.run(passages=1500, dimensions=32, queries=40, seconds=0.01, texts=260, calls=120)
+    flat, ivfpq, hnsw = (row["synthetic"][name] for name in ("flat", "ivfpq", "hnsw"))
+    assert flat["recall"] == 1 >= hnsw["recall"] > 0.9
+    assert row["ratio"] == min(ivfpq["recall"], hnsw["recall"])
+    assert ivfpq["bytes"] < 0.5 * flat["bytes"] < flat["bytes"] < hnsw["bytes"]
+    assert all(rate > 0 for one in row["synthetic"].values() for rate in one["queries_per_s"].values())
+    assert row["built_in"]["hnsw"]["recall"] > 0.9
+    bare, joined, cached = row["calls"].values()
+    assert cached["searched"] < min(bare["searched"], joined["searched"]) <= 120
