@@ -20,6 +20,9 @@ SLOW = ("e2e", "faults", "gpu")
 
 
 COMPUTING = (
+    "tests/learner", "tests/simulation", "tests/judges", "tests/test_worlds.py", "tests/tools/research/test_theory", "tests/tools/research/test_costs.py",
+    "tests/tools/defaults", "tests/tools/finetuning", "tests/tools/planning",
+)  # fmt: skip
     "tests/learner",
     "tests/simulation",
     "tests/judges",

@@ -108,3 +108,17 @@ def test_the_command_prints_the_job_and_starts_nothing(capsys: pytest.CaptureFix
 def test_an_unknown_cluster_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--cluster", "rya", "--dry-run"]) == 2
     assert "'ray'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["learner.sharding=hybrid"], "learner.shard_ranks = 0 on a cluster"),
+        (["learner.publish=both"], "publish_host = '127.0.0.1'"),
+        (["learner.publish_url=nosuch://x"], "expected such as 's3://"),
+    ],
+)
+def test_what_a_cluster_cannot_serve_is_refused(changes: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config("cluster.on=ray", *changes)
+    assert words in str(refused.value)

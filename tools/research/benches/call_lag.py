@@ -120,7 +120,7 @@ class _Load:
 
     def _write(self, journal: Journal) -> None:
         if self._tree is None or len(self._tree.nodes) == NODES:
-            self._tree, self._trees = Tree(self._trees, None, "train"), self._trees + 1
+            self._tree, self._trees = Tree(self._trees, "bench", "train"), self._trees + 1
             self._tree.add(None, "prompt", np.arange(TOKENS, dtype=np.int32), "prompt")
             journal.start_tree(self._tree, self._tree.id, 0)
         zeros, root = np.zeros(TOKENS, np.float32), self._tree.nodes[0]
