@@ -18,15 +18,15 @@ hypothesis.settings.load_profile("any machine")
 SLOW = ("e2e", "faults", "gpu")
 """Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""
 
-
 COMPUTING = (
-    "tests/learner", "tests/simulation", "tests/judges", "tests/test_worlds.py", "tests/tools/research/test_theory", "tests/tools/research/test_costs.py",
-    "tests/tools/defaults", "tests/tools/finetuning", "tests/tools/planning",
-)  # fmt: skip
     "tests/learner",
     "tests/simulation",
     "tests/judges",
     "tests/test_worlds.py",
+    "tests/tools/defaults",
+    "tests/tools/finetuning",
+    "tests/tools/planning",
+    "tests/tools/research/test_costs.py",
     "tests/tools/research/test_theory",
 )
 """Where slow tests compute and do not depend on what else the machine does, so that several may run at once."""
