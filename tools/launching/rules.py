@@ -69,10 +69,6 @@ def _check_cluster(config: Config) -> None:
         raise ValueError(
             f"learner.publish = {w.publish!r} on a cluster with learner.publish_host = '127.0.0.1': expected an address that the actors reach"
         )
-    if on and w.sharding == "hybrid" and not w.shard_ranks:
-        raise ValueError(
-            "learner.shard_ranks = 0 on a cluster: Ray chooses the machines of the ranks, so say how many of them hold a copy together"
-        )
     if w.publish_url and w.publish == "memory":
         raise ValueError(
             "learner.publish_url with learner.publish = 'memory': there are no files to copy; expected 'file' or 'both'"

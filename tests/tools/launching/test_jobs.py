@@ -113,7 +113,6 @@ def test_an_unknown_cluster_is_refused_with_the_nearest_name(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["learner.sharding=hybrid"], "learner.shard_ranks = 0 on a cluster"),
         (["learner.publish=both"], "publish_host = '127.0.0.1'"),
         (["learner.publish_url=nosuch://x"], "expected such as 's3://"),
     ],
