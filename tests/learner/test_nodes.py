@@ -67,7 +67,7 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
         agents = [torchrun(node, meeting, file) for node in (0, 1)]
         try:
             assert await update(here.dispatcher, some) == [1] * 3
-            assert [await asyncio.to_thread(agent.wait, 60) for agent in agents] == [0, 0]
+            assert [await asyncio.to_thread(agent.wait, 180) for agent in agents] == [0, 0]
         finally:
             for agent in agents:
                 agent.kill()
