@@ -8,7 +8,8 @@
 | hnsw | HNSW32 | 4 d + about 270 | efSearch=128 |
 
 Any other name is taken for a factory string, such as "OPQ64,IVF4096,PQ64" or SLATE's "IVF65536_HNSW32,PQ128". Sources: FAISS's wiki ("Guidelines to
-choose an index": between 4 and 16 sqrt(vectors) lists, at least 30 training vectors for each; the GPU has codes of d/8 bytes), docs/retrieval.md.
+choose an index": between 4 and 16 sqrt(vectors) lists, at least 30 training vectors for each), docs/retrieval.md. np: no polysemous training, which
+takes most of the training's time and serves searches of another kind.
 """
 
 import math
