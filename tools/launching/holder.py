@@ -33,7 +33,8 @@ _TICK_S, _REPORT_S, _SEEN_S = 0.1, 2.0, 5.0
 class Delivery(msgspec.Struct, frozen=True):
     """A process to start. command: the arguments of Python before the process file; python: "" for the node's own interpreter. run: the folder of
     its scheduler. file: the path of the process file, body its content. keys: files of RUN/keys, by their path there. environment: of the process, beside the node's own.
-    apart: whether the process can run where the run folder is not seen."""
+    apart: whether the process can run where the run folder is not seen. folder: the launcher's, in which it runs if the node has it, since plug-ins and
+    relative paths are found from there."""
 
     command: list[str]
     run: str
@@ -44,6 +45,7 @@ class Delivery(msgspec.Struct, frozen=True):
     environment: dict[str, str]
     python: str = ""
     apart: bool = False
+    folder: str = ""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -98,10 +100,11 @@ class Holder:
     async def start(self, delivery: Delivery, meeting: tuple[str, int] | None) -> tuple[str, int]:
         """Start the process, and return the host's name and the process's number. meeting: where the learner's ranks meet."""
         file, self._own = await asyncio.to_thread(place, delivery)
-        environment = os.environ | delivery.environment | {"PYTHONPATH": str(ROOT)}
+        paths = [path for path in (delivery.environment.get("PYTHONPATH"), str(ROOT)) if path]
+        environment = os.environ | delivery.environment | {"PYTHONPATH": os.pathsep.join(paths)}
         if meeting is not None:
             environment |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        launcher = os.getpid()
+        launcher, where = os.getpid(), delivery.folder if Path(delivery.folder).is_dir() else ROOT
 
         def alone() -> None:
             os.setsid()
@@ -109,7 +112,7 @@ class Holder:
 
         command = [delivery.python or sys.executable, *delivery.command, str(file)]
         self._process = subprocess.Popen(  # noqa: ASYNC220 - its parent must be the thread that stays
-            command, cwd=ROOT, env=environment, stdout=self._log, stderr=self._log, preexec_fn=alone
+            command, cwd=where, env=environment, stdout=self._log, stderr=self._log, preexec_fn=alone
         )
         return socket.gethostname(), self._process.pid
 

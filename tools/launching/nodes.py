@@ -75,7 +75,8 @@ class Away:
                 with contextlib.suppress(ray.exceptions.RayError, subprocess.TimeoutExpired):
                     ray.get(self._holder.signal.remote(int(number)), timeout=2)
                     self.wait(2)
-            self._over(-int(number)) if self.returncode is None else None
+            if self.returncode is None:
+                self._over(-int(number))
 
     def kill(self) -> None:
         """Kill the process, wherever it is."""
@@ -206,7 +207,7 @@ class Nodes:
         return Delivery(
             ["-m", spec.module], str(home), str(file), file.read_bytes(), (home / "endpoint").read_text(),
             {name: (keys / name).read_text() for name in names}, environment, spec.python,
-            role != "learner" and bool(self.config.learner.publish_url or role != "actor"),
+            role != "learner" and bool(self.config.learner.publish_url or role != "actor"), str(Path.cwd()),
         )  # fmt: skip
 
 
