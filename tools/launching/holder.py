@@ -104,7 +104,7 @@ class Holder:
         environment = os.environ | delivery.environment | {"PYTHONPATH": os.pathsep.join(paths)}
         if meeting is not None:
             environment |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        launcher, where = os.getpid(), delivery.folder if Path(delivery.folder).is_dir() else ROOT
+        launcher, where = os.getpid(), delivery.folder if os.path.isdir(delivery.folder) else ROOT
 
         def alone() -> None:
             os.setsid()
