@@ -206,8 +206,8 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
         asyncio.get_running_loop().add_signal_handler(number, lambda: [service.drain() for service in services])
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))
-    serving = asyncio.gather(*(_serve(service, home) for service, home in zip(services, homes, strict=True)))
-    drained = asyncio.gather(*(service.draining.wait() for service in services))
+    serving = asyncio.create_task(_serve_all(services, homes))
+    drained = asyncio.create_task(_drained(services))
     try:
         await asyncio.wait([working, serving, drained], return_when=asyncio.FIRST_COMPLETED)
         stop.set()
@@ -225,6 +225,17 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
         serving.cancel()
         if giver is not None:
             giver.close()
+
+
+async def _serve_all(services: list[Service], homes: list[Path]) -> None:
+    """Serve every scheduler. A task of its own, because a bare gather that is cancelled says so after the error that ended the rank."""
+    await asyncio.gather(*(_serve(service, home) for service, home in zip(services, homes, strict=True)))
+
+
+async def _drained(services: list[Service]) -> None:
+    """Wait until every scheduler has asked for the end."""
+    for service in services:
+        await service.draining.wait()
 
 
 async def _serve(service: Service, folder: Path) -> None:
