@@ -55,7 +55,7 @@ class Event(msgspec.Struct, frozen=True):
 class Worker:
     """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
 
-    joined, changes: the number of its arrival, and how often its load or state has changed (``scheduler.pool``). answered: its answers so far.
+    joined: the number of its arrival. left_out: whether a pool has dropped an entry of it (``scheduler.pool``). answered: its answers so far.
     unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last attempts. key: its public key.
     """
 
@@ -72,7 +72,7 @@ class Worker:
         self.recent: deque[Event] = deque(maxlen=4)
         self.ready = False
         self.draining = False
-        self.joined = self.changes = 0
+        self.joined, self.left_out = 0, False
 
     @property
     def has_room(self) -> bool:

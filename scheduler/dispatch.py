@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from scheduler.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
+from scheduler.deadlines import Deadlines
 from scheduler.placement import Place, backoff
 from scheduler.pool import Pool, Queue
 from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
@@ -114,6 +115,7 @@ class Dispatcher:
         self._named: dict[str, Worker] = {}
         self._pools: defaultdict[str, Pool] = defaultdict(Pool)
         self._open: set[Pending] = set()
+        self._deadlines = Deadlines(self._expire)
         self._waiting: defaultdict[str, Queue] = defaultdict(Queue)
         self._arrivals = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -153,19 +155,18 @@ class Dispatcher:
         """
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
-        loop = asyncio.get_running_loop()
         since, result_type = self.clock(), service_types(service)[1]
         pending = Pending(
             service, encode_body(request), result_type, since + deadline, place, worker, caller, since, check
         )
         self.counters["calls"] += 1
         self._open.add(pending)
-        timer = loop.call_later(deadline, self._expire, pending, deadline)
+        moment = self._deadlines.add(pending, deadline)
         try:
             self._enter(pending)
             return await pending.done
         finally:
-            timer.cancel()
+            self._deadlines.discard(pending, moment)
             self._open.discard(pending)
             self._abandon(pending, "cancelled")
             if pending.done.cancelled():
@@ -269,12 +270,12 @@ class Dispatcher:
         if not queue:
             return
         pool, now, refused, passed = self._pools[service], self.clock(), set(), 0
-        while passed < min(len(queue), _LOOK_AHEAD) and pool.has_room(now):
+        while passed < min(len(queue), _LOOK_AHEAD) and (least := pool.least(now)) is not None:
             pending = queue[passed]
             kind = pending.place.waits_with() if pending.place is not None else None
             if pending.done.done():
                 queue.take(passed)  # its caller was cancelled and has not run since
-            elif kind in refused or (worker := self._place(pending, pool, now)) is None:
+            elif kind in refused or (worker := self._place(pending, pool, least, now)) is None:
                 refused |= {kind} - {None}
                 passed += 1
             else:
@@ -282,7 +283,7 @@ class Dispatcher:
                 self._start(pending, worker)
                 if pending.place is not None:
                     self._reorder(queue, passed)
-        if passed and any(queue[at].place is not None for at in range(passed)) and pool.has_room(now):
+        if passed and any(queue[at].place is not None for at in range(passed)) and pool.least(now) is not None:
             self._pump_later(service)
 
     def _reorder(self, queue: Queue, at: int) -> None:
@@ -300,15 +301,15 @@ class Dispatcher:
         if service not in self._again_at:
             self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, pump)
 
-    def _place(self, pending: Pending, pool: Pool, now: float) -> Worker | None:
+    def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
         if pending.place is None:
-            return pool.least(now, pending.failed_on)
+            return pool.least(now, pending.failed_on) if pending.failed_on else least
         name = pending.place.choose(pool.loads(now, pending.place.homes(), pending.failed_on), pending.failed_on)
         return pool.members.get(name) if name is not None else None
 
     def _changed(self, worker: Worker) -> None:
         """The load or the state of a worker has changed."""
-        worker.changes += 1
+        worker.left_out = False
         for service in worker.hello.services:
             self._pools[service].touch(worker)
 
@@ -448,7 +449,8 @@ class Dispatcher:
                 worker.stats, worker.beat_at = stats, worker.heard
                 self._compare(worker, set(listed), echo)
                 self._send(worker, Heartbeat(len(worker.in_flight), {}, echo=next(self._numbers)))
-                self._changed(worker)  # a rested worker may be usable again
+                if worker.left_out:  # a rested worker may be usable again
+                    self._changed(worker)
                 self._pump_all(worker)
             case Drain():
                 worker.draining = True

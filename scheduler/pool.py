@@ -1,12 +1,13 @@
 """The workers of one service by their load, and its waiting calls by their order: each change costs the same however many there are.
 
-A worker is found by a heap whose entries are stale once its load has changed. A worker that may not be used is left out when it comes
-up, and entered again by ``touch`` when something about it changes: when its rest ends, or with its next heartbeat.
+The workers of one load stand in a stack, whose entries are stale once their worker's load has changed. So finding the least loaded worker touches only
+what was touched just now, which is still in the processor's cache. A worker that may not be used is left out when it comes up, and
+entered again by ``touch`` when something about it changes: when its rest ends, or with its next heartbeat (``Worker.left_out``).
 """
 
 import bisect
-import heapq
 import operator
+from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -26,7 +27,9 @@ class Pool:
 
     def __init__(self) -> None:
         self.members: dict[str, Worker] = {}
-        self._heap: list[tuple[float, int, int, Worker]] = []
+        self._stacks: dict[float, deque[Worker]] = {}
+        self._shares: list[float] = []  # the keys of the stacks, ascending
+        self._entries = 0
         self._ring: list[Worker] = []
         self._turn = 0
 
@@ -36,7 +39,8 @@ class Pool:
             return
         self.members[worker.name] = worker
         self._ring.append(worker)
-        self.touch(worker)
+        if worker.has_room:
+            self._stack(worker.share).appendleft(worker)  # so that of several new ones the oldest is the first
 
     def discard(self, worker: Worker) -> None:
         """A worker is gone."""
@@ -47,26 +51,18 @@ class Pool:
     def touch(self, worker: Worker) -> None:
         """Note the worker's load, as one of its services does after a change."""
         if worker.has_room and self.members.get(worker.name) is worker:
-            heapq.heappush(self._heap, (worker.share, worker.joined, worker.changes, worker))
-            if len(self._heap) > _SLACK + 4 * len(self.members):
-                self._heap = [(w.share, w.joined, w.changes, w) for w in self._ring if w.has_room]
-                heapq.heapify(self._heap)
-
-    def has_room(self, now: float) -> bool:
-        """Whether a usable worker has room."""
-        heap = self._heap
-        while heap:
-            _, _, changes, worker = heap[0]
-            if changes == worker.changes and worker.usable(now):
-                return True
-            heapq.heappop(heap)
-        return False
+            self._stack(worker.share).append(worker)
+            if self._entries > _SLACK + 4 * len(self.members):
+                self._sort_anew()
 
     def least(self, now: float, avoid: Collection[str] = ()) -> Worker | None:
-        """The least loaded worker with room, the oldest of several; None if there is none. avoid: workers that are taken only if there is no
-        other at all, not even one without room."""
+        """The least loaded worker with room, of several the one that changed last; None if there is none. avoid: workers that are taken only if
+        there is no other at all, not even one without room."""
         if not avoid:
-            return self._heap[0][3] if self.has_room(now) else None
+            while self._shares:
+                if (worker := self._top(self._shares[0], now)) is not None:
+                    return worker
+            return None
         first = next((w for w in self._by_load(now) if w.name not in avoid), None)
         if first is not None or any(w.usable(now) for w in self._ring if w.name not in avoid):
             return first
@@ -89,16 +85,46 @@ class Pool:
                 found[worker.name] = worker
         return [_load(w) for w in sorted(found.values(), key=operator.attrgetter("joined"))]
 
+    def _stack(self, share: float) -> deque[Worker]:
+        """The stack of a load, which gets one entry more."""
+        self._entries += 1
+        if (stack := self._stacks.get(share)) is None:
+            bisect.insort(self._shares, share)
+            stack = self._stacks[share] = deque()
+        return stack
+
+    def _sort_anew(self) -> None:
+        """Drop the stale entries of all stacks."""
+        self._stacks, self._shares, self._entries = {}, [], 0
+        for worker in reversed(self._ring):
+            if worker.has_room:
+                self._stack(worker.share).append(worker)
+
+    def _stands(self, worker: Worker, share: float, now: float) -> bool:
+        """Whether an entry of the stack of ``share`` is true, and its worker may be used. A worker without room is not in a stack of its share."""
+        return worker.share == share and self.members.get(worker.name) is worker and worker.usable(now)
+
+    def _top(self, share: float, now: float) -> Worker | None:
+        """The worker that came last into a stack, after stale entries above it are dropped. A stack without any is removed."""
+        stack = self._stacks[share]
+        while stack:
+            if self._stands(worker := stack[-1], share, now):
+                return worker
+            stack.pop().left_out = True
+            self._entries -= 1
+        del self._stacks[share]
+        self._shares.remove(share)
+        return None
+
     def _by_load(self, now: float) -> Iterator[Worker]:
         """The usable workers with room, the least loaded first. Nothing may change while they are read."""
-        taken = list[tuple[float, int, int, Worker]]()
-        try:
-            while self.has_room(now):
-                taken.append(heapq.heappop(self._heap))
-                yield taken[-1][3]
-        finally:
-            for entry in taken:
-                heapq.heappush(self._heap, entry)
+        for share in self._shares.copy():
+            if self._top(share, now) is not None:
+                told = set[Worker]()
+                for worker in reversed(self._stacks[share]):
+                    if worker not in told and self._stands(worker, share, now):
+                        told.add(worker)
+                        yield worker
 
 
 def _load(worker: Worker) -> Load:
