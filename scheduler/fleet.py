@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from scheduler.placement import Load, Place, roomy
-from scheduler.pool import LOOKED_AT
+from scheduler.pool import FEW, LOOKED_AT
 from scheduler.residency import Residency
 from wire.messages import GenerateRequest, GenerateResult
 
@@ -122,7 +122,10 @@ class Fleet:
             return None
         if not self.begun(call.tree):
             return min(fitting, key=self._crowd).worker
-        held = {load.worker: self.residency.expect(load.worker, call.tokens) for load in free}
+        homes = {load.worker for load in free} if len(loads) <= FEW else set(tree.actors)
+        held = {
+            w: self.residency.expect(w, call.tokens) if w in homes else tree.shared for w in (f.worker for f in free)
+        }
         home = self._nearest(free, held)
         best = home if home in fitting else self._nearest(fitting, held)
         moved = held[best.worker] < held[home.worker]

@@ -17,7 +17,7 @@ from scheduler.placement import Load
 FEW = 8
 """A call that chooses for itself chooses among all workers if they are no more than this."""
 LOOKED_AT = 4
-"""Of more workers it is shown so many, half of them the least loaded and half in turn, besides those that it asks for."""
+"""Of more workers it is shown so many, half of them the least loaded and half in turn. A call that asks for certain ones sees these instead of those in turn."""
 _SLACK = 64
 _BY_ORDER = operator.attrgetter("order")
 
@@ -69,8 +69,8 @@ class Pool:
         return next(self._by_load(now), None)
 
     def loads(self, now: float, homes: Collection[str], avoid: Collection[str]) -> list[Load]:
-        """The workers that a call may choose from, in the order in which they joined: all usable ones if they are few, or else those with
-        room among its ``homes`` and ``LOOKED_AT`` others, and those to ``avoid`` only if there is no other."""
+        """The workers that a call may choose from, in the order in which they joined: all usable ones if they are few, or else its ``homes`` and the
+        least loaded others, for a call without homes also some in turn. Those to ``avoid`` are shown only if there is no other."""
         if len(self.members) <= FEW:
             return [_load(w) for w in self._ring if w.usable(now)]
         found = {w.name: w for w in (self.members.get(name) for name in homes) if w is not None and w.usable(now)}
@@ -79,7 +79,7 @@ class Pool:
                 break
             if worker.name not in avoid:
                 found[worker.name] = worker
-        for _ in range(LOOKED_AT // 2):
+        for _ in range(0 if homes else LOOKED_AT // 2):
             self._turn = (self._turn + 1) % len(self._ring)
             if (worker := self._ring[self._turn]).usable(now) and worker.name not in avoid:
                 found[worker.name] = worker

@@ -81,7 +81,8 @@ class Answering:
         """Nothing is open."""
 
 
-def _generated() -> GenerateResult:
+def generated() -> GenerateResult:
+    """The answer to a generate call."""
     tokens, zeros = np.arange(GROWTH // 2, dtype=np.int32), np.zeros(GROWTH // 2, np.float32)
     sample = Sample(tokens=tokens, logprobs=zeros, versions=zeros.astype(np.int32), finish="stop")
     return GenerateResult([sample], prompt_tokens=SHARED, cached_tokens=SHARED)
@@ -100,9 +101,13 @@ class Callers:
         while True:
             if self.fleet is None:
                 await self.dispatcher.call(SERVICE, REQUEST, deadline=3600.0)
-                self.done += 1
+                self.answered()
             else:
                 await self._tree(self.fleet, next(self._trees))
+
+    def answered(self) -> None:
+        """Count an answer."""
+        self.done += 1
 
     async def _tree(self, fleet: Fleet, tree: int) -> None:
         tokens = np.arange(SHARED + GROWTH * TURNS, dtype=np.int32)
@@ -111,7 +116,7 @@ class Callers:
             request = GenerateRequest(tokens[: SHARED + GROWTH * turn], 1, Sampling(max_tokens=GROWTH))
             place: Place = fleet.call(tree, request)
             await self.dispatcher.call("generate", request, deadline=3600.0, place=place)
-            self.done += 1
+            self.answered()
         fleet.ended(tree)
 
 
@@ -120,7 +125,7 @@ async def measure(
 ) -> float:
     """Return what a call costs by ``meter``, over ``calls`` calls after as many that are not counted: by default seconds of processor time."""
     transport, service = Answering(), "generate" if placed else SERVICE
-    transport.answers[service] = encode_body(_generated() if placed else ANSWER)
+    transport.answers[service] = encode_body(generated() if placed else ANSWER)
     dispatcher = Dispatcher("", None, DispatchConfig(dead_after_s=3600.0), router=transport)
     await dispatcher.start()
     for number in range(workers):

@@ -8,6 +8,7 @@ action does; what one turn of the loop writes is one transaction.
 import asyncio
 import contextlib
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -19,9 +20,11 @@ import numpy as np
 import zmq
 
 from scheduler.dispatch import Dispatcher
+from scheduler.fleet import CAPACITY
 from scheduler.journal import Journal
 from scheduler.tree import Tree
 from tools.bootstrap import ROOT
+from tools.research.benches.call_cost import generated
 from tools.research.benches.overhead import ANSWER, REQUEST, SERVICE
 from wire import loop
 from wire.arrays import decode_header, encode, encode_body
@@ -32,23 +35,27 @@ SIZES = {1: 64, 16: 4, 256: 4, 1024: 4}
 """Workers, and the calls that each takes at once."""
 TICK_S, LOOK_S, BEAT_S = 0.002, 0.005, 2.0
 """Seconds between two starts of calls, between two looks at the clock, and between two heartbeats of a worker."""
+EACH = 2500
+"""Workers of a process of peers: each takes two files, of which a process may have 20,000 or fewer."""
 NODES, TOKENS = 60, 40
 """Nodes of a tree before the next one begins, and tokens of a node."""
 
 
-def peers(endpoint: str, workers: int) -> None:
-    """Answer calls on ``workers`` sockets, in a process of its own, until killed."""
+def peers(endpoint: str, service: str, first: int, workers: int, capacity: int) -> None:
+    """Answer calls on the sockets of ``workers`` workers, numbered from ``first``, in a process of its own, until killed."""
+    more_files()
     context, poller = zmq.Context(), zmq.Poller()
     context.set(zmq.MAX_SOCKETS, workers + 8)
     sockets = []
-    for number in range(workers):
+    for number in range(first, first + workers):
         socket = context.socket(zmq.DEALER)
         socket.identity = f"peer-{number}/{os.getpid()}/0".encode()
         socket.connect(endpoint)
-        socket.send_multipart(encode(Register(f"peer-{number}", [SERVICE], SIZES[workers], os.getpid(), "bench")))
+        socket.send_multipart(encode(Register(f"peer-{number}", [service], capacity, os.getpid(), "bench")))
         poller.register(socket, zmq.POLLIN)
         sockets.append(socket)
-    body, open_, echo, beat = encode_body(ANSWER), [0] * workers, [0] * workers, time.monotonic() + BEAT_S
+    body = encode_body(ANSWER if service == SERVICE else generated())
+    echo, stats, beat = [0] * workers, {CAPACITY: 1e5}, time.monotonic() + BEAT_S
     place = {socket: number for number, socket in enumerate(sockets)}
     while True:
         for socket, _ in poller.poll(100):
@@ -64,35 +71,72 @@ def peers(endpoint: str, workers: int) -> None:
         if time.monotonic() > beat:
             beat += BEAT_S
             for number, socket in enumerate(sockets):
-                socket.send_multipart(encode(Heartbeat(open_[number], {}, [], echo[number])))
+                socket.send_multipart(encode(Heartbeat(0, stats, [], echo[number])))
+
+
+def more_files() -> None:
+    """Let this process open as many files as it may: each worker is a connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.asynccontextmanager
-async def _peers(endpoint: str, workers: int) -> AsyncIterator[None]:
-    code = f"from tools.research.benches import call_lag; call_lag.peers({endpoint!r}, {workers})"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+async def answering(endpoint: str, service: str, workers: int, capacity: int) -> AsyncIterator[None]:
+    """Workers that offer ``service`` and answer at once, at most ``EACH`` of them in a process."""
+    processes = []
+    for first in range(0, workers, EACH):
+        arguments = f"{endpoint!r}, {service!r}, {first}, {min(EACH, workers - first)}, {capacity}"
+        code = f"from tools.research.benches import call_lag; call_lag.peers({arguments})"
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        processes.append(await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=environment))
     try:
         yield
     finally:
-        process.kill()
-        await process.wait()
+        for process in processes:
+            process.kill()
+            await process.wait()
+
+
+class Journaled:
+    """Writes each answer into the journal: a node of ``TOKENS`` tokens, in trees of ``NODES``."""
+
+    def __init__(self, journal: Journal):
+        self.journal, self._trees = journal, 0
+        self._tree: Tree | None = None
+
+    def write(self) -> None:
+        """Add a node, as a scored action does."""
+        if self._tree is None or len(self._tree.nodes) == NODES:
+            self._tree, self._trees = Tree(self._trees, "bench", "train"), self._trees + 1
+            self._tree.add(None, "prompt", np.arange(TOKENS, dtype=np.int32), "prompt")
+            self.journal.start_tree(self._tree, self._tree.id, 0)
+        zeros, root = np.zeros(TOKENS, np.float32), self._tree.nodes[0]
+        node = self._tree.add(root, "action", np.arange(TOKENS, dtype=np.int32), "text", logprobs=zeros)
+        node.scores.update({"think": 1.0, "query": 0.0})
+        self._tree.changed[node.id] = node
+        self.journal.save_nodes(self._tree)
+
+
+async def watch(lags: list[float]) -> None:
+    """Note how late the loop comes to a timer, in seconds, until cancelled."""
+    while True:
+        due = time.perf_counter() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        lags.append(time.perf_counter() - due)
 
 
 class _Load:
     """Calls at a rate, from ``run``'s start to its end. done: calls that have returned."""
 
     def __init__(self, dispatcher: Dispatcher, journal: Journal | None):
-        self.dispatcher, self.journal = dispatcher, journal
+        self.dispatcher = dispatcher
+        self.journaled = Journaled(journal) if journal is not None else None
         self.done, self.lags = 0, list[float]()
         self._open: set[asyncio.Task[None]] = set()
-        self._trees = 0
-        self._tree: Tree | None = None
 
     async def run(self, rate: int, seconds: float) -> None:
         begun, started = time.perf_counter(), 0
-        watching = asyncio.create_task(self._watch())
+        watching = asyncio.create_task(watch(self.lags))
         while (now := time.perf_counter() - begun) < seconds:
             for _ in range(int(now * rate) - started):
                 task = asyncio.create_task(self._call())
@@ -106,28 +150,11 @@ class _Load:
         """Wait for the calls that are still open."""
         await asyncio.gather(*self._open)
 
-    async def _watch(self) -> None:
-        while True:
-            due = time.perf_counter() + LOOK_S
-            await asyncio.sleep(LOOK_S)
-            self.lags.append(time.perf_counter() - due)
-
     async def _call(self) -> None:
         await self.dispatcher.call(SERVICE, REQUEST, deadline=300.0)
         self.done += 1
-        if self.journal is not None:
-            self._write(self.journal)
-
-    def _write(self, journal: Journal) -> None:
-        if self._tree is None or len(self._tree.nodes) == NODES:
-            self._tree, self._trees = Tree(self._trees, "bench", "train"), self._trees + 1
-            self._tree.add(None, "prompt", np.arange(TOKENS, dtype=np.int32), "prompt")
-            journal.start_tree(self._tree, self._tree.id, 0)
-        zeros, root = np.zeros(TOKENS, np.float32), self._tree.nodes[0]
-        node = self._tree.add(root, "action", np.arange(TOKENS, dtype=np.int32), "text", logprobs=zeros)
-        node.scores.update({"think": 1.0, "query": 0.0})
-        self._tree.changed[node.id] = node
-        journal.save_nodes(self._tree)
+        if self.journaled is not None:
+            self.journaled.write()
 
 
 async def measure(workers: int, rate: int, seconds: float, journaled: bool) -> dict[str, float]:
@@ -136,11 +163,12 @@ async def measure(workers: int, rate: int, seconds: float, journaled: bool) -> d
     await dispatcher.start()
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal.sqlite") if journaled else None
-        async with _peers(dispatcher.endpoint, workers):
+        async with answering(dispatcher.endpoint, SERVICE, workers, SIZES[workers]):
             await dispatcher.wait_for(SERVICE, workers, 120.0)
             load = _Load(dispatcher, journal)
             await load.run(min(rate, 500), 0.5)  # a first run imports and connects
-            load.done, load.lags = 0, []
+            load.done = 0
+            load.lags.clear()
             begun, spent = time.perf_counter(), time.process_time()
             await load.run(rate, seconds)
             done, took, spent = load.done, time.perf_counter() - begun, time.process_time() - spent

@@ -1,0 +1,120 @@
+"""The scheduler's processor time for a call and its loop's lag over real sockets, from one worker to 10,000 and from 64 callers to 100,000.
+
+The peers are raw sockets of other processes that answer at once; every caller has one call open, without an end, so the loop is always full and a lag is
+one turn of the loop. What heartbeats take without any call is measured before and subtracted, because it grows with the workers and not with the calls.
+"""
+
+import asyncio
+import gc
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scheduler.dispatch import DispatchConfig, Dispatcher
+from scheduler.fleet import Fleet
+from scheduler.journal import Journal
+from tools.research.benches.call_cost import Callers
+from tools.research.benches.call_lag import Journaled, answering, more_files, watch
+from tools.research.benches.overhead import SERVICE
+from wire import loop
+from wire.numbers import Count, Positive
+
+SIZES = {
+    "1/64": (1, 64, 64),
+    "16/64": (16, 4, 64),
+    "256/512": (256, 4, 512),
+    "1024/2048": (1024, 4, 2048),
+    "10000/64": (10_000, 4, 64),
+    "10000/20000": (10_000, 4, 20_000),
+    "16/1000": (16, 4, 1000),
+    "16/10000": (16, 4, 10_000),
+    "16/100000": (16, 4, 100_000),
+}
+"""Workers, calls that each takes at once, callers."""
+KINDS = {"": (False, False), "place": (True, False), "journal": (False, True)}
+"""Whether calls have a place, and whether each answer is written to a journal."""
+
+
+class _Writing(Callers):
+    """Callers that write each answer to a journal."""
+
+    def __init__(self, dispatcher: Dispatcher, fleet: Fleet | None, journaled: Journaled | None):
+        super().__init__(dispatcher, fleet)
+        self.journaled = journaled
+
+    def answered(self) -> None:
+        """Count an answer and write it."""
+        super().answered()
+        if self.journaled is not None:
+            self.journaled.write()
+
+
+async def measure(
+    workers: int, capacity: int, callers: int, placed: bool, journaled: bool, seconds: float
+) -> dict[str, float]:
+    """Return microseconds of a call, the lag's percentiles in milliseconds, calls a second and the share of a core that heartbeats take."""
+    service = "generate" if placed else SERVICE
+    dispatcher = Dispatcher("tcp://127.0.0.1:0", None, DispatchConfig(dead_after_s=600.0))
+    await dispatcher.start()
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal.sqlite") if journaled else None
+        async with answering(dispatcher.endpoint, service, workers, capacity):
+            await dispatcher.wait_for(service, workers, 300.0)
+            gc.collect()
+            gc.freeze()  # as scheduler.survivors does in a run
+            began, spent = time.perf_counter(), time.process_time()
+            await asyncio.sleep(min(4.0, seconds))
+            idle = (time.process_time() - spent) / (time.perf_counter() - began)
+            writing = Journaled(journal) if journal is not None else None
+            calling = _Writing(dispatcher, Fleet() if placed else None, writing)
+            tasks = [asyncio.create_task(calling.call()) for _ in range(callers)]
+            while calling.done < callers / 2:  # all have begun
+                await asyncio.sleep(0.05)
+            lags = list[float]()
+            tasks.append(asyncio.create_task(watch(lags)))
+            before, began, spent = calling.done, time.perf_counter(), time.process_time()
+            await asyncio.sleep(seconds)
+            done, passed, spent = calling.done - before, time.perf_counter() - began, time.process_time() - spent
+            gc.unfreeze()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await dispatcher.close()
+        if journal is not None:
+            journal.close()
+    p50, p99 = (1e3 * float(np.quantile(lags, share)) for share in (0.5, 0.99))
+    us = 1e6 * (spent - idle * passed) / max(done, 1)
+    return {"us": us, "lag_p50": p50, "lag_p99": p99, "calls_s": done / passed, "heartbeats": idle}
+
+
+def run(seconds: Positive = 4.0, rounds: Count = 3, sizes: tuple[str, ...] = tuple(SIZES)) -> dict[str, Any]:
+    """Return the largest ratio of a call's cost to that of the first of ``sizes``, over calls with a place, without one, and with a journal. Medians of rounds
+    that alternate; each row is printed."""
+    if unknown := set(sizes) - set(SIZES):
+        raise ValueError(f"sizes = {sorted(unknown)}: expected of {list(SIZES)}")
+    more_files()
+    rows: dict[tuple[str, str], list[dict[str, float]]] = {(size, kind): [] for size in sizes for kind in KINDS}
+    for _ in range(rounds):
+        for (size, kind), measured in rows.items():
+            measured.append(loop.run(measure(*SIZES[size], *KINDS[kind], seconds)))
+    table = {
+        key: {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+        for key, measured in rows.items()
+    }
+    print("| workers/callers | | us a call | lag p50, ms | p99 | calls a second | heartbeats, share of a core |")
+    print("|---|---|---|---|---|---|---|")
+    for (size, kind), row in table.items():
+        cells = f"{row['us']:.0f} | {row['lag_p50']:.1f} | {row['lag_p99']:.1f} | {row['calls_s']:.0f} | {row['heartbeats']:.3f}"
+        print(f"| {size} | {kind} | {cells} |")
+    ratio = max(row["us"] / table[sizes[0], kind]["us"] for (_, kind), row in table.items())
+    return {
+        "name": "processor time of a call over sockets, the dearest size / one worker",
+        "ratio": ratio,
+        "goal": 1.5,
+        "better": "lower",
+        "rows": {f"{size} {kind}".strip(): row for (size, kind), row in table.items()},
+    }
