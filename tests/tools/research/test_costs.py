@@ -84,6 +84,9 @@ def test_a_simulated_fleet_grows_trees_to_their_ends(
             return fleet.journal.tally()
 
     tally = asyncio.run(grown())
+    recorded = fleet_limit.Texts(Text(str(llama)), str(tmp_path))
+    assert {len(sample.tokens) for sample in recorded.samples} == {len(Text(str(llama)).encode(fleet_limit.ACTION))}
+    assert all("Lima" in passages[0].text for passages in recorded.found)
     assert tally["closed"] >= 60
     assert tally["growing"] <= 30
 

@@ -75,7 +75,7 @@ class Texts:
         actions, self.found = [ACTION], [[tree_cost.PASSAGE] * 3]
         if run:
             journal = Journal(Path(run) / "journal.sqlite", readonly=True)
-            nodes = [node for row in journal.trees("status = 'closed'") for node in journal.tree(row).nodes]
+            nodes = [node for row in journal.trees("status = 'closed'") for node in journal.tree(row).nodes.values()]
             journal.close()
             actions = [node.text for node in nodes if node.kind == "action"]
             self.found = [[Passage("1", "", node.text, 1.0)] for node in nodes if node.kind == "observation"]
