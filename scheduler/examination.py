@@ -12,10 +12,11 @@ import msgspec
 from actors.environments.base import Environment, Task
 from scheduler import baselines, best, evaluation, report, strategies
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
 from scheduler.phases import Phases
+from scheduler.services import Shop
 from scheduler.spread import Spread
 from scheduler.strategies import Strategy
 from scheduler.tasks import GeneratedTasks, Tasks
@@ -62,11 +63,11 @@ class Examination:
             return {}
         if isinstance(training, Tasks):
             return evaluation.trivial_baselines(self.tasks, training.tasks)
-        shop = self._shop()
+        shop = self._shop(self.shop.settings)
 
         def context(task: Task, place: int) -> Context:
             tree = Tree(-1, task.id, "baseline")
-            return Context(shop, shop.settings, task, tree, random.Random(f"baseline/{place}"))
+            return Context(shop, task, tree, random.Random(f"baseline/{place}"))
 
         return await baselines.play(self.environment, self.tasks, context)
 
@@ -106,7 +107,7 @@ class Examination:
         """Grow one held-out trajectory. Returns None if its task cannot work."""
         async with room:
             tree, journal = Tree(self.number(), task.id, "heldout"), self.shop.journal
-            context = Context(self._shop(), settings, task, tree, random.Random(f"heldout/{position}"))
+            context = Context(self._shop(settings), task, tree, random.Random(f"heldout/{position}"))
             journal.start_tree(tree, position, self.spread.weights.version)
             try:
                 await self.attempts(tree, context, self.strategy)
@@ -117,8 +118,13 @@ class Examination:
             journal.close_tree(tree)
             return task, tree
 
-    def _shop(self) -> Shop:
+    def _shop(self, settings: SchedulerConfig) -> Shop:
         """A copy of the run's shop for held-out tasks, which trains nothing and does not count its work as the run's."""
         return msgspec.structs.replace(
-            self.shop, emit=lambda tree, turns: None, counts=Counter(), judged=Judged(), environment=self.environment
+            self.shop,
+            emit=lambda tree, turns: None,
+            counts=Counter(),
+            judged=Judged(),
+            environment=self.environment,
+            settings=settings,
         )

@@ -22,8 +22,8 @@ import scheduler
 from actors.environments import registry
 from actors.environments.base import Task
 from scheduler import report, strategies, terminal
-from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
-from scheduler.context import ATTEMPTS, Context, Shop
+from scheduler.config import UNJUDGED, SchedulerProcess
+from scheduler.context import Context
 from scheduler.dispatch import Dispatcher, Transport, Worker
 from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
@@ -35,6 +35,7 @@ from scheduler.judged import Judged
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
 from scheduler.phases import SUMMED, Phases, Training
+from scheduler.services import ATTEMPTS, Shop
 from scheduler.spread import Spread, Weights
 from scheduler.stream import Stream
 from scheduler.survivors import Survivors
@@ -369,7 +370,7 @@ class Run:
         position = self.shard.position(draw)
         task = self.tasks.at(position)
         tree = Tree(self._number(), task.id)
-        context = self._context(task, tree, self.settings, position)
+        context = self._context(task, tree, position)
         self.pacing.start()
         self.journal.start_tree(tree, position, self.pacing.version)
         self._spawn(tree, context)
@@ -388,12 +389,12 @@ class Run:
         if row.status != "growing":
             self.stream.close(tree, row.status == "replaced")
             return
-        context = self._context(self.tasks.at(row.position), tree, self.settings, row.position)
+        context = self._context(self.tasks.at(row.position), tree, row.position)
         self._spawn(tree, context)
 
-    def _context(self, task: Task, tree: Tree, settings: SchedulerConfig, position: int) -> Context:
+    def _context(self, task: Task, tree: Tree, position: int) -> Context:
         rng = random.Random(f"{self.process.seed}/{tree.split}/{position}/{len(tree.nodes)}")
-        return Context(self.shop, settings, task, tree, rng)
+        return Context(self.shop, task, tree, rng)
 
     def _spawn(self, tree: Tree, context: Context) -> None:
         task = asyncio.create_task(self._grow(tree, context))
