@@ -8,6 +8,7 @@ trajectory continues; at worst one call of the environment or the judge is repea
 import asyncio
 import math
 import random
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -49,13 +50,13 @@ class Context(Scoring):
             and node.parent < 0
             and (self.environment.fresh or not self.environment.begins_with_prompt)
         ):
-            state = await self.environment.open(self.typed(node.state), self)
+            state = await self.environment.open(self.after(node), self)
             return self._show(state, trajectory, 0)
         return node
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
         """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children."""
-        state = None if node.state is None else self.typed(node.state)
+        state = None if node.state is None else self.after(node)
         samples, cached, opening = await self.acted(self.tree.prefix(node), n, state)
         trajectory = node.trajectory if trajectory is None else trajectory
         actions = [self._sampled(node, sample, opening, trajectory=trajectory) for sample in samples]
@@ -76,7 +77,7 @@ class Context(Scoring):
         place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
         assert place is not None, "an action has a prompt above it"
         prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
-        limit = 0 if place.state is None else self.environment.most(self.typed(place.state))
+        limit = 0 if place.state is None else self.environment.most(self.after(place))
         (sample,), cached = await self.sample(prefix, 1, stop, kept=kept, limit=limit)
         new = [sample.tokens, sample.logprobs, sample.versions]
         tokens, logprobs, versions = (np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True))
@@ -130,8 +131,7 @@ class Context(Scoring):
 
     async def force_answer(self, node: Node) -> Node:
         """Append the forced opening of an answer and let the policy finish the answer. The answer is logged, never trained."""
-        prefix = self.environment.forced_prefix
-        tokens = self.shop.text.encode(prefix)
+        prefix, tokens = self.environment.forced_prefix, self._forced
         (sample,), _ = await self.sample(np.concatenate([self.tree.prefix(node), tokens]), 1, ["</answer>"])
         # Only now: after a fault of the call, the next attempt must not find an opening without its answer.
         opening = self.tree.add(node, "observation", tokens, prefix, chosen=True, state=node.state)
@@ -166,9 +166,14 @@ class Context(Scoring):
 
     # ------------------------------------------------------------------------------------------ inner workings
 
+    @cached_property
+    def _forced(self) -> np.ndarray:
+        """int32 [tokens]: the forced opening of an answer; empty if the environment forces none."""
+        return self.shop.text.encode(self.environment.forced_prefix)
+
     def _taking(self, node: Node) -> Taken:
         above = self.tree.parent(node)
-        prompt = 0 if above is None else len(self.tree.prefix(above))
+        prompt = 0 if above is None else self.tree.length(above)
         replies = () if self.environment.begins_with_prompt else (n.text for n in self.tree.actions(node.trajectory))
         return Taken(self, Spent(prompt, node.cached, len(node.tokens), node.finish), tuple(replies))
 
@@ -214,8 +219,7 @@ class Context(Scoring):
 
     def _fits(self, place: Node) -> bool:
         """Whether the context has room for an action after ``place``, also if the action's opening is forced."""
-        opening = self.shop.text.encode(self.environment.forced_prefix) if self.environment.forced_prefix else ()
-        tokens = len(self.tree.prefix(place)) + len(opening) + self.settings.max_action_tokens
+        tokens = self.tree.length(place) + len(self._forced) + self.settings.max_action_tokens
         return not 0 < self.shop.longest < tokens
 
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:

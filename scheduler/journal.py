@@ -143,7 +143,7 @@ class Journal:
 
     def _write_changed(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Write the tree's changed nodes and execute ``statements``, in one transaction."""
-        nodes = [(tree.id, node.id, encode_node(node)) for node in tree.changed.values()]
+        nodes = [(tree.id, node.id, encode_node(node, tree)) for node in tree.changed.values()]
         self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", nodes), *statements)
         tree.changed.clear()
 

@@ -32,18 +32,17 @@ class Scoring(Services):
 
     def state(self, node: Node) -> Any:
         """The environment state in which ``node`` acts."""
-        place = self.tree.acted_in(node)
+        return self.after(self.tree.acted_in(node))
+
+    def after(self, place: Node | None) -> Any:
+        """The environment state after ``place``."""
         if place is not self._state[0]:  # siblings act in one state
-            self._state = place, self.typed(None if place is None else place.state)
+            self._state = place, msgspec.convert(None if place is None else place.state, self.state_type)
         return self._state[1]
 
     def answer(self, node: Node) -> Node | None:
         """The environment's observation below an action."""
         return next((child for child in self.tree.children(node) if child.kind == "observation"), None)
-
-    def typed(self, plain: Any) -> Any:
-        """A node's state as the environment knows it."""
-        return msgspec.convert(plain, self.state_type)
 
     async def judge(self, nodes: Sequence[Node]) -> None:
         """Have sibling actions judged, and mark them. If rewards are composed of the judge's columns, only valid actions are judged
@@ -144,13 +143,13 @@ class Scoring(Services):
         action, answer = self.action(node), self.answer(node)
         if not self.environment.fresh:
             return self._judged(node, action)
-        after = None if answer is None else self.typed(answer.state)
+        after = None if answer is None else self.after(answer)
         return self.environment.concluded(self.task, self.state(node), action, after, node.step, self.settings.budget)
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
         """A trajectory's columns: turns, valid searches, whether it answered, sampled tokens, all tokens of its response (methods.md 2.4)."""
         sampled = sum(len(turn.tokens) if turn.sampled is None else int(turn.sampled.sum()) for turn in turns)
-        whole = len(self.tree.prefix(turns[-1])) - len(self.tree.nodes[0].tokens)
+        whole = self.tree.length(turns[-1]) - len(self.tree.nodes[0].tokens)
         searches = sum(self.action(turn).kind == "search" for turn in turns)
         return {
             "turns": float(len(turns)),
