@@ -45,14 +45,9 @@ class Context(Scoring):
     async def tip(self, trajectory: int = 0) -> Node:
         """Where the trajectory stands: its last chosen node, or the prompt of its first turn."""
         node = self.tree.tip(trajectory)
-        if (
-            node.kind == "prompt"
-            and node.parent < 0
-            and (self.environment.fresh or not self.environment.begins_with_prompt)
-        ):
-            state = await self.environment.open(self.after(node), self)
-            return self._show(state, trajectory, 0)
-        return node
+        if node.parent >= 0 or (self.environment.begins_with_prompt and not self.environment.fresh):
+            return node
+        return self._show(await self.environment.open(self.after(node), self), trajectory, 0)
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
         """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children."""
@@ -204,16 +199,8 @@ class Context(Scoring):
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
         """Add a fresh prompt that shows ``state`` as a child of the root, which holds what all turns share."""
         _, tail = self.rendered(state)
-        prompt = self.tree.add(
-            self.tree.nodes[0],
-            "prompt",
-            self.encode(tail),
-            tail.text,
-            state=msgspec.to_builtins(state),
-            chosen=True,
-            trajectory=trajectory,
-            step=step,
-        )
+        place = {"chosen": True, "trajectory": trajectory, "step": step, "state": msgspec.to_builtins(state)}
+        prompt = self.tree.add(self.tree.nodes[0], "prompt", self.encode(tail), tail.text, **place)
         self.changed([prompt])
         return prompt
 

@@ -1,7 +1,7 @@
 """The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights, evaluate again, sum up.
 
-``python -m scheduler.main PROCESS.json``. Invariant: every drawn task ends closed or quarantined. The run ends with a summary, with an
-error that says what failed, or by a signal; ``tools/launch --resume`` continues it after a signal.
+``python -m scheduler.main PROCESS.json``. The run ends with a summary, with an error that says what failed, or by a signal;
+``tools/launch --resume`` continues it after a signal.
 """
 
 import asyncio

@@ -126,7 +126,8 @@ class Scoring(Services):
         self.shop.journal.save_nodes(self.tree)
 
     def _judged(self, node: Node, action: Action) -> JudgedTurn:
-        turn = self.environment.judged(self.task, self.state(node), action, node.step, self.settings.budget)
+        state = self.state(node)
+        turn = self.environment.judged(self.task, state, action, node.step, self.settings.budget)
         if self.environment.fresh:
             return turn
         place, answer = self.tree.parent(node), self.answer(node)
@@ -134,7 +135,7 @@ class Scoring(Services):
             path = self.tree.path(node)
             self._past = place, turns_of(path), "".join([above.text for above in path[1:-1]])
         _, before, transcript = self._past
-        turn = self.environment.recalled(turn, self.state(node), before)
+        turn = self.environment.recalled(turn, state, before)
         return msgspec.structs.replace(
             turn, transcript=transcript, observation=answer.text if answer is not None else None
         )

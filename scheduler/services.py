@@ -166,19 +166,11 @@ class Services(Tools):
         result: JudgeResult = await self._call(f"judge.{judge}", request, self.settings.judge_deadline_s, check)
         return result.judgements
 
-    async def _call(
-        self,
-        service: str,
-        request: msgspec.Struct,
-        deadline: float,
-        check: Check | None = None,
-        place: Place | None = None,
-    ) -> Any:
+    async def _call(self, service: str, request: msgspec.Struct, deadline: float, check: Check | None = None, place: Place | None = None) -> Any:  # fmt: skip
         """Call a service through the dispatcher, with this tree named as the caller."""
         caller = f"tree {self.tree.id}" + (f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else "")
-        return await self.shop.dispatcher.call(
-            service, request, deadline=deadline, place=place, caller=caller, check=check
-        )
+        call = self.shop.dispatcher.call
+        return await call(service, request, deadline=deadline, place=place, caller=caller, check=check)
 
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
         shop, place = self.shop, self.shop.fleet.call(self.tree.id, request, beside)
@@ -194,19 +186,11 @@ class Services(Tools):
 
 
 class Taken(Tools):
-    """The tools of one step: the tree's services, and what is known of the action that is taken. replies: see ``Tools.replies``."""
+    """The tools of one step: the tree's services, and what is known of the action that is taken (``Tools.spent``, ``Tools.replies``)."""
 
     def __init__(self, asked: Services, spent: Spent, replies: tuple[str, ...]):
         self.rng, self.retrieve, self.play, self.say = asked.rng, asked.retrieve, asked.play, asked.say
-        self._spent, self._replies = spent, replies
-
-    def spent(self) -> Spent:
-        """What the action took."""
-        return self._spent
-
-    def replies(self) -> tuple[str, ...]:
-        """The trajectory's actions up to the one that is taken."""
-        return self._replies
+        self.spent, self.replies = lambda: spent, lambda: replies
 
 
 def _opened(sample: Sample, opening: np.ndarray) -> Sample:

@@ -78,6 +78,7 @@ class Tree:
         self.id, self.task, self.split = id, task, split
         self.nodes: dict[int, Node] = {}
         self._below: dict[int, list[Node]] = {}
+        self._lengths: dict[int, int] = {}
         for node in nodes or []:
             self._put(node)
             if isinstance(node.state, Ext):
@@ -98,6 +99,7 @@ class Tree:
 
     def _put(self, node: Node) -> None:
         self.nodes[node.id] = node
+        self._lengths[node.id] = self._lengths.get(node.parent, 0) + len(node.tokens)
         self._below.setdefault(node.parent, []).append(node)
 
     def parent(self, node: Node) -> Node | None:
@@ -118,7 +120,7 @@ class Tree:
 
     def length(self, node: Node) -> int:
         """The number of tokens from the root to the end of ``node``."""
-        return sum(len(above.tokens) for above in self.path(node))
+        return self._lengths[node.id]
 
     def children(self, node: Node) -> list[Node]:
         """The children of ``node``, in the order in which they were added."""
@@ -158,11 +160,16 @@ def turns_of(path: Sequence[Node]) -> list[tuple[str, str]]:
 def encode_node(node: Node, tree: Tree | None = None) -> bytes:
     """Encode a node as msgpack, with arrays inline as [dtype, bytes]. Of its state only what it has beside the state in which the node was added
     to ``tree``, because a state tends to hold the whole episode. ``Tree`` makes the states of its nodes whole again."""
-    above = None if tree is None or not isinstance(node.state, dict) else tree.state_before(node)
-    if isinstance(above, dict) and above.keys() == node.state.keys():
-        beside = msgspec.msgpack.encode(_beside(node.state, above))
-        node = msgspec.structs.replace(node, state=Ext(BESIDE, beside))
+    if node.state is not None and tree is not None:
+        node = _shortened(node, tree.state_before(node))
     return msgspec.msgpack.encode(node, enc_hook=lambda array: [NAMES[array.dtype], array.tobytes()])
+
+
+def _shortened(node: Node, above: Any) -> Node:
+    state = node.state
+    if not isinstance(state, dict) or not isinstance(above, dict) or state.keys() != above.keys():
+        return node
+    return msgspec.structs.replace(node, state=Ext(BESIDE, msgspec.msgpack.encode(_beside(state, above))))
 
 
 def _beside(state: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
