@@ -5,19 +5,20 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from actors.environments.base import Environment, Task
 from scheduler import baselines, best, evaluation, report, strategies
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
+from scheduler.forest import Forest
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
 from scheduler.phases import Phases
+from scheduler.services import Shop
 from scheduler.spread import Spread
-from scheduler.strategies import Strategy
 from scheduler.tasks import GeneratedTasks, Tasks
 from scheduler.together import together
 from scheduler.tree import Tree
@@ -30,14 +31,12 @@ AT_ONCE = 96
 WORK = ("environment_steps", "continuation_steps", "generated_tokens")
 """Counts of work against which a run's curves are drawn. They continue after a resume, and include work that a crash undid."""
 
-Attempts = Callable[[Tree, Context, Strategy], Awaitable[None]]
-
 
 class Examination:
     """Evaluates the policy in force on the held-out ``tasks``; does nothing without tasks.
 
     shop: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment: the run's, with the options of
-    [scheduler.evaluation]. attempts: grows one tree, again after an infrastructure fault. number: gives the next tree's number.
+    [scheduler.evaluation]. forest: numbers and grows the trees.
     """
 
     def __init__(
@@ -48,12 +47,10 @@ class Examination:
         spread: Spread,
         metrics: Metrics,
         phases: Phases,
-        attempts: Attempts,
-        number: Callable[[], int],
+        forest: Forest,
     ):
         self.shop, self.environment, self.tasks = shop, environment, tasks
-        self.spread, self.metrics, self.phases = spread, metrics, phases
-        self.attempts, self.number = attempts, number
+        self.spread, self.metrics, self.phases, self.forest = spread, metrics, phases, forest
         self.strategy = strategies.evaluation(shop.settings.strategy, shop.settings.strategy_options)
 
     async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
@@ -62,11 +59,11 @@ class Examination:
             return {}
         if isinstance(training, Tasks):
             return evaluation.trivial_baselines(self.tasks, training.tasks)
-        shop = self._shop()
+        shop = self._shop(self.shop.settings)
 
         def context(task: Task, place: int) -> Context:
             tree = Tree(-1, task.id, "baseline")
-            return Context(shop, shop.settings, task, tree, random.Random(f"baseline/{place}"))
+            return Context(shop, task, tree, random.Random(f"baseline/{place}"))
 
         return await baselines.play(self.environment, self.tasks, context)
 
@@ -105,11 +102,11 @@ class Examination:
     ) -> tuple[Task, Tree] | None:
         """Grow one held-out trajectory. Returns None if its task cannot work."""
         async with room:
-            tree, journal = Tree(self.number(), task.id, "heldout"), self.shop.journal
-            context = Context(self._shop(), settings, task, tree, random.Random(f"heldout/{position}"))
+            tree, journal = Tree(self.forest.number(), task.id, "heldout"), self.shop.journal
+            context = Context(self._shop(settings), task, tree, random.Random(f"heldout/{position}"))
             journal.start_tree(tree, position, self.spread.weights.version)
             try:
-                await self.attempts(tree, context, self.strategy)
+                await self.forest.attempts(tree, context, self.strategy)
             except DataFault as fault:
                 log.error("held-out task %s is quarantined: %s", tree.task, fault)
                 journal.close_tree(tree, "quarantined", str(fault))
@@ -117,8 +114,13 @@ class Examination:
             journal.close_tree(tree)
             return task, tree
 
-    def _shop(self) -> Shop:
+    def _shop(self, settings: SchedulerConfig) -> Shop:
         """A copy of the run's shop for held-out tasks, which trains nothing and does not count its work as the run's."""
         return msgspec.structs.replace(
-            self.shop, emit=lambda tree, turns: None, counts=Counter(), judged=Judged(), environment=self.environment
+            self.shop,
+            emit=lambda tree, turns: None,
+            counts=Counter(),
+            judged=Judged(),
+            environment=self.environment,
+            settings=settings,
         )

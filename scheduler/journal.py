@@ -141,32 +141,28 @@ class Journal:
         self.flush()
         return self._db.execute(query, values)
 
-    def _write_changed(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
-        """Write the tree's changed nodes and execute ``statements``, in one transaction."""
-        nodes = [(tree.id, node.id, encode_node(node)) for node in tree.changed.values()]
-        self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", nodes), *statements)
-        tree.changed.clear()
-
     # ------------------------------------------------------------------------------------------ writing
 
     def start_tree(self, tree: Tree, position: int, version: int) -> None:
         """Record that a task was drawn, with the nodes that its tree has so far (the root)."""
         row = (tree.id, position, tree.task, tree.split, "growing", version, None, time.time())
         tree.changed = dict(tree.nodes)
-        self._write_changed(tree, ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]))
+        self.save_nodes(tree, ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]))
 
-    def save_nodes(self, tree: Tree) -> None:
-        """Write the tree's changed nodes."""
-        self._write_changed(tree)
+    def save_nodes(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
+        """Write the tree's changed nodes and execute ``statements``, in one transaction."""
+        nodes = [(tree.id, node.id, encode_node(node, tree)) for node in tree.changed.values()]
+        self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", nodes), *statements)
+        tree.changed.clear()
 
     def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
         """Write a finished group and its tree's changed nodes in one transaction. The group may be sent after ``written``."""
         row = (group, tree.id, msgspec.msgpack.encode(turns))
-        self._write_changed(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
+        self.save_nodes(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
         """Record that the tree grows no more, and write its changed nodes."""
-        self._write_changed(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree.id)]))
+        self.save_nodes(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree.id)]))
 
     def mark_trained(self, group: int, version: int) -> None:
         """Record that ``version`` was trained on ``group``."""

@@ -25,11 +25,11 @@ class Judged:
 
     def note(self, judgements: Sequence[Judgement]) -> tuple[int, int]:
         """Count judgements. Returns the number of their scores, valid or not, and the number of invalid ones."""
-        scores = Counter(column for judgement in judgements for column in (*judgement.scores, *judgement.invalid))
-        invalid = Counter(column for judgement in judgements for column in judgement.invalid)
-        self._scores += scores
-        self._invalid += invalid
-        return scores.total(), invalid.total()
+        invalid = [column for judgement in judgements for column in judgement.invalid]
+        scores = [*invalid, *(column for judgement in judgements for column in judgement.scores)]
+        self._scores.update(scores)
+        self._invalid.update(invalid)
+        return len(scores), len(invalid)
 
     def take(self) -> str:
         """Update ``share`` and restart the tally. Returns a warning if the share fell below a further level, else ""."""

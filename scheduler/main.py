@@ -1,7 +1,7 @@
 """The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights, evaluate again, sum up.
 
-``python -m scheduler.main PROCESS.json``. Invariant: every drawn task ends closed or quarantined. The run ends with a summary, with an
-error that says what failed, or by a signal; ``tools/launch --resume`` continues it after a signal.
+``python -m scheduler.main PROCESS.json``. The run ends with a summary, with an error that says what failed, or by a signal;
+``tools/launch --resume`` continues it after a signal.
 """
 
 import asyncio
@@ -9,10 +9,9 @@ import contextlib
 import gc
 import logging
 import os
-import random
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,32 +19,28 @@ import msgspec
 
 import scheduler
 from actors.environments import registry
-from actors.environments.base import Task
-from scheduler import report, strategies, terminal
-from scheduler.config import UNJUDGED, SchedulerConfig, SchedulerProcess
-from scheduler.context import ATTEMPTS, Context, Shop
+from scheduler import report, resume, tasks, terminal
+from scheduler.config import UNJUDGED, SchedulerProcess
 from scheduler.dispatch import Dispatcher, Transport, Worker
-from scheduler.dynamic_sampling import differs
 from scheduler.examination import WORK, Examination
 from scheduler.exporter import Exporter
 from scheduler.fleet import Fleet
+from scheduler.forest import Forest
 from scheduler.health import PAUSED, Reporter, Standing
-from scheduler.journal import Journal, JournalError, TreeRow
+from scheduler.journal import Journal, JournalError
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
 from scheduler.phases import SUMMED, Phases, Training
+from scheduler.services import Shop
 from scheduler.spread import Spread, Weights
 from scheduler.stream import Stream
 from scheduler.survivors import Survivors
-from scheduler.tasks import GeneratedTasks, Tasks, held_out
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tracking import FINISH_S, STOP_S, Trackers
-from scheduler.tree import Tree
 from wire import loop, published, shards
-from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.frontier import Frontier, read
+from wire.faults import Fault, InfrastructureFault
 from wire.keys import RunKeys
 from wire.messages import Trained
 from wire.process import begin
@@ -57,22 +52,8 @@ REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
-ADMITTED_AT_ONCE = 32
-"""The number of trees that are started before messages and other trees get their turn."""
 LEAVE_S = 30.0
 """The longest that the end of a run waits for the learner's last answers, and then for the workers to leave, in seconds."""
-
-
-def frontier(run: Path, version: int) -> Frontier:
-    """The frontier of the checkpoint of the learner's ``version``, or of the one before if the learner has outlived the scheduler and has not
-    written one since. Raises DataFault if it cannot be read."""
-    try:
-        return read(run, version)
-    except (OSError, ValueError) as error:
-        raise DataFault(
-            f"the frontier of version {version} in {run}/checkpoints cannot be read ({error}): resume again, and the learner sets the"
-            " checkpoint aside if it is damaged"
-        ) from None
 
 
 def command_began() -> float | None:
@@ -84,7 +65,10 @@ def command_began() -> float | None:
 class Run:
     """One run of the scheduler: ``await main()`` to its end or until it is cancelled, then ``await close()`` in any case."""
 
+    pacing: Pacing
     training: Training
+    training_since = 0.0
+    finished = False
 
     def __init__(
         self,
@@ -96,7 +80,6 @@ class Run:
         began = command_began()
         self.phases = Phases("set-up", scheduler.STARTED if began is None else began)
         self.phases.enter("starting processes", scheduler.STARTED)
-        self.growth = Phases("no trees")
         self.home, self.shard = Path(process.run), process.shard
         self.folder = shards.folder(self.home, self.shard.number)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -114,37 +97,16 @@ class Run:
         self.attendance = terminal.Attendance(self.folder)
         self.reminders = terminal.Reminders()
         self.environment = registry.load(process.environment, process.options)
-        count = self.settings.evaluation.questions
-        if registry.makes_tasks(self.environment):
-            self.tasks = GeneratedTasks(self.environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
-            heldout, self.notes = self.tasks.held_out(count), []
-        else:
-            self.tasks = Tasks(process.train, process.seed, self.environment.verbatim)
-            heldout, self.notes = held_out(process.heldout, count, self.environment.verbatim)
+        self.tasks, heldout, self.notes = tasks.load(process, self.environment)
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained, self.shard)
-        self.pacing: Pacing
-        self.unfinished: deque[TreeRow] = deque()
-        self.reporter = Reporter(
-            self.folder,
-            self.dispatcher,
-            self._standing,
-            self.settings.watchdog_s,
-            self.settings.stall_s,
-            self.home / PAUSED,
-        )
+        s, paused = self.settings, self.home / PAUSED
+        self.reporter = Reporter(self.folder, self.dispatcher, self._standing, s.watchdog_s, s.stall_s, paused)
         self.trackers = Trackers(self.folder, self.settings.trackers)
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, lambda: self.reporter.newest)
-        self.done = sum(count for status, count in self.journal.tally().items() if status != "growing")
-        self.growing: dict[int, asyncio.Task[None]] = {}
-        self.moved = asyncio.Event()
-        self.begun = asyncio.Event()
         self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.totals: Counter[str] = Counter()
-        self.outcomes: list[float] = []
-        self.next_tree = self.shard.after(self.journal.next_tree() - 1)
-        self.next_draw = self.shard.draws(self.journal.next_position())
         self.resumed = self.journal.next_tree() > 0
         self.shop = Shop(
             self.dispatcher,
@@ -162,12 +124,12 @@ class Run:
             newest=lambda: self.spread.weights.version,
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
-        self.grow = strategies.load(self.settings.strategy, self.settings.strategy_options)
+        self.forest = Forest(process, self.shop, self.stream, self.tasks, lambda: self.reporter.paused)
         examined = registry.load(process.environment, process.options | self.settings.evaluation.options)
         if self.environment.pictures or examined.pictures:
             self.shop.text.check_sight()
         self.examination = Examination(
-            self.shop, examined, heldout, self.spread, self.metrics, self.phases, self._attempts, self._number
+            self.shop, examined, heldout, self.spread, self.metrics, self.phases, self.forest
         )
 
     def _address(self) -> str:
@@ -179,12 +141,7 @@ class Run:
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
-        checkpoints = sorted((self.home / "checkpoints").glob("v??????"))
-        if checkpoints and not self.resumed:
-            raise DataFault(
-                f"{self.home} holds weights of version {int(checkpoints[-1].name[1:])} and an empty journal: they belong to another run;"
-                " choose another folder, or remove this one while nothing runs in it"
-            )
+        resume.check(self.home, self.resumed)
         if self.tasks.rejected:
             first = self.tasks.rejected[0]
             terminal.say(f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}")
@@ -194,17 +151,11 @@ class Run:
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
         if self.settings.prometheus:
             self.exporter.start(self.settings.prometheus)
-        reporting = asyncio.create_task(self.reporter.work())
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                self._failure = task.exception()
-
-        reporting.add_done_callback(ended)
+        self._reporting = asyncio.create_task(self.reporter.work())
         try:
             await self._run()
         finally:
-            reporting.cancel()
+            self._reporting.cancel()
 
     async def _run(self) -> None:
         await self._wait_for_workers()
@@ -229,8 +180,8 @@ class Run:
         """
         if not any(name == "start" for _, name, _ in self.journal.evaluations()):
             await self.examination.evaluate("start")
-        self.begun.set()
-        self.moved.set()
+        self.forest.begun.set()
+        self.forest.moved.set()
 
     async def dismiss(self) -> None:
         """Ask every worker to leave. From now on no worker is reported missing."""
@@ -260,219 +211,64 @@ class Run:
     async def _wait_for_learner(self) -> dict[int, int]:
         """Wait for the learner, and give the actors its version of the weights. Return what it has trained since its last checkpoint."""
         await self._wait_for("train")
-        # The learner wrote its newest weights before it registered. A resumed run continues from them.
-        path = self.home / "learner.json"
-        announced = path.read_bytes() if path.exists() else b"{}"
-        weights = msgspec.json.decode(announced, type=Weights)
+        weights, newest = resume.announced(self.home)
         self.stream.version = weights.version
         if weights.version:
             published.inside(self.home, weights.path)
-            await self.begun.wait()
+            await self.forest.begun.wait()
             await self.spread.everywhere(weights)
         waited = self._clock() - scheduler.STARTED
         print(f"all workers are here after {waited:.0f} s; policy version {weights.version}", flush=True)
         self.phases.enter("updates")
-        return msgspec.json.decode(announced, type=Frontier).groups()
+        return newest
 
     async def _train(self) -> None:
         newest = await self._wait_for_learner()
         version = self.spread.weights.version
-        checkpoint = frontier(self.home, version)
-        durable = self.shard.own(checkpoint.groups())
-        if lost := self.journal.lacks(durable):
-            raise DataFault(
-                f"the journal lacks {len(lost)} groups (first group {lost[0]}) that the checkpoint of version {checkpoint.version} has trained, so it is"
-                f" an older one: restore its newest copy; or move the newest folders of {self.home}/checkpoints away, and lose what they trained"
-            )
-        # What no checkpoint holds is sent again. A learner that has outlived this scheduler answers it at once.
-        self.journal.forget_training_after(checkpoint.version)
-        self.journal.adopt_frontier(durable)
+        checkpoint = resume.adopt(self.home, version, self.journal, self.shard)
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
         self.trackers.start()
         self.stream.told |= recorded | set(range(checkpoint.version + 1))
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
         self.metrics.counters(self.dispatcher.workers())
-        first, idle, self.training_since = self.pacing.version, self.growth.spent("no trees"), self._clock()
-        for row in self.journal.untrained_trees():
-            if row.status == "replaced" or any(group in newest for group, _ in self.journal.groups(row.id)):
-                self._take_up(row)  # it counts in no update, or in one that ``version`` counts already
-            else:
-                self.unfinished.append(row)
-        self._admit()
+        first, idle, self.training_since = self.pacing.version, self.forest.phases.spent("no trees"), self._clock()
+        self.forest.begin(self.pacing, newest)
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         while not self.pacing.finished:
-            self.moved.clear()
-            self._admit()
+            self.forest.moved.clear()
+            self.forest.admit()
             self._check()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
-                    await self.moved.wait()
-
+                    await self.forest.moved.wait()
         self.training = Training.of(
             (first, self.pacing.version),
             self.resumed,
             self._clock() - self.training_since,
             self.totals,
             self.metrics.busy(),
-            self.growth.spent("no trees") - idle,
+            self.forest.phases.spent("no trees") - idle,
         )
 
     def _check(self) -> None:
         """Raise the error of a background task that died; the error ends the run."""
-        for failure in (self.dispatcher.failure(), self.stream.failure(), self.journal.failure, self._failure):
+        for failure in (self.dispatcher.failure(), self.stream.failure(), self.journal.failure, self.forest.failure):
             if failure is not None:
                 raise failure
-
-    _failure: BaseException | None = None
-    training_since = 0.0
-    finished = False
-
-    # ------------------------------------------------------------------------------------------ trees
+        if self._reporting.done():
+            self._reporting.result()
 
     def _standing(self) -> Standing:
         return Standing(
-            self.phases.now(), self.spread.weights.version, self.settings.updates, len(self.growing), self.done,
+            self.phases.now(), self.spread.weights.version, self.settings.updates, len(self.forest.growing), self.forest.done,
             len(self.journal.evaluations()), self.journal.changes(),
         )  # fmt: skip
 
     def _faulted(self, service: str, fault: Fault, caller: str) -> None:
         self.faults.failed(service, fault, caller)
         self.reporter.failed(service, fault)
-
-    def _number(self) -> int:
-        """Take the next tree's number."""
-        number, self.next_tree = self.next_tree, self.shard.after(self.next_tree)
-        return number
-
-    def _admit(self) -> None:
-        """Start trees while pacing admits them and the run is not paused: first those that an earlier start left, the oldest first, then new ones.
-
-        After a crash an update therefore takes the trees that it would have taken, although later ones may be finished already.
-        """
-        first = self.settings.questions_per_update
-        for _ in range(ADMITTED_AT_ONCE):
-            begun = self.begun.is_set() or self.pacing.admitted < first
-            if self.reporter.paused or not (begun and self.pacing.may_start()):
-                return
-            if self.unfinished:
-                self.pacing.start()
-                self._take_up(self.unfinished.popleft())
-            else:
-                self._plant()
-        self.moved.set()
-
-    def _plant(self) -> None:
-        """Draw the next task and start to grow its tree."""
-        draw, self.next_draw = self.next_draw, self.next_draw + 1
-        position = self.shard.position(draw)
-        task = self.tasks.at(position)
-        tree = Tree(self._number(), task.id)
-        context = self._context(task, tree, self.settings, position)
-        self.pacing.start()
-        self.journal.start_tree(tree, position, self.pacing.version)
-        self._spawn(tree, context)
-
-    def _take_up(self, row: TreeRow) -> None:
-        """Continue a tree that was journaled before this start: resend its untrained groups, and grow what is missing.
-
-        A deterministic run grows an unfinished tree anew, because its random numbers depend on all that was drawn before.
-        """
-        if row.status == "growing" and self.process.deterministic:
-            self.journal.uproot(row.id)
-        tree = self.journal.tree(row)
-        for group, trained in self.journal.groups(row.id):
-            if trained is None:
-                self.stream.resend(tree, group)
-        if row.status != "growing":
-            self.stream.close(tree, row.status == "replaced")
-            return
-        context = self._context(self.tasks.at(row.position), tree, self.settings, row.position)
-        self._spawn(tree, context)
-
-    def _context(self, task: Task, tree: Tree, settings: SchedulerConfig, position: int) -> Context:
-        rng = random.Random(f"{self.process.seed}/{tree.split}/{position}/{len(tree.nodes)}")
-        return Context(self.shop, settings, task, tree, rng)
-
-    def _spawn(self, tree: Tree, context: Context) -> None:
-        task = asyncio.create_task(self._grow(tree, context))
-        self.growing[tree.id] = task
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self.growing.pop(tree.id, None)
-            self.done += not task.cancelled() and task.exception() is None
-            if not task.cancelled() and task.exception() is not None:
-                self._failure = task.exception()
-            self.moved.set()
-
-        task.add_done_callback(ended)
-
-    async def _grow(self, tree: Tree, context: Context) -> None:
-        """Grow one tree to its end. A task that cannot work is quarantined."""
-        started = self.pacing.version
-        try:
-            await self._attempts(tree, context, self.grow)
-        except DataFault as fault:
-            self._quarantine(tree, str(fault))
-            return
-        if not tree.groups:
-            # An update of such trees alone would be answered to nobody, and the run would wait for ever.
-            self._quarantine(tree, "no trajectory could be trained, because no judge gave a valid outcome")
-            return
-        replaced = self._replaces(tree)
-        self.journal.close_tree(tree, "replaced" if replaced else "closed")
-        self.stream.close(tree, replaced)
-        if replaced:
-            self.counts["replaced"] += 1
-            self.pacing.withdraw()
-        else:
-            self.pacing.close(started)
-        tips = {node.trajectory for node in tree.nodes.values()}
-        self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
-
-    def _replaces(self, tree: Tree) -> bool:
-        """Whether another question takes the tree's place: no group has a spread, and the update that comes next may replace one more."""
-        if not tree.groups or len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
-            return False
-        return not differs(map(self.journal.turns, tree.groups), self.process.reward, self.process.equal)
-
-    async def _attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
-        """Plant and grow a tree, again after an infrastructure fault. Raises DataFault, or the InfrastructureFault of the last attempt."""
-        try:
-            with self.growth.over("trees"):
-                await self._attempt(tree, context, grow)
-        finally:
-            self.shop.fleet.ended(tree.id)
-            self.dispatcher.look_again("generate")
-            self.moved.set()
-
-    async def _attempt(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
-            context.attempt = attempt
-            try:
-                await context.plant()
-                await grow(tree, context)
-                return
-            except InfrastructureFault as fault:
-                log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
-                if attempt == ATTEMPTS:
-                    raise InfrastructureFault(
-                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or replace the worker (its log says"
-                        " more), then resume the run"
-                    ) from fault
-                self.counts["tree_retries"] += 1
-
-    def _quarantine(self, tree: Tree, reason: str) -> None:
-        log.error("task %s is quarantined: %s", tree.task, reason)
-        self.counts["quarantined"] += 1
-        self.journal.close_tree(tree, "quarantined", reason)
-        if tree.groups:
-            self.stream.close(tree)  # the groups it has emitted are trained
-        else:
-            self.pacing.withdraw()
-        if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
-            raise DataFault(f"{self.counts['quarantined']} tasks were quarantined; the last reason: {reason}")
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -481,7 +277,7 @@ class Run:
 
         A version that is told of after a newer one, because the learner's connection broke, has its metrics recorded and nothing else.
         """
-        await self.begun.wait()
+        await self.forest.begun.wait()
         if trained.version < self.stream.version:
             self.metrics.record(trained.version, dict(trained.metrics))
             return
@@ -494,9 +290,9 @@ class Run:
             values.setdefault("score/judge_valid", self.shop.judged.share)  # PPR's turns already have this as a column
         values["time/spread"] = self._clock() - start
         values["time/training"] = self._clock() - self.training_since
-        if self.outcomes:
-            values["rollout/outcome"] = sum(self.outcomes) / len(self.outcomes)
-            self.outcomes.clear()
+        if self.forest.outcomes:
+            values["rollout/outcome"] = sum(self.forest.outcomes) / len(self.forest.outcomes)
+            self.forest.outcomes.clear()
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
         values["count/over_stale"] = float(self.pacing.over_stale)
         values |= self.shop.fleet.residency.take().values()
@@ -507,7 +303,7 @@ class Run:
             terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
-        self.moved.set()
+        self.forest.moved.set()
 
     async def _joined(self, worker: Worker) -> None:
         log.info("%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity)
@@ -535,9 +331,7 @@ class Run:
 
     async def close(self) -> None:
         """Stop growing trees and close everything. The journal keeps what was written to it."""
-        for task in list(self.growing.values()):
-            task.cancel()
-        await asyncio.gather(*self.growing.values(), return_exceptions=True)
+        await self.forest.stop()
         await self.stream.stop()
         for environment in (self.environment, self.examination.environment):
             await environment.close()

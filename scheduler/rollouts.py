@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from actors.environments.base import Diverged, Spent
-from scheduler.context import Context, Taken
+from scheduler.context import Context
+from scheduler.services import Taken
 from scheduler.together import together
 from scheduler.tree import Node
 from wire.messages import Sample
@@ -78,7 +79,9 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     if transition.done and not environment.outcome_judge:
         return None
     if transition.done:
-        return await ctx.outcome_of(position.state, action, step, transition.state)
+        turn = environment.concluded(ctx.task, position.state, action, transition.state, step, ctx.settings.budget)
+        (judgement,) = await ctx.judgements(environment.outcome_judge, [turn])
+        return judgement.scores.get("outcome", 0.0)
     if environment.forced_prefix and step >= ctx.settings.budget:
         return 0.0
     if environment.fresh:

@@ -3,8 +3,10 @@
 import random
 from collections.abc import Callable
 
-from actors.environments.base import HELD_OUT_SEEDS, Rejected, Task
+from actors.environments import registry
+from actors.environments.base import HELD_OUT_SEEDS, Environment, Rejected, Task
 from actors.environments.task_files import load_tasks, too_few, unusable
+from scheduler.config import SchedulerProcess
 
 
 class Tasks:
@@ -53,3 +55,14 @@ class GeneratedTasks:
     def held_out(self, count: int) -> list[Task]:
         """The same ``count`` tasks for every seed of the run."""
         return [self.make(seed) for seed in HELD_OUT_SEEDS[:count]]
+
+
+def load(process: SchedulerProcess, environment: Environment) -> tuple[Tasks | GeneratedTasks, list[Task], list[str]]:
+    """A run's training tasks, its held-out tasks, and what the user should know of those."""
+    count = process.scheduler.evaluation.questions
+    if registry.makes_tasks(environment):
+        made = GeneratedTasks(environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
+        return made, made.held_out(count), []
+    return Tasks(process.train, process.seed, environment.verbatim), *held_out(
+        process.heldout, count, environment.verbatim
+    )

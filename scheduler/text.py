@@ -49,7 +49,7 @@ class Text:
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
         """int32 [tokens], without added special tokens. pictures: number and PNG bytes for each placeholder, in order (``wire.vision``)."""
-        tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids if text else [], np.int32)
         if not pictures or self.vision is None:
             return tokens
         at = np.flatnonzero(tokens == self.vision.token)

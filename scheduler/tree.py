@@ -9,9 +9,15 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Ext
 
 from wire.arrays import DTYPES, NAMES
 from wire.messages import TreeNode
+
+BESIDE = 1
+"""The msgpack extension of a state that is stored as what it has beside another one."""
+
+SEQUENCE = (list, tuple)
 
 Kind = Literal["prompt", "action", "observation"]
 
@@ -72,8 +78,11 @@ class Tree:
         self.id, self.task, self.split = id, task, split
         self.nodes: dict[int, Node] = {}
         self._below: dict[int, list[Node]] = {}
+        self._lengths: dict[int, int] = {}
         for node in nodes or []:
             self._put(node)
+            if isinstance(node.state, Ext):
+                node.state = _whole(node.state, self.state_before(node))
         self.groups: list[int] = []
         self.changed: dict[int, Node] = {}
         self.actions_read: dict[int, Any] = {}
@@ -90,6 +99,7 @@ class Tree:
 
     def _put(self, node: Node) -> None:
         self.nodes[node.id] = node
+        self._lengths[node.id] = self._lengths.get(node.parent, 0) + len(node.tokens)
         self._below.setdefault(node.parent, []).append(node)
 
     def parent(self, node: Node) -> Node | None:
@@ -107,6 +117,10 @@ class Tree:
     def prefix(self, node: Node) -> np.ndarray:
         """int32 [tokens]: all tokens from the root to the end of ``node``."""
         return np.concatenate([n.tokens for n in self.path(node)]).astype(np.int32, copy=False)
+
+    def length(self, node: Node) -> int:
+        """The number of tokens from the root to the end of ``node``."""
+        return self._lengths[node.id]
 
     def children(self, node: Node) -> list[Node]:
         """The children of ``node``, in the order in which they were added."""
@@ -143,9 +157,43 @@ def turns_of(path: Sequence[Node]) -> list[tuple[str, str]]:
     return [(node.text, then.text) for node, then in itertools.pairwise(path) if node.kind == "action"]
 
 
-def encode_node(node: Node) -> bytes:
-    """Encode a node as msgpack, with arrays inline as [dtype, bytes]."""
+def encode_node(node: Node, tree: Tree | None = None) -> bytes:
+    """Encode a node as msgpack, with arrays inline as [dtype, bytes]. Of its state only what it has beside the state in which the node was added
+    to ``tree``, because a state tends to hold the whole episode. ``Tree`` makes the states of its nodes whole again."""
+    if node.state is not None and tree is not None:
+        node = _shortened(node, tree.state_before(node))
     return msgspec.msgpack.encode(node, enc_hook=lambda array: [NAMES[array.dtype], array.tobytes()])
+
+
+def _shortened(node: Node, above: Any) -> Node:
+    state = node.state
+    if not isinstance(state, dict) or not isinstance(above, dict) or state.keys() != above.keys():
+        return node
+    return msgspec.structs.replace(node, state=Ext(BESIDE, msgspec.msgpack.encode(_beside(state, above))))
+
+
+def _beside(state: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The items that sequences have beyond those of ``above``, and the other values that differ."""
+    longer, other = {}, {}
+    for key, value in state.items():
+        old = above[key]
+        if isinstance(value, SEQUENCE) and isinstance(old, SEQUENCE) and [*value[: len(old)]] == [*old]:
+            longer[key] = value[len(old) :]
+        elif type(value) is not type(old) or value != old:
+            other[key] = value
+    return {key: items for key, items in longer.items() if items}, other
+
+
+def _whole(stored: Ext, above: Any) -> Any:
+    """The state of which ``stored`` is what it has beside the state ``above`` it; None if the journal has lost that one (``tools/audit`` tells).
+    Raises ValueError if it is damaged."""
+    if above is None:
+        return None
+    try:
+        longer, other = msgspec.msgpack.decode(stored.data)
+        return above | other | {key: above[key] + items for key, items in longer.items()}
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"a state of the journal is damaged ({error}): restore journal.sqlite from a copy") from None
 
 
 def decode_node(blob: bytes) -> Node:

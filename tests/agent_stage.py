@@ -12,8 +12,9 @@ import numpy as np
 from actors.environments.agents.environment import Agent
 from actors.environments.base import Task
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.text import Text
 from scheduler.tree import Node, Tree
 from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeRequest, JudgeResult, Sample, Turn
@@ -112,7 +113,7 @@ class Stage:
 
     async def grow(self, strategy: Any, tree: Tree | None = None, **options: Any) -> Tree:
         tree = tree or self.tree
-        context = Context(self.shop, self.settings, self.task, tree, random.Random(1))
+        context = Context(self.shop, self.task, tree, random.Random(1))
         await context.plant()
         await strategy.grow(tree, context, **options)
         return tree

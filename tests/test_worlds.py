@@ -27,8 +27,9 @@ from judges.sotopia_rules import SotopiaRules
 from learner import schemes, table
 from scheduler import strategies
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.text import Text
 from scheduler.tree import Tree
 from tools.launching.method import mismatch
@@ -198,7 +199,7 @@ async def grown(tmp_path: Path, llama: Path, world: World, strategy: Any, trees:
         task = world.task or makes_tasks.task(i)
         tree = Tree(i, task.id)
         journal.start_tree(tree, 0, 0)
-        context = Context(shop, settings, task, tree, random.Random(i))
+        context = Context(shop, task, tree, random.Random(i))
         await context.plant()
         await strategy(tree, context)
     assert groups, "nothing was emitted"

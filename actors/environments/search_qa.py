@@ -5,6 +5,7 @@ An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import fsum
 from typing import Any, Literal
 
@@ -125,7 +126,9 @@ class SearchQA(Environment):
         around = "\n" * self.newlines
         return f"{around}<information>{lines}</information>{around}"
 
-    def context(self, state: State) -> str:
+    @staticmethod
+    @lru_cache(maxsize=1)  # candidates of one state are judged together
+    def context(state: State) -> str:
         """Return the judge's context of methods.md 1.3: the bare question, then each past step."""
         lines = [f"Question: {state.question}"]
         for step in state.steps:

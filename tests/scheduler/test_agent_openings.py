@@ -135,7 +135,7 @@ async def test_an_opening_is_not_trained_and_what_follows_is(stage: Callable[...
 async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree(stage: Callable[..., Stage]) -> None:
     s = stage(goes_on)
     tree = await s.grow(chain)
-    context = Context(s.shop, s.settings, s.task, tree, random.Random(2))
+    context = Context(s.shop, s.task, tree, random.Random(2))
     await context.plant()
     first = tree.actions()[0]
     given = len(s.text.encode(NAMED))
@@ -161,8 +161,7 @@ async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_
     try:
         settings = msgspec.structs.replace(s.settings, judge="none", max_action_tokens=60, top_p=0.9)
         s.shop = msgspec.structs.replace(s.shop, dispatcher=services, settings=settings)
-        s.settings = settings
-        context = Context(s.shop, settings, s.task, s.tree, random.Random(1))
+        context = Context(s.shop, s.task, s.tree, random.Random(1))
         context.top = 3
         await context.plant()
         place = await context.tip()

@@ -105,7 +105,7 @@ async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def context(stage: Stage) -> Context:
-    return Context(stage.shop, stage.settings, stage.task, stage.tree, random.Random(1))
+    return Context(stage.shop, stage.task, stage.tree, random.Random(1))
 
 
 async def test_monte_carlo_values_of_an_agent(stage: Callable[..., Stage]) -> None:

@@ -151,7 +151,7 @@ async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_
 
 async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
-    context = Context(s.shop, s.settings, s.task, s.tree, random.Random(1))
+    context = Context(s.shop, s.task, s.tree, random.Random(1))
     await context.plant()
     node = await context.tip()
     for _ in range(2):
@@ -177,7 +177,7 @@ async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(stage: C
     s.environment._waiting.clear()
     s.environment._started = None
     s.environment.gateway = type(s.environment.gateway)()
-    context = Context(s.shop, s.settings, s.task, s.tree, random.Random(1))
+    context = Context(s.shop, s.task, s.tree, random.Random(1))
     with pytest.raises(DataFault, match="asks something else at the end of a replay"):
         await s.environment.step(first, s.environment.read(first, "r"), context)
 

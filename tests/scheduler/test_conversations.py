@@ -15,9 +15,10 @@ import pytest
 from actors.environments.sotopia.environment import Sotopia
 from judges.sotopia_rules import SotopiaRules
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
 from scheduler.rollouts import outcomes, position_before
+from scheduler.services import Shop
 from scheduler.strategies import full
 from scheduler.text import Text
 from scheduler.tree import Tree
@@ -91,7 +92,7 @@ class Stage:
         self.groups.append(turns)
 
     def context(self, tree: Tree | None = None) -> Context:
-        return Context(self.shop, self.settings, self.task, tree or self.tree, random.Random(1))
+        return Context(self.shop, self.task, tree or self.tree, random.Random(1))
 
     async def grow(self, tree: Tree | None = None, k: int = 2) -> None:
         context = self.context(tree)

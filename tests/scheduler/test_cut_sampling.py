@@ -13,8 +13,9 @@ from actors.engines.local import LocalEngine
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.text import Text
 from scheduler.tree import Node, Tree
 from tools.evaluating.in_process import InProcess
@@ -42,7 +43,7 @@ async def actions(
     journal = Journal(folder / "journal.sqlite")
     shop = Shop(services, journal, Text(str(llama)), SearchQA("short"), settings, Counter(), lambda *_: None)  # pyright: ignore[reportArgumentType]
     tree = Tree(0, "t", split)
-    context = Context(shop, settings, Task("t", "Who?", ["me"]), tree, random.Random(0))
+    context = Context(shop, Task("t", "Who?", ["me"]), tree, random.Random(0))
     await services.start()
     try:
         await context.plant()

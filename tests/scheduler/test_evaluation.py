@@ -13,9 +13,10 @@ from actors.environments.search_qa import SearchQA
 from actors.environments.tictactoe import TicTacToe, optimal
 from scheduler import baselines
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.evaluation import estimate, summarise, trivial_baselines
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.tasks import GeneratedTasks
 from scheduler.text import Text
 from scheduler.tree import Tree
@@ -139,7 +140,7 @@ class Stage:
         self.shop = Shop(services, journal, text, environment, SchedulerConfig(), self.counts, lambda tree, turns: None)
 
     def context(self, task: Task, place: int) -> Context:
-        return Context(self.shop, self.shop.settings, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))
+        return Context(self.shop, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))
 
 
 async def test_players_without_a_model_are_known_by_their_returns(tmp_path: Path, llama: Path) -> None:

@@ -19,8 +19,9 @@ from actors.environments.tictactoe import TicTacToe
 from judges.oracles.sudoku import SudokuOracle
 from judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.strategies import chain, full, mc_value
 from scheduler.text import Text
 from scheduler.together import Beside, together
@@ -102,7 +103,7 @@ class Stage:
         self.groups.append(turns)
 
     async def grow(self, strategy: Any, tree: Tree | None = None) -> None:
-        context = Context(self.shop, self.settings, self.task, tree or self.tree, random.Random(1))
+        context = Context(self.shop, self.task, tree or self.tree, random.Random(1))
         await context.plant()
         takes = inspect.signature(strategy.grow).parameters
         options = {key: value for key, value in self.options.items() if key in takes}

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,6 +48,34 @@ def test_a_node_comes_back_as_it_was() -> None:
     for field in ("tokens", "logprobs", "versions", "sampled"):
         np.testing.assert_array_equal(getattr(back, field), getattr(node, field))
         assert getattr(back, field).dtype == getattr(node, field).dtype
+
+
+def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_whole(tmp_path: Path) -> None:
+    """Also after a restart, where sequences that were tuples are lists, and below a node whose state is stored whole, as an earlier release did."""
+    states: list[Any] = [
+        {"q": "x" * 500, "steps": (), "turn": 0, "board": None},
+        {"q": "x" * 500, "steps": ({"said": "a" * 500},), "turn": 1, "board": [1, 2]},
+        {"q": "x" * 500, "steps": ({"said": "a" * 500}, {"said": "b"}), "turn": True, "board": [2]},
+        {"q": "x" * 500, "steps": ({"said": "c"},), "turn": 1, "board": [2]},
+        {"other": 1},
+    ]
+    for whole in (0, 1):
+        journal = Journal(tmp_path / f"journal-{whole}.sqlite")
+        tree, node = Tree(0, "t0"), None
+        for number, state in enumerate(states):
+            if number == 3:  # the second start
+                tree = journal.tree(*journal.trees())
+                node = list(tree.nodes.values())[-1]
+            node = tree.add(node, "observation", np.zeros(1, np.int32), "", state=state)
+            journal.start_tree(tree, 0, 0)
+        sizes = [size for (size,) in journal._rows("SELECT LENGTH(body) FROM nodes ORDER BY id")]
+        assert max(sizes[2:]) < 400 < min(sizes[:2])
+        if whole:
+            body = encode_node(tree.nodes[1])
+            journal._write(("UPDATE nodes SET body=? WHERE id=1", [(body,)]))
+        back = journal.tree(*journal.trees())
+        assert [msgspec.json.encode(n.state) for n in back.nodes.values()] == [*map(msgspec.json.encode, states)]
+        journal.close()
 
 
 def test_what_was_left_to_sample_is_durable_and_reaches_the_learner() -> None:
@@ -122,6 +151,7 @@ def test_quarantined_tasks_keep_their_reasons(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
+from typing import Any
 from scheduler.journal import Journal, JournalError
 from tests.scheduler.test_journal import small
 journal = Journal(Path(sys.argv[1]))

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
 from scheduler.rollouts import outcomes, position_before
+from scheduler.services import Shop
 from scheduler.strategies import chain
 from scheduler.stream import Stream
 from scheduler.text import Text
@@ -52,7 +53,7 @@ class Stage:
         self.groups.append(turns)
 
     async def grow(self, tree: Tree) -> Context:
-        context = Context(self.shop, self.settings, self.shop.environment.task(3), tree, random.Random(1))  # pyright: ignore
+        context = Context(self.shop, self.shop.environment.task(3), tree, random.Random(1))  # pyright: ignore
         await context.plant()
         await chain.grow(tree, context)
         return context

@@ -13,8 +13,9 @@ from actors.environments.base import SPLIT, Task
 from actors.environments.search_qa import SearchQA
 from judges.speakers import Speaker
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.text import Text
 from scheduler.tree import Tree
 from tools.evaluating.in_process import InProcess
@@ -45,7 +46,7 @@ class Stage:
             Journal(folder / f"journal-{seed}"), Text(str(llama)), SearchQA("short"), self.settings, self.counts, lambda *_: None,
         )  # fmt: skip
         self.tree = Tree(0, "t")
-        self.context = Context(self.shop, self.settings, Task("t", "Who?", ["me"]), self.tree, random.Random(seed))
+        self.context = Context(self.shop, Task("t", "Who?", ["me"]), self.tree, random.Random(seed))
 
 
 async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(tmp_path: Path, llama: Path) -> None:
@@ -68,7 +69,7 @@ async def test_a_stop_string_ends_the_reply_and_is_not_part_of_it(tmp_path: Path
     await stage.services.start()
     whole = await stage.context.say("policy", ASKED, 12, [])
     stop = whole[3]
-    again = Context(stage.shop, stage.settings, stage.context.task, stage.tree, random.Random(0))
+    again = Context(stage.shop, stage.context.task, stage.tree, random.Random(0))
     assert await again.say("policy", ASKED, 12, [stop]) == whole[: whole.index(stop)]
     await stage.services.close()
 

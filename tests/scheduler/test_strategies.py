@@ -13,8 +13,9 @@ import pytest
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.strategies import chain, full, ppr, slate
 from scheduler.text import Text
 from scheduler.tree import Tree
@@ -95,7 +96,7 @@ class Stage:
             self._emit,
         )
         self.tree = Tree(0, TASK.id)
-        self.context = Context(self.shop, self.settings, TASK, self.tree, random.Random(0))
+        self.context = Context(self.shop, TASK, self.tree, random.Random(0))
         self.journal.start_tree(self.tree, 0, 0)
 
     def _emit(self, tree: Tree, turns: list[Turn]) -> None:
@@ -196,7 +197,7 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     (row,) = stage.journal.trees()
     tree = stage.journal.tree(row)
     stage.services.script = [[RIGHT, WRONG, NOTHING]]
-    again = Context(stage.shop, stage.settings, TASK, tree, random.Random(1))
+    again = Context(stage.shop, TASK, tree, random.Random(1))
     await again.plant()
     await slate.grow(tree, again, 3)
     assert len(stage.groups) == 2
@@ -227,7 +228,7 @@ async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_take
     asked = len(stage.services.requests)  # a restart finds the tree as ended
     stage.journal.close_tree(stage.tree)
     (row,) = stage.journal.trees()
-    again = Context(stage.shop, stage.settings, TASK, stage.journal.tree(row), random.Random(1))
+    again = Context(stage.shop, TASK, stage.journal.tree(row), random.Random(1))
     await again.plant()
     assert await again.onward(await again.tip()) is None
     assert len(stage.services.requests) == asked
@@ -301,7 +302,7 @@ async def test_an_action_is_parsed_once_and_again_only_after_a_restart(
     assert len(texts) == sum(node.kind == "action" for node in stage.tree.nodes.values())
     (row,) = stage.journal.trees()
     back = stage.journal.tree(row)
-    again = Context(stage.shop, stage.settings, TASK, back, random.Random(0))
+    again = Context(stage.shop, TASK, back, random.Random(0))
     await again.plant()
     assert [again.action(node) for node in back.actions()] == [stage.context.action(n) for n in stage.tree.actions()]
 

@@ -310,7 +310,7 @@ async def test_a_tree_that_died_at_any_call_goes_on_and_is_emitted_whole_and_onc
         stage.services.calls = 10**6  # type: ignore[attr-defined]
         (row,) = stage.journal.trees()
         stage.tree = stage.journal.tree(row)
-        stage.context = Context(stage.shop, stage.settings, TASK, stage.tree, random.Random(0))
+        stage.context = Context(stage.shop, TASK, stage.tree, random.Random(0))
         await grow(stage, name, **OPTIONS[name])  # after a finished tree this must add nothing
         groups = OPTIONS[name].get("trees", 1) if name == "tree_grpo" else 1
         leaves = {"tree_grpo": 6, "treerl": 6, "treepo": 5, "arpo": 5}.get(name)

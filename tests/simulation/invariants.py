@@ -137,7 +137,7 @@ def of_the_scheduler(run: Run) -> Iterator[str]:
     held = {
         "open calls": calls,
         "waiting calls": [service for service, queue in run.dispatcher._waiting.items() if queue],
-        "growing trees": run.growing,
+        "growing trees": run.forest.growing,
         "trees in the fleet": run.shop.fleet._trees,
         "seats": [name for name, seats in run.shop.fleet._seats.items() if seats],
         "samples being decoded": +run.shop.fleet._decoding,

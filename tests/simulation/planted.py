@@ -15,6 +15,7 @@ from scheduler import answers
 from scheduler.calls import Attempt
 from scheduler.context import Context
 from scheduler.dispatch import Dispatcher
+from scheduler.forest import Forest
 from scheduler.journal import Journal, TreeRow
 from scheduler.main import Run
 from scheduler.pacing import Pacing
@@ -119,15 +120,15 @@ def _one_more(self: Pacing) -> bool:
     return self.admitted < min(within, self.updates * self.questions)
 
 
-_quarantine = Run._quarantine
+_quarantine = Forest._quarantine
 
 
-def _quarantine_unwritten(self: Run, tree: Any, reason: str) -> None:
+def _quarantine_unwritten(self: Forest, tree: Any, reason: str) -> None:
     with patch.object(self.journal, "close_tree", lambda *arguments: None):
         _quarantine(self, tree, reason)
 
 
-def _quarantine_uncounted(self: Run, tree: Any, reason: str) -> None:
+def _quarantine_uncounted(self: Forest, tree: Any, reason: str) -> None:
     with patch.object(self.pacing, "withdraw", lambda: None):
         _quarantine(self, tree, reason)
 
@@ -137,7 +138,7 @@ async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
     await asyncio.sleep(0)  # in the same turn of the loop, the group and the end of the tree would be one transaction
 
 
-def _count_without_groups(self: Run, tree: Any, reason: str) -> None:
+def _count_without_groups(self: Forest, tree: Any, reason: str) -> None:
     if tree.groups or not reason.startswith("no trajectory"):
         return _quarantine(self, tree, reason)
     self.journal.close_tree(tree, "closed")
@@ -193,8 +194,8 @@ FAULTS = [
     Planted("a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")),
     Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
-    Planted("a quarantine is not written", "", _replace(Run, "_quarantine", _quarantine_unwritten)),
-    Planted("a quarantined tree keeps its admission", "", _replace(Run, "_quarantine", _quarantine_uncounted)),
+    Planted("a quarantine is not written", "", _replace(Forest, "_quarantine", _quarantine_unwritten)),
+    Planted("a quarantined tree keeps its admission", "", _replace(Forest, "_quarantine", _quarantine_uncounted)),
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
     Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
     Planted("marks of lost updates survive a resume", "", _replace(Journal, "forget_training_after", _nothing)),
@@ -211,7 +212,10 @@ FAULTS = [
     Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=135),
     Planted("an answer with too few parts ends the run", THIS, _replace(answers, "complete", _nothing)),
     Planted(
-        "a tree without groups counts in an update", THIS, _replace(Run, "_quarantine", _count_without_groups), hint=75
+        "a tree without groups counts in an update",
+        THIS,
+        _replace(Forest, "_quarantine", _count_without_groups),
+        hint=75,
     ),
     Planted(
         "a forced opening stays without its answer", THIS, _replace(Context, "force_answer", _open_before_the_answer)

@@ -19,8 +19,9 @@ from actors.environments import registry
 from actors.environments.base import HELD_OUT_SEEDS, Task
 from judges.serve import PLAYERS
 from scheduler import strategies
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.evaluation import summarise
+from scheduler.services import Shop
 from scheduler.together import together
 from scheduler.tree import Tree
 from tools.evaluating import players
@@ -188,7 +189,7 @@ class Evaluation:
     async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
         # The draws are the same as in a run's held-out evaluation of this task, and the same again after an interruption.
         rng = random.Random(f"heldout/{tree.id}")
-        context = Context(self.shop, self.config, task, tree, rng)
+        context = Context(self.shop, task, tree, rng)
         # The partner's replies would not be the same again, so an interrupted conversation begins anew.
         seat = Seat(self.services, [] if self.match.environment.speakers else said)
         if self.settings.player == "baseline":  # a baseline makes the same moves again by itself

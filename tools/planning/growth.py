@@ -18,10 +18,11 @@ import numpy as np
 from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from learner import schemes, trees
 from scheduler import strategies
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
 from scheduler.residency import Prefixes
 from scheduler.rewards import COMPONENTS
+from scheduler.services import Shop
 from scheduler.tree import Tree
 from tools.launching.settings import Config
 from tools.planning.samples import ACTION, DIGITS, ENDS, INVALID, SEEN, Source, seeded, turn_of
@@ -251,7 +252,7 @@ async def _grown(config: Config, real: Environment, source: Source, numbers: ran
     grown_trees = [Tree(number, str(number)) for number in numbers]
 
     async def grow(tree: Tree) -> None:
-        context = Context(shop, config.scheduler, Task(tree.task, seed=tree.id), tree, random.Random(tree.id))
+        context = Context(shop, Task(tree.task, seed=tree.id), tree, random.Random(tree.id))
         await context.plant()
         await strategy(tree, context)
 

@@ -13,8 +13,9 @@ from actors.engines.endpoint import EndpointText
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.tree import Tree
 from tools.evaluating.qa import methods
 from tools.evaluating.qa.methods import How, filled, spoken
@@ -72,7 +73,7 @@ def answered(tmp_path: Path) -> Callable[..., Any]:
         tree = Tree(0, "t", "heldout")
         journal.start_tree(tree, 0, 0)
         await methods.load(method).answer(
-            tree, Context(shop, config, Task("t", QUESTION, ["Livy"]), tree, random.Random(0)), how
+            tree, Context(shop, Task("t", QUESTION, ["Livy"]), tree, random.Random(0)), how
         )
         assert not services.lines, "lines that were not asked for"
         (row,) = journal.trees()

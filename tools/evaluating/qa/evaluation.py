@@ -17,8 +17,9 @@ import msgspec
 
 from actors.environments.base import Task
 from scheduler.config import UNJUDGED
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.evaluation import Estimate, estimate
+from scheduler.services import Shop
 from scheduler.together import together
 from scheduler.tree import Tree
 from tools.evaluating.folder import Kept, Ledger, Measured
@@ -263,7 +264,7 @@ class _Answering:
             lambda tree, turns: None,
         )  # fmt: skip
         # The draws are the same again after an interruption.
-        context = Context(shop, config, task, tree, random.Random(f"heldout/{tree.id}"))
+        context = Context(shop, task, tree, random.Random(f"heldout/{tree.id}"))
         await self.answer(tree, context, how)
         final = tree.actions()[-1]
         final.scores |= score(tree, task.golds, counts["retrievals"])

@@ -17,8 +17,9 @@ from actors.engines.local import LocalEngine
 from actors.environments.agents.environment import Agent
 from actors.environments.base import Task
 from scheduler.config import UNJUDGED, SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.strategies import chain
 from scheduler.text import Text
 from scheduler.tree import Tree
@@ -52,7 +53,7 @@ async def _talk(engine: LocalEngine, folder: Path, path: Path, number: int) -> t
     shop = Shop(dispatcher, journal, text, environment, settings, Counter(), lambda tree, turns: None)
     tree, task = Tree(number, "t"), Task(f"t{number}", f"Tell me about the number {number}.")
     journal.start_tree(tree, number, 0)
-    context = Context(shop, settings, task, tree, random.Random(number))
+    context = Context(shop, task, tree, random.Random(number))
     await context.plant()
     await context.tip()  # the process has started and asks
     began = time.perf_counter()

@@ -24,10 +24,10 @@ import psutil
 
 from actors.environments.search_qa import SearchQA
 from scheduler.config import SchedulerConfig
-from scheduler.context import Shop
 from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.fleet import CAPACITY
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.survivors import Survivors
 from scheduler.text import Text
 from tools.inspecting.figures import panels, save
@@ -140,9 +140,8 @@ class Fleet:
         self.workers = Workers(Texts(text, run), heartbeat_s)
         self.dispatcher = Dispatcher("", None, DispatchConfig(heartbeat_s, dead_after_s=600.0), router=self.workers)
         self.journal, groups = Journal(folder / "journal.sqlite"), itertools.count()
-        self.settings = SchedulerConfig(judge="any", budget=4)
         self.shop = Shop(
-            self.dispatcher, self.journal, text, SearchQA(), self.settings, Counter(),
+            self.dispatcher, self.journal, text, SearchQA(), SchedulerConfig(judge="any", budget=4), Counter(),
             lambda tree, turns: self.journal.save_group(tree, next(groups), turns),
         )  # fmt: skip
         self.counts = {"generate": actors, "judge.any": judges, "retrieve": FEW, OUTCOME: FEW}
@@ -175,7 +174,7 @@ class Fleet:
     async def _grow(self) -> None:
         await asyncio.sleep(BEGIN_S * random.random())
         while True:
-            self.nodes += await tree_cost.grow(self.shop, self.settings, next(self._numbers))
+            self.nodes += await tree_cost.grow(self.shop, next(self._numbers))
             self.grown += 1
 
     async def _watch(self) -> None:

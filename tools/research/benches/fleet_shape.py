@@ -22,11 +22,12 @@ from actors.engines.local import LocalEngine
 from actors.environments.base import Task
 from actors.worker import service
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.fleet import CAPACITY, Fleet
 from scheduler.journal import Journal
 from scheduler.residency import Forecast
+from scheduler.services import Shop
 from scheduler.strategies import slate
 from scheduler.text import Text
 from scheduler.together import together
@@ -182,7 +183,7 @@ async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, 
 
     async def one(number: int) -> Tree:
         tree = Tree(number, str(number))
-        context = Context(shop, settings, Task(str(number), seed=number), tree, random.Random(number))
+        context = Context(shop, Task(str(number), seed=number), tree, random.Random(number))
         await context.plant()
         await slate.grow(tree, context, CANDIDATES)
         fleet.ended(tree.id)

@@ -21,8 +21,9 @@ from actors.environments.tictactoe import TicTacToe
 from judges.base import Judge
 from scheduler import strategies
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Tree
@@ -129,7 +130,7 @@ async def play(
 
     async def grow(number: int) -> None:
         tree = Tree(number, "")
-        context = kind(shop, settings, environment.task(number), tree, random.Random(number))
+        context = kind(shop, environment.task(number), tree, random.Random(number))
         await context.plant()
         await strategies.load(settings.strategy, settings.strategy_options)(tree, context)
 

@@ -31,9 +31,10 @@ from actors.engines.radix import RadixCache
 from actors.engines.sglang import SGLangEngine
 from actors.worker import service
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.dispatch import Dispatcher
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.strategies import mc_value
 from scheduler.text import Text
 from scheduler.together import together
@@ -226,7 +227,7 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
 
             async def game(number: int) -> None:
                 tree = Tree(number, "")
-                context = Context(shop, settings, environment.task(number), tree, random.Random(number))
+                context = Context(shop, environment.task(number), tree, random.Random(number))
                 await context.plant()
                 await mc_value.grow(tree, context, work.continuations)
 

@@ -53,8 +53,9 @@ class Probed(scheduling.Run):
         self.began: dict[str, tuple[float, int]] = {}
         self._anew()
         gc.callbacks.append(self._collecting)
-        self._call, self._write = self.dispatcher.call, self.journal._commit
+        self._call, self._write, self._grow = self.dispatcher.call, self.journal._commit, self.forest._grow
         self.dispatcher.call, self.journal._commit = self._timed_call, self._timed_write  # pyright: ignore
+        self.forest._grow = self._watched_grow
 
     def _anew(self) -> None:
         self.lags: list[float] = []
@@ -80,12 +81,9 @@ class Probed(scheduling.Run):
         else:
             self.pauses.append(1e3 * (time.process_time() - self._collects))
 
-    def _spawn(self, tree: Tree, context: Any) -> None:
+    async def _watched_grow(self, tree: Tree, context: Any) -> None:
         self.trees.add(tree)
-        super()._spawn(tree, context)
-
-    async def _grow(self, tree: Tree, context: Any) -> None:
-        await super()._grow(tree, context)
+        await self._grow(tree, context)
         self.overtaken = max(self.overtaken, len(self.closed) - bisect.bisect(self.closed, tree.id))
         bisect.insort(self.closed, tree.id)
 
@@ -130,7 +128,7 @@ class Probed(scheduling.Run):
             "load": os.getloadavg()[0],
             "version": p.version if p else 0,
             "trees": p.admitted - p.version * p.questions if p else 0,
-            "growing": len(self.growing),
+            "growing": len(self.forest.growing),
             "nodes": sum(len(tree.nodes) for tree in trees),
             "rss_mib": int(status["VmRSS"].split()[0]) / 1024,
             "fds": len(os.listdir("/proc/self/fd")),

@@ -51,17 +51,17 @@ class Awaiting(Context):
 
     def __init__(self, *options: Any):
         super().__init__(*options)
-        self.judgements: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self.told: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def judge(self, nodes: Sequence[Node]) -> None:
         """Judge the nodes, then mark each of them as judged."""
         await super().judge(nodes)
         for node in nodes:
-            self.judgements[node.id].set()
+            self.told[node.id].set()
 
     async def step(self, node: Node) -> Node | None:
         """Step after the judgement of the node."""
-        await self.judgements[node.id].wait()
+        await self.told[node.id].wait()
         return await super().step(node)
 
 

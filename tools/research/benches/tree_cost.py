@@ -22,8 +22,9 @@ import numpy as np
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
 from scheduler.config import SchedulerConfig
-from scheduler.context import Context, Shop
+from scheduler.context import Context
 from scheduler.journal import Journal
+from scheduler.services import Shop
 from scheduler.strategies import slate
 from scheduler.text import Text
 from scheduler.tree import Tree
@@ -64,13 +65,13 @@ class Answers:
         return RetrieveResult([[PASSAGE] * 3])
 
 
-async def grow(shop: Shop, settings: SchedulerConfig, number: int) -> int:
+async def grow(shop: Shop, number: int) -> int:
     """Grow one tree to its end, and return its number of nodes."""
     tree, task = (
         Tree(number, f"t{number}"),
         Task(f"t{number}", f"What is the capital of country {number}?", golds=["Lima"]),
     )
-    context = Context(shop, settings, task, tree, random.Random(number))
+    context = Context(shop, task, tree, random.Random(number))
     shop.journal.start_tree(tree, number, 0)
     await context.plant()
     await slate.grow(tree, context)
@@ -98,12 +99,12 @@ async def measure(
         Counter(),
         lambda t, turns: journal.save_group(t, next(groups), turns),
     )
-    await grow(shop, settings, -1)
+    await grow(shop, -1)
     gc.collect()
     began, nodes = meter(), 0
     with contextlib.closing(journal):
         for first in range(0, trees, AT_ONCE):
-            nodes += sum(await asyncio.gather(*(grow(shop, settings, i) for i in range(first, first + AT_ONCE))))
+            nodes += sum(await asyncio.gather(*(grow(shop, i) for i in range(first, first + AT_ONCE))))
         spent = meter() - began
     written = sum(file.stat().st_size for file in folder.glob(path.name + "*"))
     return {"us": 1e6 * spent / nodes, "bytes": written / nodes, "nodes": nodes / trees}
