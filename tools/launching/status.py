@@ -24,6 +24,7 @@ from tools.launching import record
 from tools.launching.record import Failure, Record
 from tools.launching.settings import Config
 from tools.launching.supervisor import shown
+from wire import shards
 
 WIDTH = 80
 QUIET_S = 60.0
@@ -83,7 +84,8 @@ def gather(run: Path, now: float) -> Status:
         status = Status(str(shown(run)), "a journal", "without the folder of its run; nothing else is known")
         _read_journal(run, status)
         return status
-    launched, report = record.read(run), health.read(run)
+    launched, reports = record.read(run), health.read_all(run)
+    report = health.joined(reports)
     state, said = _state(run, launched)
     status = Status(str(shown(run)), state, said)
     for name, read in ((record.NAME, launched), (health.NAME, report)):
@@ -93,17 +95,18 @@ def gather(run: Path, now: float) -> Status:
             )
             status.damaged.append(f"{name} {missing}")
     _read_config(run, status)
-    for journal in (run / "journal.sqlite", *sorted(run.glob("shards/*/journal.sqlite"))):
-        _read_journal(journal, status)
+    for home in shards.homes(run):
+        _read_journal(home / "journal.sqlite", status)
     status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
     if launched is not None:
-        status.processes = _processes(run, launched, report if state == "running" else None, now)
+        status.processes = _processes(run, launched, reports if state == "running" else [], now)
         status.failure = launched.failures[-1] if launched.failures else None
     if report is not None:
         status.version, status.phase = report.version if report.began else None, report.phase
         status.fault = ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
-        if state == "running" and any(p.pid == report.pid for p in status.processes):
-            status.idle_s, status.waits = now - report.progress_at, report.waits()
+        newest = health.joined([one for one in reports if one.pid in {p.pid for p in status.processes}])
+        if state == "running" and newest is not None:
+            status.idle_s, status.waits = now - newest.progress_at, newest.waits()
     status.do = _advice(status, launched)
     return status
 
@@ -164,10 +167,10 @@ def _read_journal(path: Path, status: Status) -> None:
         status.damaged.append(f"journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
 
 
-def _processes(run: Path, launched: Record, report: Health | None, now: float) -> list[ProcessStatus]:
-    heard = {worker.pid: now - worker.heard for worker in report.workers} if report is not None else {}
-    if report is not None:
-        heard[report.pid] = now - report.at
+def _processes(run: Path, launched: Record, reports: list[Health], now: float) -> list[ProcessStatus]:
+    whole = health.joined(reports)
+    heard = {worker.pid: now - worker.heard for worker in whole.workers} if whole is not None else {}
+    heard |= {report.pid: now - report.at for report in reports}
     return [_process(run, name, member, heard.get(member.pid)) for name, member in launched.members.items()]
 
 
