@@ -152,18 +152,22 @@ SUM, LARGEST = "sum", "largest"
 JOINED = {
     "busy/engine": "busy/engines",
     "busy/engines": SUM,
-    "cache/*_tokens": SUM,
+    "cache/hit_rate": "cache/prompt_tokens",
+    "cache/ideal_tokens": SUM,
+    "cache/predicted_hit_rate": "cache/prompt_tokens",
+    "cache/prediction_error": "cache/prompt_tokens",
     "cache/prefilled_over_ideal": "cache/ideal_tokens",
+    "cache/prompt_tokens": SUM,
     "cache/tokens_saved": SUM,
-    "cache/*": "cache/prompt_tokens",
     "count/*": SUM,
     "rate/decoded_tokens": SUM,
+    "rollout/judged_scores": SUM,
     "rollout/outcome": "rollout/outcomes",
-    "rollout/*": SUM,
+    "rollout/outcomes": SUM,
     "score/judge_valid": "rollout/judged_scores",
     "time/spread": LARGEST,
 }
-"""How the records that several schedulers have of one update become the run's (the first row that fits): a sum, the largest, or the mean weighted by
+"""How the records that several schedulers have of one update become the run's: a sum, the largest, or the mean weighted by
 another metric. Of the others the first scheduler's is the run's: the learner tells all schedulers the same, and the clock is the first one's."""
 
 
@@ -175,7 +179,7 @@ def joined(records: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _joined(name: str, records: Sequence[dict[str, float]]) -> float:
     values = [record[name] for record in records]
-    rule = next((rule for row, rule in JOINED.items() if fnmatch.fnmatchcase(name, row)), "")
+    rule = JOINED.get("count/*" if name.startswith("count/") else name)
     if len(values) == 1 or not rule:
         return values[0]
     if rule in (SUM, LARGEST):

@@ -135,8 +135,8 @@ def joined(reports: Sequence[Health]) -> Health | None:
     return msgspec.structs.replace(
         reports[0],
         **{name: sum(getattr(r, name) for r in reports) for name in ("growing", "done", "evaluations")},
-        **{name: all(getattr(r, name) for r in reports) for name in ("began", "paused")},
         **{name: max(getattr(r, name) for r in reports) for name in ("progress_at", "lag_s")},
+        paused=all(r.paused for r in reports),
         fault=max((r.fault for r in reports if r.fault), default=None),
         queues={service: _joined(queues) for service, queues in by_service.items()},
         workers=list(workers.values()),

@@ -70,9 +70,8 @@ def read(folder: Path, name: str | None = None) -> Run:
         )
     )
     for home in shards.homes(folder)[1:]:
-        other = _object(home / "summary.json", "the run has not ended in order, so some totals are missing", missing)
-        for name in ("counts", "calls"):
-            summary[name] = dict(Counter(summary.get(name, {})) + Counter(other.get(name, {})))
+        other = _object(home / "summary.json", "another of its schedulers has not ended in order", missing)
+        summary |= {of: Counter(summary.get(of)) + Counter(other.get(of)) for of in ("counts", "calls") if of in other}
     evaluations = _evaluations(folder, summary, missing)
     stands = status.gather(folder, time.monotonic())
     return Run(
