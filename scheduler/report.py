@@ -65,9 +65,7 @@ def write(
             f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {run}"
         )
     if counts["outgrown_trajectories"]:
-        say(
-            f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures"
-        )
+        say(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
     if summary["quarantined"]:
         say(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
     conclude("\n".join(phases.table(spent, training)))
