@@ -151,21 +151,15 @@ METRICS: dict[str, tuple[str, str]] = {
 SUM, LARGEST = "sum", "largest"
 JOINED = {
     "busy/engine": "busy/engines",
-    "busy/engines": SUM,
-    "cache/hit_rate": "cache/prompt_tokens",
-    "cache/ideal_tokens": SUM,
-    "cache/predicted_hit_rate": "cache/prompt_tokens",
-    "cache/prediction_error": "cache/prompt_tokens",
     "cache/prefilled_over_ideal": "cache/ideal_tokens",
-    "cache/prompt_tokens": SUM,
-    "cache/tokens_saved": SUM,
-    "count/*": SUM,
-    "rate/decoded_tokens": SUM,
-    "rollout/judged_scores": SUM,
     "rollout/outcome": "rollout/outcomes",
-    "rollout/outcomes": SUM,
     "score/judge_valid": "rollout/judged_scores",
     "time/spread": LARGEST,
+    **dict.fromkeys(("cache/hit_rate", "cache/predicted_hit_rate", "cache/prediction_error"), "cache/prompt_tokens"),
+    **dict.fromkeys(
+        ("busy/engines", "cache/ideal_tokens", "cache/prompt_tokens", "cache/tokens_saved", "count/*"), SUM
+    ),
+    **dict.fromkeys(("rate/decoded_tokens", "rollout/judged_scores", "rollout/outcomes"), SUM),
 }
 """How the records that several schedulers have of one update become the run's: a sum, the largest, or the mean weighted by
 another metric. Of the others the first scheduler's is the run's: the learner tells all schedulers the same, and the clock is the first one's."""

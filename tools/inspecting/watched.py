@@ -64,7 +64,7 @@ class Reader:
             trees = self._trees()
         except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             trees = []
-            if not any(text.startswith("journal.sqlite") for text in now.damaged):
+            if not any("journal.sqlite" in text for text in now.damaged):
                 now.damaged.append(f"the newest trees cannot be read ({error})")
         return Look(now, records, trees, _processes(self.run, now))
 

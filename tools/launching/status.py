@@ -96,7 +96,7 @@ def gather(run: Path, now: float) -> Status:
             status.damaged.append(f"{name} {missing}")
     _read_config(run, status)
     for home in shards.homes(run):
-        _read_journal(home / "journal.sqlite", status)
+        _read_journal(home / "journal.sqlite", status, "" if home == run else f"shards/{home.name}/")
     status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
     if launched is not None:
         status.processes = _processes(run, launched, reports if state == "running" else [], now)
@@ -143,9 +143,9 @@ def _paused(asked: bool, report: Health | None) -> str:
     return f"paused: no new tree begins, {report.growing} still grow" if asked else ""
 
 
-def _read_journal(path: Path, status: Status) -> None:
+def _read_journal(path: Path, status: Status, where: str = "") -> None:
     if not path.exists():
-        status.damaged.append("journal.sqlite is not there: no scheduler has begun in this folder")
+        status.damaged.append(f"{where}journal.sqlite is not there: no scheduler has begun in this folder")
         return
     try:
         journal = Journal(path, readonly=True)
@@ -164,7 +164,7 @@ def _read_journal(path: Path, status: Status) -> None:
             shown_ = ", ".join(f"{key} {measure}" for key, measure in measures.items())
             status.heldout = f"{name} (version {version}): {shown_}"
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-        status.damaged.append(f"journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
+        status.damaged.append(f"{where}journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
 
 
 def _processes(run: Path, launched: Record, reports: list[Health], now: float) -> list[ProcessStatus]:
@@ -198,7 +198,7 @@ def _process(run: Path, name: str, member: record.Member, heard: float | None) -
 def _advice(status: Status, launched: Record | None) -> str:
     """One line that says what to do, with the exact command."""
     again = f"tools/launch --resume {status.run}"
-    config = next((text for text in status.damaged if text.startswith(("config", "journal.sqlite cannot"))), "")
+    config = next((text for text in status.damaged if text.startswith("config") or "journal.sqlite cannot" in text), "")
     if status.state == "running" and launched is not None:
         hanging = [p.name for p in status.processes if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S]
         if hanging or (status.idle_s or 0) > QUIET_S:

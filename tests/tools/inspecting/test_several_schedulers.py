@@ -66,6 +66,11 @@ def test_watch_and_status_see_both(run: Path) -> None:
     assert [row[0] for row in look.trees] == ["5", "4", "3", "2", "1", "0"]
     assert len(look.records) == 3
     assert status.gather(run, 0.0).trees == {"closed": 6}
+    (folder(run, 1) / "journal.sqlite").write_bytes(b"no journal" * 100)
+    damaged = status.gather(run, 0.0)
+    assert damaged.trees == {"closed": 3}
+    assert any(text.startswith("shards/1/journal.sqlite cannot be read") for text in damaged.damaged)
+    assert damaged.do.startswith("mend what is damaged (shards/1/journal.sqlite")
 
 
 def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> None:
