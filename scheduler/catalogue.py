@@ -5,6 +5,7 @@ records of whole runs. A star stands for a name that a plug-in, a judge or a gro
 """
 
 import fnmatch
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -17,11 +18,14 @@ UPDATE = "learner/groups"
 METRICS: dict[str, tuple[str, str]] = {
     "version": ("updates", "version of the weights that the record is about: an update's record has the version it made"),
     "busy/engine": ("share", "time in which an actor decoded, mean over actors"),
+    "busy/engines": ("actors", "those of busy/engine"),
     "busy/learner": ("share", "time in which a learner rank trained, mean over ranks"),
     "cache/hit_rate": ("share", "prompt tokens that the actors' prefix caches served"),
+    "cache/ideal_tokens": ("tokens", "prompt tokens that one unlimited cache would compute"),
     "cache/predicted_hit_rate": ("share", "prompt tokens that the scheduler expected in the caches"),
     "cache/prediction_error": ("share", "expected minus served"),
     "cache/prefilled_over_ideal": ("ratio", "prompt tokens computed over those that one unlimited cache would compute"),
+    "cache/prompt_tokens": ("tokens", "prompt tokens of the calls of cache/hit_rate, since the record before"),
     "cache/tokens_saved": ("tokens", "prompt tokens that the caches served since the record before"),
     "count/actions": ("actions", "sampled actions"),
     "count/calls": ("calls", "calls to services"),
@@ -105,7 +109,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "prm/step_score_std": ("reward", "standard deviation of the turns' rewards"),
     "rate/decoded_tokens": ("tokens/s", "tokens that all actors decode"),
     "rate/learner_tokens": ("tokens/s", "tokens that the learner forwards"),
+    "rollout/judged_scores": ("scores", "those of score/judge_valid where no column has it"),
     "rollout/outcome": ("reward", "mean outcome of the trajectories that ended since the record before"),
+    "rollout/outcomes": ("trajectories", "those of rollout/outcome"),
     "score/*": ("as its column", "mean of a score column over the turns that have it; judge_valid: valid share of the judge's scores"),
     "time/checkpoint": ("seconds", "time of the checkpoint, if this update wrote one"),
     "time/publish": ("seconds", "time in which the learner wrote the new weights"),
@@ -141,6 +147,40 @@ METRICS: dict[str, tuple[str, str]] = {
     },
 }  # fmt: skip
 """Name -> unit and meaning. Counts are since the run began (those of calls and workers: since this start of the scheduler)."""
+
+SUM, LARGEST = "sum", "largest"
+JOINED = {
+    "busy/engine": "busy/engines",
+    "cache/prefilled_over_ideal": "cache/ideal_tokens",
+    "rollout/outcome": "rollout/outcomes",
+    "score/judge_valid": "rollout/judged_scores",
+    "time/spread": LARGEST,
+    **dict.fromkeys(("cache/hit_rate", "cache/predicted_hit_rate", "cache/prediction_error"), "cache/prompt_tokens"),
+    **dict.fromkeys(
+        ("busy/engines", "cache/ideal_tokens", "cache/prompt_tokens", "cache/tokens_saved", "count/*"), SUM
+    ),
+    **dict.fromkeys(("rate/decoded_tokens", "rollout/judged_scores", "rollout/outcomes"), SUM),
+}
+"""How the records that several schedulers have of one update become the run's: a sum, the largest, or the mean weighted by
+another metric. Of the others the first scheduler's is the run's: the learner tells all schedulers the same, and the clock is the first one's."""
+
+
+def joined(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the run's record of an update. records: those of its schedulers, in order."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: _joined(name, [record for record in records if name in record]) for name in names}
+
+
+def _joined(name: str, records: Sequence[dict[str, float]]) -> float:
+    values = [record[name] for record in records]
+    rule = JOINED.get("count/*" if name.startswith("count/") else name)
+    if len(values) == 1 or not rule:
+        return values[0]
+    if rule in (SUM, LARGEST):
+        return sum(values) if rule == SUM else max(values)
+    weights = [record.get(rule, 1.0) for record in records]
+    whole = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / whole if whole else sum(values) / len(values)
 
 
 def declaration(name: str) -> tuple[str, str] | None:

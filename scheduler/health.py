@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from scheduler import terminal
 from scheduler.calls import Pending, Worker
 from scheduler.dispatch import Dispatcher
+from wire import shards
 from wire.atomic import write_whole
 
 NAME = "health.json"
@@ -110,6 +111,42 @@ def read(run: Path) -> Health | None:
         return msgspec.json.decode((run / NAME).read_bytes(), type=Health)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def read_all(run: Path) -> list[Health]:
+    """Return the newest report of every scheduler of a run that has one that can be read."""
+    return [report for home in shards.homes(run) if (report := read(home)) is not None]
+
+
+def joined(reports: Sequence[Health]) -> Health | None:
+    """Return one report of all schedulers of a run: everybody's workers and calls, and the first one's phase and version."""
+    if len(reports) < 2:
+        return reports[0] if reports else None
+    by_service: dict[str, list[Queue]] = {}
+    for service, queue in (item for report in reports for item in report.queues.items()):
+        by_service.setdefault(service, []).append(queue)
+    workers: dict[tuple[str, int, str], WorkerHealth] = {}
+    for worker in (worker for report in reports for worker in report.workers):
+        key = worker.host, worker.pid, worker.name
+        heard, calls = worker.heard, worker.in_flight
+        if before := workers.get(key):  # the learner answers every scheduler
+            heard, calls = max(heard, before.heard), calls + before.in_flight
+        workers[key] = msgspec.structs.replace(worker, heard=heard, in_flight=calls)
+    return msgspec.structs.replace(
+        reports[0],
+        **{name: sum(getattr(r, name) for r in reports) for name in ("growing", "done", "evaluations")},
+        **{name: max(getattr(r, name) for r in reports) for name in ("progress_at", "lag_s")},
+        paused=all(r.paused for r in reports),
+        fault=max((r.fault for r in reports if r.fault), default=None),
+        queues={service: _joined(queues) for service, queues in by_service.items()},
+        workers=list(workers.values()),
+    )
+
+
+def _joined(queues: Sequence[Queue]) -> Queue:
+    oldest = min(queues, key=lambda queue: queue.since)
+    counts = {name: sum(getattr(queue, name) for queue in queues) for name in ("running", "waiting", "offered")}
+    return msgspec.structs.replace(oldest, **counts, on=sorted({name for queue in queues for name in queue.on}))
 
 
 def queues(calls: Iterable[Pending], offered: Callable[[str], int]) -> dict[str, Queue]:
@@ -210,7 +247,7 @@ class Reporter:
             self._lag_s = await _rest(self.dispatcher.config.heartbeat_s)
 
     def _obey(self, paused: bool) -> None:
-        if paused != self.paused:
+        if paused != self.paused and self.order.parent == self.run:  # the first scheduler says it for all
             until = f"; trees in flight finish (resume with tools/watch, or remove {self.order})" if paused else ""
             terminal.say(f"{'paused: no new tree begins' if paused else 'resumed'}{until}")
         self.paused = paused

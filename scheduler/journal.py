@@ -23,6 +23,7 @@ from actors.environments.base import Rejected
 from scheduler.tree import Tree, decode_node, encode_node
 from wire import atomic, vision
 from wire.messages import Turn
+from wire.shards import Shard
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS trees (
@@ -35,6 +36,9 @@ CREATE TABLE IF NOT EXISTS pictures (number INTEGER PRIMARY KEY, digest TEXT UNI
 CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 """
 
+
+_UNITED = ("trees", "nodes", "groups", "pictures")
+"""The tables that each scheduler has its own rows of: their numbers tell them apart."""
 
 LOG_PAGES = 16_384
 """A commit moves the log into the file only when the log has so many pages (64 MiB); ``sync`` does it long before, beside the event loop."""
@@ -59,10 +63,11 @@ class TreeRow(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The journal of one run, open until ``close``. The scheduler alone writes; others read (``tools/dump`` reads a live run)."""
+    """The journal of a scheduler, open until ``close``. The scheduler alone writes; others read (``tools/dump`` reads a live run). shard: whose
+    numbers the pictures get. beside: the journals of the run's other schedulers, whose rows are read together with its own."""
 
-    def __init__(self, path: Path, readonly: bool = False):
-        self.path = path
+    def __init__(self, path: Path, readonly: bool = False, shard: Shard = Shard(), beside: Sequence[Path] = ()):
+        self.path, self._shard = path, shard
         self.failure: JournalError | None = None
         self._due: list[tuple[str, list[Sequence[object]]]] = []
         self._turn: asyncio.Future[None] | None = None
@@ -70,6 +75,7 @@ class Journal:
             if not path.is_file():
                 raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._join(beside)
         else:
             self._db = sqlite3.connect(path)
             try:
@@ -84,6 +90,14 @@ class Journal:
                     f"journal {path} cannot be used ({error}): if its disk is full or read-only, mend that; if it is damaged, restore it from"
                     " a copy; then resume the run"
                 ) from error
+
+    def _join(self, others: Sequence[Path]) -> None:
+        """Let every table of ``_UNITED`` be that of all journals. A view of this name hides the journal's own table."""
+        for number, path in enumerate(others):
+            self._db.execute(f"ATTACH ? AS other{number}", (f"file:{path}?mode=ro",))
+        for table in _UNITED if others else ():
+            parts = (f"SELECT * FROM {name}.{table}" for name in ("main", *(f"other{i}" for i in range(len(others)))))
+            self._db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(parts)}")
 
     def _check_whole(self) -> None:
         """Raise sqlite3.DatabaseError unless every page of the file is in its place, because a file that was cut short opens without an error."""
@@ -172,7 +186,8 @@ class Journal:
         """Return the number of a picture (``wire.vision``), which its first use writes. Equal bytes have one number in a run."""
         digest = hashlib.sha256(png).hexdigest()
         while (row := self._rows("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()) is None:
-            self._write(("INSERT INTO pictures (digest, png) VALUES (?,?)", [(digest, png)]))
+            number = self._shard.after(self._rows("SELECT COALESCE(MAX(number), 0) FROM pictures").fetchone()[0])
+            self._write(("INSERT INTO pictures VALUES (?,?,?)", [(number, digest, png)]))
         return row[0]
 
     def reject(self, rejected: Iterable[Rejected]) -> None:

@@ -13,12 +13,13 @@ LEVELS = (0.9, 0.5)
 class Judged:
     """The tally of one judge: call ``note`` with its judgements, and ``take`` once per update.
 
-    share: the valid share of the scores before the last update that had any; None before the first. judge, run: for the warning.
+    share: the valid share of the ``scores`` before the last update that had any; None before the first. judge, run: for the warning.
     """
 
     def __init__(self, judge: str = "", run: Path = Path("RUN")):
         self.judge, self.run = judge, run
         self.share: float | None = None
+        self.scores = 0
         self._scores: Counter[str] = Counter()
         self._invalid: Counter[str] = Counter()
         self._passed = 0
@@ -37,7 +38,8 @@ class Judged:
         self._scores, self._invalid = Counter(), Counter()
         if not scores:
             return ""
-        self.share = 1 - invalid.total() / scores.total()
+        self.scores = scores.total()
+        self.share = 1 - invalid.total() / self.scores
         passed = sum(self.share < level for level in LEVELS)
         if passed <= self._passed:
             return ""

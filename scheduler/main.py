@@ -83,7 +83,7 @@ class Run:
         self.home, self.shard = Path(process.run), process.shard
         self.folder = shards.folder(self.home, self.shard.number)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(self.folder / "journal.sqlite")
+        self.journal = Journal(self.folder / "journal.sqlite", shard=self.shard)
         keys = RunKeys.create(self.folder / "keys") if router is None else None
         self.dispatcher = Dispatcher(
             self._address(), keys, self.settings.dispatch, process.seed, router=router, clock=clock
@@ -93,7 +93,7 @@ class Run:
         self.dispatcher.on_join = self._joined
         self.dispatcher.on_leave = self._left
         self.dispatcher.on_fault = self._faulted
-        self.faults = terminal.Faults()
+        self.faults = terminal.Faults(process.name)
         self.attendance = terminal.Attendance(self.folder)
         self.reminders = terminal.Reminders()
         self.environment = registry.load(process.environment, process.options)
@@ -142,7 +142,7 @@ class Run:
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
         resume.check(self.home, self.resumed)
-        if self.tasks.rejected:
+        if self.tasks.rejected and not self.shard.number:
             first = self.tasks.rejected[0]
             terminal.say(f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}")
         for note in self.notes:
@@ -288,10 +288,12 @@ class Run:
         doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
         if self.shop.judged.share is not None:
             values.setdefault("score/judge_valid", self.shop.judged.share)  # PPR's turns already have this as a column
+            values["rollout/judged_scores"] = float(self.shop.judged.scores)
         values["time/spread"] = self._clock() - start
         values["time/training"] = self._clock() - self.training_since
         if self.forest.outcomes:
             values["rollout/outcome"] = sum(self.forest.outcomes) / len(self.forest.outcomes)
+            values["rollout/outcomes"] = float(len(self.forest.outcomes))
             self.forest.outcomes.clear()
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
         values["count/over_stale"] = float(self.pacing.over_stale)
@@ -299,7 +301,8 @@ class Run:
         self.totals.update({name: values.get(name, 0.0) for name in SUMMED})
         self.metrics.record(trained.version, values)
         self.trackers.check()
-        for warning in self.reminders.due(trained.version, [*trained.warnings, *filter(None, doubts)]):
+        told = [] if self.shard.number else trained.warnings  # the learner tells every scheduler
+        for warning in self.reminders.due(trained.version, [*told, *filter(None, doubts)]):
             terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)

@@ -146,11 +146,13 @@ class Metrics:
         )
         values = {
             "busy/engine": _busy(engines),
+            "busy/engines": float(sum(bool(engine.rates) for engine in engines)),
             "busy/learner": _busy(learners),
             "rate/decoded_tokens": _rate(engines, "decoded_tokens"),
             "rate/learner_tokens": _rate(learners, "learner/forwarded_tokens"),
             "cache/tokens_saved": saved,
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
+            "cache/ideal_tokens": ideal,
         }
         return {name: value for name, value in values.items() if value is not None}
 

@@ -8,7 +8,7 @@ import msgspec
 from scheduler import best, phases
 from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
-from scheduler.terminal import conclude
+from scheduler.terminal import conclude, say
 
 
 def heldout_line(name: str, result: HeldOut, seconds: float) -> str:
@@ -61,15 +61,13 @@ def write(
         )
     judged, invalid = counts["judged_scores"], counts["invalid_judgements"]
     if judged and invalid:
-        conclude(
+        say(
             f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {run}"
         )
     if counts["outgrown_trajectories"]:
-        conclude(
-            f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures"
-        )
+        say(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
     if summary["quarantined"]:
-        conclude(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
+        say(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
     conclude("\n".join(phases.table(spent, training)))
     files = ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "best", "logs")
     for name in files:

@@ -123,6 +123,7 @@ class Forecast(msgspec.Struct, frozen=True):
         if not self.prompt:
             return {}
         return {
+            "cache/prompt_tokens": float(self.prompt),
             "cache/hit_rate": self.reported / self.prompt,
             "cache/predicted_hit_rate": self.predicted / self.prompt,
             "cache/prediction_error": (self.predicted - self.reported) / self.prompt,

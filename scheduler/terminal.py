@@ -36,10 +36,11 @@ def conclude(text: str) -> None:
 
 
 class Faults:
-    """Reports failures per service: the first at once, later ones at most every ``EVERY_S`` seconds, with their number."""
+    """Reports failures per service: the first at once, later ones at most every ``EVERY_S`` seconds, with their number. name: the scheduler's,
+    which its log has."""
 
-    def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic):
-        self._say, self._clock = say, clock
+    def __init__(self, name: str, say: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic):
+        self.name, self._say, self._clock = name, say, clock
         self._said_at: dict[str, float] = {}
         self._untold: Counter[str] = Counter()
 
@@ -53,7 +54,7 @@ class Faults:
         count = self._untold.pop(service)
         often = f", {count} times in the last {now - before:.0f} s" if before > -math.inf else ""
         text = textwrap.shorten(str(fault).removeprefix(f"{service} "), _LONGEST, placeholder=" ...")
-        self._say(f"{service} fails{often}: {text} ({caller}; more in logs/scheduler.log)")
+        self._say(f"{service} fails{often}: {text} ({caller}; more in logs/{self.name}.log)")
 
 
 class Attendance:

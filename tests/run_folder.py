@@ -17,6 +17,7 @@ from scheduler.tree import Tree
 from tools.launching import environment
 from tools.launching.config import DEFAULT_CONFIG, load, saved
 from wire.messages import Turn
+from wire.shards import Shard
 
 GENERATED_S, WAITED_S = 1.0, 0.25
 
@@ -29,10 +30,12 @@ def make(
     text: str = "Paris",
     scores: bool = True,
     ended: bool = True,
+    shard: Shard = Shard(),
 ) -> Path:
     """Write a run with an update and a tree of two candidates per reward, in which generation took one second and the learner a quarter of one.
 
-    exact: the held-out exact match by version. text: of the candidates. scores: whether the candidates have any. ended: with a summary.
+    exact: the held-out exact match by version. text: of the candidates. scores: whether the candidates have any. ended: with a summary. shard: whose
+    ids the trees get.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, list(changes))))
@@ -42,10 +45,20 @@ def make(
         metrics._start,
         {"prefill": 0.24, "decode": 9.0},
     )  # a worker whose clock runs ahead: a phase ends with its call
+    tree = -1
     for i, reward in enumerate(rewards):
-        _grow(journal, i, reward, text, scores)
+        tree = shard.after(tree)
+        _grow(journal, tree, i, reward, text, scores)
         metrics.event(
-            Event("generate", "actor-0", at, at + GENERATED_S, "ok", f"tree {i}, attempt 1 of 5", phases=phases)
+            Event(
+                "generate",
+                f"actor-{shard.number}",
+                at,
+                at + GENERATED_S,
+                "ok",
+                f"tree {tree}, attempt 1 of 5",
+                phases=phases,
+            )
         )
         at += GENERATED_S + WAITED_S
         metrics.event(Event("train", "learner", at - 0.21, at, "ok", version=i + 1))
@@ -76,7 +89,7 @@ def make(
     return folder
 
 
-def _grow(journal: Journal, number: int, reward: float, text: str, scores: bool) -> None:
+def _grow(journal: Journal, number: int, version: int, reward: float, text: str, scores: bool) -> None:
     tree = Tree(number, f"task{number}")
     root = tree.add(None, "prompt", np.array([1, 2], np.int32), f"What is the capital of country {number}?")
     for sign in (1, -1):
@@ -90,7 +103,7 @@ def _grow(journal: Journal, number: int, reward: float, text: str, scores: bool)
             chosen=sign > 0,
             finish="stop",
         )
-    journal.start_tree(tree, number, number)
+    journal.start_tree(tree, number, version)
     journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": reward})])
-    journal.mark_trained(number, number + 1)
+    journal.mark_trained(number, version + 1)
     journal.close_tree(tree)

@@ -49,6 +49,11 @@ def folder(run: Path, number: int) -> Path:
     return run / "shards" / str(number) if number else run
 
 
+def homes(run: Path) -> list[Path]:
+    """Return the folders of all schedulers of a run that have begun, in order."""
+    return [run, *sorted(run.glob("shards/[0-9]*"), key=lambda home: int(home.name))]
+
+
 def called(process: str, number: int) -> str:
     """Return the name that a process of this kind has in a shard: "judges", "judges-1"."""
     return f"{process}-{number}" if number else process

@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scheduler.journal import Journal
+from scheduler.records import Reader
 from tests.faults.two_schedulers import OTHERS
+from tools.inspecting import frames
 from tools.inspecting.audit import audit
 from wire import frontier, shards
 
@@ -55,3 +58,17 @@ def test_every_task_of_both_is_trained_once_within_the_bound(lived: tuple[Path, 
     assert trained == [dict.fromkeys(range(1, updates + 1), 2)] * 2
     groups = {g: v for journal, rows in zip(journals, trees, strict=True) for tree in rows for g, v in journal.groups(tree.id)}  # fmt: skip
     assert frontier.read(run, updates).groups() == groups
+
+
+def test_the_run_is_shown_whole(lived: tuple[Path, dict[str, Any]]) -> None:
+    run, seen = lived
+    records = Reader(run).read()
+    assert [record["version"] for record in records] == list(range(1, len(records) + 1))
+    assert records[-1]["busy/engines"] == 2
+    with closing(frames.opened(run)) as journal:
+        assert len(journal.trees("split='train'")) == 4 * len(records)
+    assert seen["said"].count("paused: no new tree begins") == 1
+    rows = [
+        int(line.split()[0]) for line in seen["said"].splitlines() if line.split()[:1] and line.split()[0].isdigit()
+    ]
+    assert rows[:3] == [1, 2, 3]

@@ -106,6 +106,7 @@ def test_the_forecast_is_shares_of_the_prompt_tokens_since_it_was_taken() -> Non
     residency.compared(100, 80, 60)
     residency.compared(100, 40, 40)
     assert residency.take().values() == {
+        "cache/prompt_tokens": 200.0,
         "cache/hit_rate": 0.5,
         "cache/predicted_hit_rate": 0.6,
         "cache/prediction_error": 0.1,

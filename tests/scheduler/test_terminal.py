@@ -21,7 +21,7 @@ GROWTH = "wrong trajectories have {} turns, {} times as many as at first (watch.
 
 def told(clock: list[float]) -> tuple[Faults, list[str]]:
     lines: list[str] = []
-    return Faults(lines.append, lambda: clock[0]), lines
+    return Faults("scheduler", lines.append, lambda: clock[0]), lines
 
 
 # ------------------------------------------------------------------------------------------ faults

@@ -19,6 +19,7 @@ waits for a free worker is not open yet.
 
 import bisect
 import contextlib
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -32,6 +33,7 @@ import msgspec
 from learner.stopwatch import PREFIX
 from scheduler.calls import STARTED
 from tools.inspecting import frames
+from wire import shards
 
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
 """The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn and counted as one."""
@@ -95,7 +97,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
 
     Raises ValueError if its trace cannot say, and OSError and sqlite3.Error if the trace or the journal cannot be read.
     """
-    start = _newest(run / "trace.jsonl")
+    start = _newest(run)
     with contextlib.closing(frames.opened(run)) as journal:
         heldout = {row.id for row in journal.trees("split!='train'")}
         trees: defaultdict[int, set[int]] = defaultdict(set)
@@ -148,19 +150,28 @@ class _Start(msgspec.Struct):
             self.calls.append(Call(row["name"], start, end, tree, row["pid"], known["outcome"], phases))
 
 
-def _newest(trace: Path) -> _Start:
+def _newest(run: Path) -> _Start:
     """Return a run's newest start. Raises ValueError if the trace cannot say."""
     newest = None
-    for line in trace.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # cut off by a crash
-            row = json.loads(line.removesuffix(","))
-            if row["name"] == STARTED:
-                newest = _Start(round(row["ts"] / 1e6, 6), row.get("args", {}).get("epoch"))
-            elif newest is not None:
-                newest.take(row)
+    first, *others = shards.homes(run)
+    for row in _rows(first):
+        if row["name"] == STARTED:
+            newest = _Start(round(row["ts"] / 1e6, 6), row.get("args", {}).get("epoch"))
+        elif newest is not None:
+            newest.take(row)
     if newest is None:
         raise ValueError("its trace was recorded before calls said whom they serve")
+    for row in itertools.chain.from_iterable(map(_rows, others)):
+        if row["name"] != STARTED and row["ts"] >= newest.began * 1e6:
+            newest.take(row)
     return newest
+
+
+def _rows(home: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a scheduler's trace."""
+    for line in (home / frames.TRACE).read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # cut off by a crash
+            yield json.loads(line.removesuffix(","))
 
 
 def _consecutive(

@@ -5,6 +5,7 @@ name of another column is called ``score_NAME``.
 """
 
 import contextlib
+import itertools
 import re
 import time
 from collections import defaultdict
@@ -17,6 +18,7 @@ import polars as pl
 
 from scheduler.journal import Journal, TreeRow
 from tools.inspecting.replay import Replayed
+from wire import shards
 
 NODE: dict[str, pl.DataType | type[pl.DataType]] = {
     "tree": pl.Int64,
@@ -122,7 +124,7 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
     ]
     frame = pl.DataFrame(plain, schema=TREE, orient="row")
     of_actions = below.filter(ACTION).group_by("tree").agg(sums)
-    for more in (of_actions, seconds(journal.path.with_name(TRACE))):
+    for more in (of_actions, seconds(journal.path.parent)):
         frame = frame.join(more, on="tree", how="left", maintain_order="left")
     return frame
 
@@ -139,12 +141,13 @@ class _Call(msgspec.Struct):
     args: dict[str, Any]
 
 
-def seconds(trace: Path) -> pl.DataFrame:
-    """Return, for each tree, the seconds that its calls of each kind took, their waiting for a worker not counted: generate_s, judge_s, ... A
+def seconds(run: Path) -> pl.DataFrame:
+    """Return, for each tree of a run, the seconds that its calls of each kind took, their waiting for a worker not counted: generate_s, judge_s, ... A
     run of an earlier release did not record for whom a call was."""
     sums: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     decoder = msgspec.json.Decoder(_Call)
-    for line in trace.open("rb") if trace.is_file() else ():
+    traces = [trace for home in shards.homes(run) if (trace := home / TRACE).is_file()]
+    for line in itertools.chain.from_iterable(trace.open("rb") for trace in traces):
         try:
             call = decoder.decode(line.rstrip(b",\n"))
         except msgspec.DecodeError:
@@ -177,5 +180,6 @@ def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def opened(run: Path) -> Journal:
-    """Return the journal of a run folder, or the journal file itself, open for reading, with advantages. Raises FileNotFoundError."""
-    return Replayed(run / "journal.sqlite" if run.is_dir() else run)
+    """Return the journals of a run folder as one, or the journal file itself, open for reading, with advantages. Raises FileNotFoundError."""
+    first, *others = [home / "journal.sqlite" for home in shards.homes(run)] if run.is_dir() else [run]
+    return Replayed(first, [path for path in others if path.is_file()])

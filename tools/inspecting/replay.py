@@ -75,8 +75,8 @@ class Replayed(Journal):
     Trees that were trained together are one batch. A scheme that reads the learner's models (a critic, a reward model) gives none.
     """
 
-    def __init__(self, path: Path):
-        super().__init__(path, readonly=True)
+    def __init__(self, path: Path, beside: Sequence[Path] = ()):
+        super().__init__(path, readonly=True, beside=beside)
         self._process = learner(path.parent)
         self._known: dict[int, dict[tuple[int, int], float]] = {}
 

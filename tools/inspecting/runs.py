@@ -5,6 +5,7 @@ import math
 import re
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import msgspec
 
 from scheduler.journal import Journal
+from scheduler.records import Reader
 from tools.inspecting.intervals import interval
 from tools.launching import environment, status
+from wire import shards
 
 SHARE = "share/"
 """The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled one update before the version being trained."""
@@ -55,7 +58,7 @@ def read(folder: Path, name: str | None = None) -> Run:
     if not any((folder / file).is_file() for file in ("config.json", "metrics.jsonl")):
         raise ValueError(f"{folder} is no run folder: it holds neither config.json nor metrics.jsonl")
     missing: list[str] = []
-    records = _records(folder / "metrics.jsonl")
+    records = _records(folder)
     if not records:
         missing.append("It has made no update yet, so there are no curves.")
     summary, config, machine = (
@@ -66,6 +69,9 @@ def read(folder: Path, name: str | None = None) -> Run:
             (environment.NAME, "it was launched before the machine and the packages were recorded"),
         )
     )
+    for home in shards.homes(folder)[1:]:
+        other = _object(home / "summary.json", "another of its schedulers has not ended in order", missing)
+        summary |= {of: Counter(summary.get(of)) + Counter(other.get(of)) for of in ("counts", "calls") if of in other}
     evaluations = _evaluations(folder, summary, missing)
     stands = status.gather(folder, time.monotonic())
     return Run(
@@ -74,17 +80,14 @@ def read(folder: Path, name: str | None = None) -> Run:
     )  # fmt: skip
 
 
-def _records(path: Path) -> list[dict[str, float]]:
-    """One record per update, the last one where a crash has left two. A half-written line, and numbers that are not finite, are left out."""
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    updates = {record["version"]: record for record in records if "learner/seconds" in record}
-    finite = [{k: v for k, v in updates[version].items() if v is not None and math.isfinite(v)} for version in updates]
-    ages = {name for record in finite for name in record if re.fullmatch(r"watch/staleness_\d+/tokens", name)}
-    for record in finite:
+def _records(folder: Path) -> list[dict[str, float]]:
+    """One record per update, with the share of its tokens by their age."""
+    records = Reader(folder).read()
+    ages = {name for record in records for name in record if re.fullmatch(r"watch/staleness_\d+/tokens", name)}
+    for record in records:
         if total := sum(record.get(age, 0.0) for age in ages):
             record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
-    return sorted(finite, key=lambda record: record["version"])
+    return records
 
 
 def _object(path: Path, consequence: str, missing: list[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Nothing here raises for what is missing, torn or damaged; the status says it in 
 """
 
 import contextlib
-import os
 import sqlite3
 import time
 from collections import Counter
@@ -15,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from scheduler import health
-from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal, TreeRow
+from scheduler.records import Reader as Records
 from tools.inspecting import frames
 from tools.launching import status
 from tools.launching.status import Status, ago, span
@@ -54,42 +53,20 @@ class Reader:
 
     def __init__(self, run: Path):
         self.run = run
-        self.records: dict[int, dict[str, float]] = {}
-        self._file, self._offset = -1, 0
+        self._records = Records(run, lambda name: name in _SHOWN or name.startswith(_STALENESS), TAIL_BYTES)
         self._sums: dict[int, tuple[str, str, str]] = {}
 
     def look(self) -> Look:
         """Read what there is now."""
         now = status.gather(self.run, time.monotonic())
-        self._read_metrics()
-        records = [record for _, record in sorted(self.records.items())]
+        records = self._records.read()
         try:
             trees = self._trees()
         except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             trees = []
-            if not any(text.startswith("journal.sqlite") for text in now.damaged):
+            if not any("journal.sqlite" in text for text in now.damaged):
                 now.damaged.append(f"the newest trees cannot be read ({error})")
         return Look(now, records, trees, _processes(self.run, now))
-
-    def _read_metrics(self) -> None:
-        """Read the lines that are new. A run that is resumed writes the file anew, and it is then read anew."""
-        try:
-            with (self.run / "metrics.jsonl").open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._offset:
-                    self._file, self._offset = found.st_ino, max(0, found.st_size - TAIL_BYTES)
-                    self.records.clear()
-                file.seek(self._offset)
-                whole, end, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return
-        self._offset += len(whole) + len(end)
-        for line in whole.splitlines():
-            with contextlib.suppress(msgspec.DecodeError, KeyError):  # the line was cut off by a crash
-                record = msgspec.json.decode(line, type=dict[str, float | None])
-                shown = {key: value for key, value in record.items() if key in _SHOWN or key.startswith(_STALENESS)}
-                if UPDATE in record:
-                    self.records[int(record["version"] or 0)] = {k: v for k, v in shown.items() if v is not None}
 
     def _trees(self) -> Rows:
         newest = "id IN (SELECT id FROM trees WHERE status{}='growing' ORDER BY id DESC LIMIT ?)"
@@ -118,7 +95,7 @@ def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
 
 def _processes(run: Path, now: Status) -> Rows:
     """The launcher's processes, then the workers that joined from elsewhere."""
-    report = health.read(run) if now.state == "running" else None
+    report = health.joined(health.read_all(run)) if now.state == "running" else None
     workers = {worker.pid: worker for worker in report.workers if worker.state == "here"} if report is not None else {}
     rows: Rows = []
     for process in now.processes:

@@ -136,7 +136,8 @@ def main(command: list[str] | None = None) -> int:
                 return 0
             if options.dry_run:
                 return dry_run(config, run)
-            screen = Screen(config.scheduler.updates, options.quiet, _records() if options.json else None)
+            s = config.scheduler
+            screen = Screen(s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards)
             nodes = held.enter_context(_nodes(config, screen))
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we then

@@ -31,8 +31,8 @@ def resume(run: Path) -> str:
 def draining(run: Path, name: str) -> str:
     """Say what it means to drain the worker ``name``."""
     _worker(run, name)
-    report = health.read(run)
-    workers = [worker for worker in report.workers if worker.state == "here"] if report is not None else []
+    teams = [[worker for worker in report.workers if worker.state == "here"] for report in health.read_all(run)]
+    workers = next((team for team in teams if name in {worker.name for worker in team}), [])
     others = {service for worker in workers if worker.name != name for service in worker.services}
     alone = [
         service for worker in workers if worker.name == name for service in worker.services if service not in others

@@ -16,8 +16,10 @@ from typing import IO, Literal, TextIO
 import msgspec
 
 from scheduler.catalogue import UPDATE
+from scheduler.records import Joined
 from scheduler.terminal import NOTICE, WARNING
 from tools.launching.table import BLOCK, Progress, Table
+from wire import shards
 
 WIDEST = 100
 """The columns of the table on a wider terminal or in a file; COLUMNS changes it."""
@@ -29,9 +31,18 @@ Level = Literal["detail", "fault", "summary"]
 
 class Screen:
     """Shows the lines of one command, from any thread. out: where they go. updates: how many the run makes; records: where records go as JSON
-    instead of into the table, or None; quiet: show faults and the end only."""
+    instead of into the table, or None; quiet: show faults and the end only; schedulers: how many the run has. Their records are joined; of the others'
+    words than the first one's only faults are shown, with the scheduler's name."""
 
-    def __init__(self, updates: int, quiet: bool = False, records: TextIO | None = None, out: TextIO | None = None):
+    def __init__(
+        self,
+        updates: int,
+        quiet: bool = False,
+        records: TextIO | None = None,
+        out: TextIO | None = None,
+        schedulers: int = 1,
+    ):
+        self._joined = Joined(schedulers)
         self.quiet, self._records = quiet, records
         self._out = out or sys.stdout
         if isinstance(self._out, io.TextIOWrapper):
@@ -51,33 +62,37 @@ class Screen:
             for line in text.split("\n"):
                 self._print(line, level)
 
-    def relay(self, source: IO[bytes], copy: IO[bytes]) -> None:
-        """Show the scheduler's lines, and write them to a file. Neither a closed terminal (``| head``) nor a full disk stops the relay."""
+    def relay(self, source: IO[bytes], copy: IO[bytes], number: int = 0) -> None:
+        """Show the lines of a scheduler, and write them to a file. Neither a closed terminal (``| head``) nor a full disk stops the relay."""
         with copy:
             for line in source:
-                shown = self._take(line.decode(errors="replace").rstrip("\n"))
+                shown = self._take(line.decode(errors="replace").rstrip("\n"), number)
                 with contextlib.suppress(OSError):
                     copy.write(shown.encode())
 
-    def _take(self, line: str) -> str:
-        """Show a line of the scheduler, and return what the copy has of it."""
+    def _take(self, line: str, number: int = 0) -> str:
+        """Show a line of a scheduler, and return what the copy has of it."""
         level: Level = "fault" if line.startswith(WARNING) else "summary" if line.startswith(NOTICE) else "detail"
         try:
             record = msgspec.json.decode(line, type=dict[str, float | None])
         except msgspec.DecodeError:  # words, or a record that a death cut off
             line = line.removeprefix(WARNING).removeprefix(NOTICE)
-            self.say(line, level)
+            line = f"{shards.called('scheduler', number)}: {line}" if number else line
+            if not number or level == "fault":
+                self.say(line, level)
             return line + "\n"
         values = {name: value for name, value in record.items() if value is not None}
+        copied = ""
         with self._lock:
-            if self._records is not None:
-                self._write(self._records, line + "\n")
-            if UPDATE not in values:
-                return ""
-            if self._records is None and not self.quiet:
-                self._row(values)
-        heading, row = self._copied.lines(values, WIDEST)
-        return f"{heading}\n{row}\n" if heading else f"{row}\n"
+            for whole in self._joined.add(number, values) if UPDATE in values else [values]:
+                if self._records is not None:
+                    text = line if self._joined.parts == 1 else msgspec.json.encode(whole).decode()
+                    self._write(self._records, text + "\n")
+                elif UPDATE in whole and not self.quiet:
+                    self._row(whole)
+                if UPDATE in whole:
+                    copied += "".join(f"{text}\n" for text in self._copied.lines(whole, WIDEST) if text)
+        return copied
 
     def _row(self, record: dict[str, float]) -> None:
         """Show a record in the table, below the bar that belongs to its heading."""

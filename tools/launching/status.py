@@ -24,6 +24,7 @@ from tools.launching import record
 from tools.launching.record import Failure, Record
 from tools.launching.settings import Config
 from tools.launching.supervisor import shown
+from wire import shards
 
 WIDTH = 80
 QUIET_S = 60.0
@@ -83,7 +84,8 @@ def gather(run: Path, now: float) -> Status:
         status = Status(str(shown(run)), "a journal", "without the folder of its run; nothing else is known")
         _read_journal(run, status)
         return status
-    launched, report = record.read(run), health.read(run)
+    launched, reports = record.read(run), health.read_all(run)
+    report = health.joined(reports)
     state, said = _state(run, launched)
     status = Status(str(shown(run)), state, said)
     for name, read in ((record.NAME, launched), (health.NAME, report)):
@@ -93,17 +95,18 @@ def gather(run: Path, now: float) -> Status:
             )
             status.damaged.append(f"{name} {missing}")
     _read_config(run, status)
-    for journal in (run / "journal.sqlite", *sorted(run.glob("shards/*/journal.sqlite"))):
-        _read_journal(journal, status)
+    for home in shards.homes(run):
+        _read_journal(home / "journal.sqlite", status, "" if home == run else f"shards/{home.name}/")
     status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
     if launched is not None:
-        status.processes = _processes(run, launched, report if state == "running" else None, now)
+        status.processes = _processes(run, launched, reports if state == "running" else [], now)
         status.failure = launched.failures[-1] if launched.failures else None
     if report is not None:
         status.version, status.phase = report.version if report.began else None, report.phase
         status.fault = ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
-        if state == "running" and any(p.pid == report.pid for p in status.processes):
-            status.idle_s, status.waits = now - report.progress_at, report.waits()
+        newest = health.joined([one for one in reports if one.pid in {p.pid for p in status.processes}])
+        if state == "running" and newest is not None:
+            status.idle_s, status.waits = now - newest.progress_at, newest.waits()
     status.do = _advice(status, launched)
     return status
 
@@ -140,9 +143,9 @@ def _paused(asked: bool, report: Health | None) -> str:
     return f"paused: no new tree begins, {report.growing} still grow" if asked else ""
 
 
-def _read_journal(path: Path, status: Status) -> None:
+def _read_journal(path: Path, status: Status, where: str = "") -> None:
     if not path.exists():
-        status.damaged.append("journal.sqlite is not there: no scheduler has begun in this folder")
+        status.damaged.append(f"{where}journal.sqlite is not there: no scheduler has begun in this folder")
         return
     try:
         journal = Journal(path, readonly=True)
@@ -161,13 +164,13 @@ def _read_journal(path: Path, status: Status) -> None:
             shown_ = ", ".join(f"{key} {measure}" for key, measure in measures.items())
             status.heldout = f"{name} (version {version}): {shown_}"
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-        status.damaged.append(f"journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
+        status.damaged.append(f"{where}journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
 
 
-def _processes(run: Path, launched: Record, report: Health | None, now: float) -> list[ProcessStatus]:
-    heard = {worker.pid: now - worker.heard for worker in report.workers} if report is not None else {}
-    if report is not None:
-        heard[report.pid] = now - report.at
+def _processes(run: Path, launched: Record, reports: list[Health], now: float) -> list[ProcessStatus]:
+    whole = health.joined(reports)
+    heard = {worker.pid: now - worker.heard for worker in whole.workers} if whole is not None else {}
+    heard |= {report.pid: now - report.at for report in reports}
     return [_process(run, name, member, heard.get(member.pid)) for name, member in launched.members.items()]
 
 
@@ -195,7 +198,7 @@ def _process(run: Path, name: str, member: record.Member, heard: float | None) -
 def _advice(status: Status, launched: Record | None) -> str:
     """One line that says what to do, with the exact command."""
     again = f"tools/launch --resume {status.run}"
-    config = next((text for text in status.damaged if text.startswith(("config", "journal.sqlite cannot"))), "")
+    config = next((text for text in status.damaged if text.startswith("config") or "journal.sqlite cannot" in text), "")
     if status.state == "running" and launched is not None:
         hanging = [p.name for p in status.processes if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S]
         if hanging or (status.idle_s or 0) > QUIET_S:

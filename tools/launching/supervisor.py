@@ -117,7 +117,7 @@ class Child:
         command = [self.spec.python or sys.executable, "-m", self.spec.module, process_file]
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            show = subprocess.PIPE if self.spec.name == "scheduler" else log
+            show = subprocess.PIPE if self.spec.name.startswith(SCHEDULER) else log
             return subprocess.Popen(
                 command, stdout=show, stderr=log, env=environment, preexec_fn=partial(_alone, os.getpid())
             )
@@ -170,7 +170,7 @@ class Supervisor:
         self._look_at = 0.0
         self._note_at = 0.0
         self._segments: set[str] = set()
-        self._relay = threading.Thread()
+        self._relays: list[threading.Thread] = []
 
     def start(self) -> Child | None:
         """Start the schedulers, wait for their endpoints, then start the other processes. Return the scheduler that died before. Raises OSError."""
@@ -178,11 +178,7 @@ class Supervisor:
         for endpoint in endpoints:
             endpoint.unlink(missing_ok=True)
         (self.run / "logs").mkdir(exist_ok=True)
-        copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
         scheduler = self._hire(self.plan[0])
-        assert scheduler.process.stdout is not None
-        self._relay = threading.Thread(target=self.screen.relay, args=(scheduler.process.stdout, copy), daemon=True)
-        self._relay.start()
         children = [scheduler, *map(self._hire, self.plan[1 : len(self.schedulers)])]
         while not all(endpoint.exists() for endpoint in endpoints) and not self.signals.interrupted.is_set():
             if dead := next((child for child in children if child.process.poll() is not None), None):
@@ -198,8 +194,18 @@ class Supervisor:
 
     def _hire(self, spec: Process) -> Child:
         child = self.children[spec.name] = Child(spec, self.run, self.nodes)
-        self.recorder.started(spec.name, child.process.pid)
+        self._started(child)
         return child
+
+    def _started(self, child: Child) -> None:
+        """Record the start of a process. What a scheduler says is shown."""
+        name = child.spec.name
+        self.recorder.started(name, child.process.pid)
+        if name in self.schedulers and child.process.stdout is not None:
+            copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
+            source = child.process.stdout, copy, self.schedulers.index(name)
+            self._relays.append(threading.Thread(target=self.screen.relay, args=source, daemon=True))
+            self._relays[-1].start()
 
     def watch(self) -> Child | int:
         """Run until the end, then stop every process. Return the exit status, or the process whose death ended the run. Raises OSError."""
@@ -207,8 +213,8 @@ class Supervisor:
             dead = self.start() or self._watch()
         finally:
             self.stop()
-            if self._relay.is_alive():
-                self._relay.join(1.0)  # the relay prints the scheduler's last lines
+            for relay in self._relays:
+                relay.join(1.0)  # it prints a scheduler's last lines
         return dead or (0 if self.children[SCHEDULER].process.wait() == 0 else INTERRUPTED)
 
     def _watch(self) -> Child | None:
@@ -246,7 +252,7 @@ class Supervisor:
             if child.again_at is not None:
                 if now >= child.again_at:
                     child.process, child.again_at, child.left_at = child.start(), None, 0.0
-                    self.recorder.started(child.spec.name, child.process.pid)
+                    self._started(child)
             elif child.spec.name != SCHEDULER and self._missed(child) and child.dead(now):
                 first = self._first(child) if child.spec.vital else child
                 group = self._ranks() if child.spec.vital else [child]

@@ -348,10 +348,10 @@ def test_only_what_is_new_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) ->
         [v / 10 - 0.5 for v in range(1, 9)]
     )
     assert trees == list(range(10))
-    offset = reader._offset
+    offset = reader._records._files[run / "metrics.jsonl"][1]
     assert offset == len(lines(*range(1, 9)))
     reader.look()
-    assert (reader._offset, len(trees)) == (offset, 10)
+    assert (reader._records._files[run / "metrics.jsonl"][1], len(trees)) == (offset, 10)
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'ups": 8.0, "score/reward": 0.25, "learner/kl": null}\n' + lines(10))
     assert [record["score/reward"] for record in reader.look().records][-2:] == [0.25, 0.5]

@@ -125,6 +125,24 @@ def test_records_go_out_as_json_evaluations_too_and_words_elsewhere(tmp_path: Pa
     assert len(out.getvalue().splitlines()) == 4
 
 
+def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_name(tmp_path: Path) -> None:
+    out, copy = io.StringIO(), tmp_path / "copy"
+    screen = Screen(3, out=out, schedulers=2)
+    for number, more in enumerate(
+        (b"waiting for workers\n", b"waiting for workers\n<4>judge.slate fails: no\n<5>summary\n")
+    ):
+        screen.relay(io.BytesIO(more + record(1) + record(2)), copy.open("ab"), number)
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["waiting for workers", "scheduler-1: judge.slate fails: no"]
+    assert [line.split()[0] for line in lines[4:]] == ["1", "2"]
+    assert "scheduler-1: summary\n" in copy.read_text()
+    out, records = io.StringIO(), io.StringIO()
+    screen = Screen(3, records=records, out=out, schedulers=2)
+    for number in range(2):
+        screen.relay(io.BytesIO(record(1, **{"count/calls": 4.0})), copy.open("ab"), number)
+    assert [json.loads(line)["count/calls"] for line in records.getvalue().splitlines()] == [8.0]
+
+
 def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_relay(tmp_path: Path) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding="ascii", write_through=True)

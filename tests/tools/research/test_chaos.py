@@ -32,6 +32,13 @@ def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
     }
 
 
+def test_runs_of_two_schedulers_are_struck_at_each_and_at_both() -> None:
+    struck = {(fault.kind, fault.place) for fault in plan.plan(7, 2000, schedulers=2)}
+    assert {("kill", place) for place in ("scheduler", "scheduler-1", plan.ALL, "judges-1", "actor-1")} <= struck
+    assert {("pause", plan.ALL), ("unwritable", "scheduler-1"), ("cut", "retriever-1")} <= struck
+    assert not {place for _, place in struck} & {"learner-0-1", "launcher-1", "disk-1"}
+
+
 def test_only_the_kinds_that_are_asked_for_strike() -> None:
     assert {fault.kind for fault in plan.plan(0, 50, ["kill", "huge"])} == {"kill", "huge"}
 

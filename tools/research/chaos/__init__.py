@@ -30,7 +30,8 @@ SETTINGS = {
 EXAMPLES = """\
   tools/chaos --list                          every kind of fault and its share
   tools/chaos --faults 1000 --seed 1          ten runs of 100 faults each
-  tools/chaos --faults 20 --only journal checkpoint"""
+  tools/chaos --faults 20 --only journal checkpoint
+  tools/chaos --faults 100 --schedulers 2     runs of two schedulers"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="decides all faults and their order (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, help="folder in which a run is kept that broke an invariant (default: a new folder in /tmp)"
+    )
+    parser.add_argument(
+        "--schedulers", type=int, default=1, help="how many schedulers each run has (default: %(default)s)"
     )
     parser.add_argument(
         "--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help="these kinds of faults alone (default: all)"
@@ -56,6 +60,8 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
         command.error(f"its faults need Linux, and this is {sys.platform}")
     if parsed.faults < 1:
         command.error(f"--faults {parsed.faults}: expected at least 1")
+    if parsed.schedulers not in (1, 2):
+        command.error(f"--schedulers {parsed.schedulers}: expected 1 or 2, because its runs have two actors")
     if parsed.out is not None and parsed.out.exists() and not (parsed.out.is_dir() and not any(parsed.out.iterdir())):
         command.error(f"--out {parsed.out}: expected a folder that is empty or not there")
     return parsed
@@ -76,7 +82,14 @@ def main(options: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        broken = chaos(asked.seed, asked.faults, asked.only or list(KINDS), folder.resolve(), os.environ[OWN] == "1")
+        broken = chaos(
+            asked.seed,
+            asked.faults,
+            asked.only or list(KINDS),
+            folder.resolve(),
+            os.environ[OWN] == "1",
+            asked.schedulers,
+        )
     except KeyboardInterrupt:
         print(f"\nstopped; no process is left. {folder} holds what was written", file=sys.stderr)
         return 130

@@ -18,8 +18,9 @@ CHAPTER = 100
 WIDTH = 80
 
 
-def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool) -> bool:
-    """Strike runs in ``folder`` with ``count`` faults. Return whether an invariant was broken. mounts: whether disks may be mounted."""
+def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool, schedulers: int = 1) -> bool:
+    """Strike runs in ``folder`` with ``count`` faults. Return whether an invariant was broken. mounts: whether disks may be mounted.
+    schedulers: how many each run has."""
     disk = folder / "disk"
     disk.mkdir()
     own = mounts and strikes.mount(disk, f"size={strikes.DISK_MIB}m", first=True)
@@ -28,15 +29,15 @@ def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool) -
         print("no disk can be mounted here: no fault of the kinds full and read-only strikes")
     if not kinds:
         return False
-    faults = plan(seed, count, kinds)
+    faults = plan(seed, count, kinds, schedulers)
     world_folder = folder / "world"
     world_folder.mkdir()
-    config = apart(world.make, world_folder)
+    config = apart(world.make, world_folder, schedulers)
     struck: Counter[str] = Counter()
     survived: Counter[str] = Counter()
     try:
         for first in range(0, len(faults), CHAPTER):
-            run = Run(world_folder, disk / "run")
+            run = Run(world_folder, disk / "run", schedulers)
             try:
                 broken = _chapter(run, config, faults[first : first + CHAPTER], struck, survived)
             finally:
@@ -71,7 +72,7 @@ def _chapter(run: Run, config: Path, faults: list[Fault], struck: Counter[str], 
             run.settle(3 if KINDS[fault.kind].starts else 2)
             survived[fault.kind] += 1
             seconds = time.monotonic() - began
-            line = f"{fault.number:>4} {fault.kind:<10} {fault.place:<9} {seconds:>5.1f} s  {' '.join(what.split())}"
+            line = f"{fault.number:>4} {fault.kind:<10} {fault.place:<11} {seconds:>5.1f} s  {' '.join(what.split())}"
             print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...", flush=True)
         after = invariants.footprints(run)
         if (status := run.finish()) != 0:
@@ -81,7 +82,7 @@ def _chapter(run: Run, config: Path, faults: list[Fault], struck: Counter[str], 
     broken = (
         invariants.grown(before, after)
         + invariants.left_behind(run)
-        + invariants.of_the_files(run.folder, world.QUESTIONS)
+        + invariants.of_the_files(run.folder, world.QUESTIONS * len(run.homes))
     )
     count = invariants.account(run.folder)
     print(

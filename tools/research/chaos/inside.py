@@ -30,6 +30,7 @@ from tools.launching import command, supervisor
 from tools.launching.assets import Assets
 from tools.research.chaos import messages
 from tools.research.chaos.forked import Fork
+from wire import shards
 
 _EVER_S, HANG_S = 10**6, 5
 PROCESSES = (
@@ -107,12 +108,14 @@ def turn_clock(by: float) -> str:
 
 
 def shut_down(kind: str) -> int:
-    """Shut down this process's connections to the scheduler or its workers, or with "part" to the other ranks."""
+    """Shut down this process's connections to the schedulers or its workers, or with "part" to the other ranks."""
     run = Path(sys.argv[1]).parent.parent
-    port = int((run / "endpoint").read_text().rpartition(":")[2])
+    ports = {int((home / "endpoint").read_text().rpartition(":")[2]) for home in shards.homes(run)}
     count = 0
     for one in psutil.Process().net_connections("tcp"):
-        if one.status == psutil.CONN_ESTABLISHED and (kind == "part") != (port in (one.laddr.port, one.raddr.port)):
+        if one.status == psutil.CONN_ESTABLISHED and (kind == "part") == ports.isdisjoint(
+            {one.laddr.port, one.raddr.port}
+        ):
             with socket.socket(fileno=os.dup(one.fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
             count += 1

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from scheduler.journal import Journal
+from tools.inspecting import frames
 from tools.inspecting.audit import audit
 from tools.research.chaos.run import Run
+from wire import shards
 
 GROWTH, ROOM_MIB, MORE_DESCRIPTORS = 1.25, 64.0, 16
 """A process may hold so many times the memory that it began with, and so many MiB and descriptors more. It was started again meanwhile, and the
@@ -53,8 +54,8 @@ def grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str
 
 
 def account(folder: Path) -> Account:
-    """Count the tasks of a run in its journal."""
-    journal = Journal(folder / "journal.sqlite", readonly=True)
+    """Count the tasks of a run in its journals."""
+    journal = frames.opened(folder)
     try:
         rows = journal.trees("split='train'")
         versions = {row.id: {version for _, version in journal.groups(row.id)} for row in rows}
@@ -72,8 +73,9 @@ def of_the_files(folder: Path, questions: int) -> list[str]:
     """Return what is wrong in the folder of a run that has ended: what tools/audit finds, and tasks that are not accounted for. questions: the
     tasks of an update."""
     faults = [str(violation) for violation in audit(folder)]
-    if not (folder / "summary.json").exists():
-        faults.append("the run is over: there is no summary.json")
+    for home in shards.homes(folder):
+        if not (home / "summary.json").exists():
+            faults.append(f"the run is over: there is no {home / 'summary.json'}")
     count = account(folder)
     if count.drawn != count.trained + count.quarantined:
         faults.append(f"nothing lost: {count.drawn} drawn, {count.trained} trained and {count.quarantined} quarantined")

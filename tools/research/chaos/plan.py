@@ -1,15 +1,21 @@
 """Which faults strike, where and in which order. A seed decides all of it, so that a run of chaos can be repeated."""
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
+
+from wire.shards import called
 
 ACTORS = ("actor-0", "actor-1")
 WORKERS = ("judges", "retriever", *ACTORS, "learner-0")
 """The processes that answer the scheduler's requests."""
 PROCESSES = ("scheduler", *WORKERS, "learner-1")
 EVERYWHERE = (*PROCESSES, "launcher")
+OF_EACH = ("scheduler", "judges", "retriever")
+"""The processes that every scheduler of a run has of its own."""
+ALL = "schedulers"
+"""The place of a fault that strikes all schedulers of a run at once."""
 WRITERS = ("scheduler", "learner-0", "learner-1")
 
 
@@ -59,10 +65,20 @@ class Fault(msgspec.Struct, frozen=True):
     variant: int
 
 
-def plan(seed: int, count: int, kinds: Collection[str] = KINDS.keys()) -> list[Fault]:
+def places(of_one: Iterable[str], schedulers: int) -> tuple[str, ...]:
+    """Return the places of a run with so many schedulers. of_one: those of a run with one."""
+    return tuple(called(name, n) for name in of_one for n in range(schedulers if name in OF_EACH else 1))
+
+
+def _struck(kind: str, schedulers: int) -> tuple[str, ...]:
+    together = (ALL,) if schedulers > 1 and kind in ("kill", "stop", "pause") else ()
+    return places(KINDS[kind].places, schedulers) + together
+
+
+def plan(seed: int, count: int, kinds: Collection[str] = KINDS.keys(), schedulers: int = 1) -> list[Fault]:
     """Return ``count`` faults. Of every 100, each kind has its share; the places of a kind take turns."""
     rng = random.Random(seed)
-    places = {kind: _turns(KINDS[kind].places, rng) for kind in sorted(kinds)}
+    places = {kind: _turns(_struck(kind, schedulers), rng) for kind in sorted(kinds)}
     faults: list[Fault] = []
     while len(faults) < count:
         deck = [kind for kind in sorted(kinds) for _ in range(KINDS[kind].share)]

@@ -18,6 +18,7 @@ from scheduler.catalogue import UPDATE
 from tools.launching import record
 from tools.research.chaos import inside, plan
 from tools.research.chaos.forked import Fork
+from wire import shards
 from wire.process import die_with
 
 PATIENCE_S = 300.0
@@ -30,10 +31,11 @@ class Lost(AssertionError):
 
 
 class Run:
-    """A run in ``folder`` of the world in ``world``. ``start`` and ``resume`` launch it; ``settle`` waits until it moves and is whole."""
+    """A run in ``folder`` of the world in ``world``. ``launch`` and ``resume`` launch it; ``settle`` waits until it moves and is whole."""
 
-    def __init__(self, world: Path, folder: Path):
+    def __init__(self, world: Path, folder: Path, schedulers: int = 1):
         self.world, self.folder = world, folder
+        self.homes = [shards.folder(folder, number) for number in range(schedulers)]
         self.out = world / "launcher.out"
         self.launches = 0
         self.seen: dict[int, float] = {}
@@ -61,8 +63,11 @@ class Run:
     # ------------------------------------------------------------------------------------------ what is seen
 
     def version(self) -> int:
-        """The newest version that metrics.jsonl has a record of."""
-        with contextlib.suppress(OSError), (self.folder / "metrics.jsonl").open("rb") as file:
+        """The newest version that every scheduler has a record of."""
+        return min(map(self._version, self.homes))
+
+    def _version(self, home: Path) -> int:
+        with contextlib.suppress(OSError), (home / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
             for line in reversed(file.read().splitlines()):
                 with contextlib.suppress(ValueError):
@@ -82,12 +87,27 @@ class Run:
         return pids
 
     def whole(self) -> bool:
-        """Whether every process lives and every worker has answered the scheduler since it started."""
-        pids, report = self.pids(), health.read(self.folder)
-        if set(pids) != set(plan.EVERYWHERE) or report is None or report.pid != pids["scheduler"]:
+        """Whether every process lives and every worker has answered its scheduler since that started."""
+        pids, reports = self.pids(), health.read_all(self.folder)
+        if set(pids) != set(plan.places(plan.EVERYWHERE, len(self.homes))):
             return False
-        here = {worker.pid for worker in report.workers if worker.state == "here" and worker.answered}
-        return here >= {pids[name] for name in plan.WORKERS} and all(map(_runs, pids.values()))
+        if [report.pid for report in reports] != [pids[name] for name in self.schedulers]:
+            return False
+        here = [
+            {worker.pid for worker in report.workers if worker.state == "here" and worker.answered}
+            for report in reports
+        ]
+        workers = {pids[name] for name in plan.places(plan.WORKERS, len(self.homes))}
+        return (
+            set().union(*here) >= workers
+            and all(pids["learner-0"] in one for one in here)
+            and all(map(_runs, pids.values()))
+        )
+
+    @property
+    def schedulers(self) -> list[str]:
+        """The names of the schedulers."""
+        return [shards.called("scheduler", number) for number in range(len(self.homes))]
 
     def wait(self, condition: Callable[[], bool], awaited: str, patience_s: float = PATIENCE_S) -> float:
         """Wait until ``condition`` holds and return the seconds. Raises Lost when the launcher ends or the patience does."""
@@ -155,8 +175,10 @@ class Run:
         raise Lost(f"{kind} did not strike {place} within {patience_s:.0f} s")
 
     def signal(self, place: str, number: signal.Signals) -> None:
-        """Send a process a signal."""
-        os.kill(self.pids()[place], number)
+        """Send a process, or all schedulers, a signal."""
+        pids = self.pids()
+        for name in self.schedulers if place == plan.ALL else [place]:
+            os.kill(pids[name], number)
 
     def kill_all(self) -> None:
         """Kill the launcher, with which the system kills all others, and wait for the end."""

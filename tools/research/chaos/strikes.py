@@ -129,21 +129,20 @@ def _unwritable(run: Run, place: str) -> str:
 def _journal(run: Run, rng: random.Random) -> str:
     """Cut a file of the journal short. The run must refuse it, which a copy mends, or lose nothing by it."""
     run.kill_all()
-    files = [
-        path for path in run.folder.glob("journal.sqlite*") if path.suffix != ".sqlite-shm" and path.stat().st_size
-    ]
-    copies = {path: path.with_name(f"copy-of-{path.name}") for path in run.folder.glob("journal.sqlite*")}
+    every = [path for home in run.homes for path in home.glob("journal.sqlite*")]
+    files = [path for path in every if path.suffix != ".sqlite-shm" and path.stat().st_size]
+    copies = {path: path.with_name(f"copy-of-{path.name}") for path in every}
     for path, copy in copies.items():
         shutil.copyfile(path, copy)
     path = rng.choice(sorted(files))
     before, left = path.stat().st_size, rng.randrange(path.stat().st_size)
     os.truncate(path, left)
-    text = f"{path.name} cut from {before} to {left} bytes"
+    text = f"{path.relative_to(run.folder)} cut from {before} to {left} bytes"
     run.resume()
     ended = run.moves_or_ends()
     if ended is not None:
         text += f": {_refused(run, ('journal',), ended)}"
-        for path in run.folder.glob("journal.sqlite*"):
+        for path in (path for home in run.homes for path in home.glob("journal.sqlite*")):
             path.unlink()
         for path, copy in copies.items():
             copy.rename(path)

@@ -45,6 +45,7 @@ budget = 2
 max_action_tokens = 8
 updates = 1000000
 questions_per_update = {questions}
+shards = {schedulers}
 max_staleness = {staleness}
 generate_deadline_s = 20
 judge_deadline_s = 20
@@ -82,7 +83,7 @@ class Searching(SearchQA):
         return await super().step(state, action, tools)
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, schedulers: int = 1) -> Path:
     """Write model, tasks, corpus, index and assets into ``folder``, and return the config of its runs."""
     make_tiny_policy(folder / "model", hidden=32, layers=2, heads=4, intermediate=64)
     corpus = [{"id": str(i), "contents": f'"{land}"\nCapital: {town}'} for i, (land, town) in enumerate(FACTS.items())]
@@ -96,5 +97,11 @@ def make(folder: Path) -> Path:
     train = str(folder / "tasks.jsonl")
     write_whole(folder / "assets.json", Assets(str(folder / "model"), train, train, str(index)))
     config = folder / "chaos.toml"
-    config.write_text(CONFIG.format(folder=folder, questions=QUESTIONS, staleness=STALENESS, replace=REPLACE_S))
+    values = {
+        "questions": QUESTIONS * schedulers,
+        "schedulers": schedulers,
+        "staleness": STALENESS,
+        "replace": REPLACE_S,
+    }
+    config.write_text(CONFIG.format(folder=folder, **values))
     return config

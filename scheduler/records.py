@@ -1,0 +1,72 @@
+"""The records of a run's updates, of all its schedulers: each has its own metrics.jsonl, and ``scheduler.catalogue.joined`` makes one of theirs."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from scheduler.catalogue import UPDATE, joined
+from wire import shards
+
+Record = dict[str, float]
+
+
+class Joined:
+    """Makes one record of those that ``parts`` schedulers have of an update, in whatever order they come."""
+
+    def __init__(self, parts: int):
+        self.parts = parts
+        self._open: dict[int, dict[int, Record]] = {}
+
+    def add(self, part: int, record: Record) -> list[Record]:
+        """Take the record of a scheduler. Return what it completes: the record of its update, after those of which a crash lost a part."""
+        version = int(record["version"])
+        self._open.setdefault(version, {})[part] = record
+        if len(self._open[version]) < self.parts:
+            return []
+        whole = [self._open.pop(known) for known in sorted(self._open) if known <= version]
+        return [joined([known[part] for part in sorted(known)]) for known in whole if 0 in known]
+
+
+class Reader:
+    """Reads the records again and again, each time what is new. keep: whether a metric is kept. tail: how many bytes of a file are read at first."""
+
+    def __init__(self, run: Path, keep: Callable[[str], bool] = lambda _: True, tail: int | None = None):
+        self.run, self._keep, self._tail = run, keep, tail
+        self._files: dict[Path, tuple[int, int]] = {}
+        self._joined, self._records = Joined(1), dict[int, Record]()
+
+    def read(self) -> list[Record]:
+        """Return the updates' records in order; of one that is there twice, the last. What is cut off or no number is left out."""
+        paths = [home / "metrics.jsonl" for home in shards.homes(self.run)]
+        if self._joined.parts != len(paths) or any(map(self._rewritten, paths)):
+            self._joined, self._records, self._files = Joined(len(paths)), {}, {}
+        new = [(part, record) for part, path in enumerate(paths) for record in self._new(path)]
+        for part, record in sorted(new, key=lambda one: one[1]["version"]):
+            for whole in self._joined.add(part, record):
+                self._records[int(whole["version"])] = {name: whole[name] for name in whole if self._keep(name)}
+        return [record for _, record in sorted(self._records.items())]
+
+    def _rewritten(self, path: Path) -> bool:
+        """Whether a file that was read is another one by now, as when the run is resumed."""
+        if path not in self._files or not path.exists():
+            return False
+        (file, at), found = self._files[path], path.stat()
+        return found.st_ino != file or found.st_size < at
+
+    def _new(self, path: Path) -> list[Record]:
+        records: list[Record] = []
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            _, at = self._files.get(path, (0, max(0, found.st_size - self._tail) if self._tail else 0))
+            file.seek(at)
+            whole, end, _ = file.read().rpartition(b"\n")
+            self._files[path] = found.st_ino, at + len(whole) + len(end)
+            for line in whole.splitlines():
+                with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
+                    record = msgspec.json.decode(line, type=dict[str, float | None])
+                    if UPDATE in record and record.get("version") is not None:
+                        records.append({name: value for name, value in record.items() if value is not None})
+        return records
