@@ -29,7 +29,7 @@ from tools.launching.record import Recorder
 from tools.launching.screen import Screen
 from tools.launching.watchdog import SCHEDULER, Watchdog
 from wire import shards
-from wire.process import STACKS, die_with
+from wire.process import die_with
 
 GRACE_S = 30.0
 LEFT_S = 2 * GRACE_S
@@ -37,7 +37,9 @@ LEFT_S = 2 * GRACE_S
 SETTLE_S = 3.0
 """Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's cause is reported and not theirs."""
 LOOK_S = 1.0
-"""Seconds between two looks for processes that hang."""
+"""Seconds between two looks for processes that hang, and for orders."""
+DRAIN = "drain"
+"""A file in this folder of the run has the name of a worker that shall finish its calls and leave (tools/launching/control.py)."""
 NOTE_S = 30.0
 """Seconds between two looks at the shared memory of the processes, which a process that is killed may leave behind."""
 FRESH_S = 6.0
@@ -127,6 +129,10 @@ class Child:
         """The process's number if it was started on this machine, otherwise 0."""
         return 0 if isinstance(self.process, Away) else self.process.pid
 
+    def asked(self) -> tuple[str, str]:
+        """Return what the process does, and its stacks (watchdog.asked), wherever it runs."""
+        return self.process.asked() if isinstance(self.process, Away) else watchdog.asked(self.here, self.log)
+
     def dead(self, now: float) -> bool:
         """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago. now: seconds."""
         status = self.process.poll()
@@ -178,6 +184,7 @@ class Supervisor:
         for endpoint in endpoints:
             endpoint.unlink(missing_ok=True)
         (self.run / "logs").mkdir(exist_ok=True)
+        shutil.rmtree(self.run / DRAIN, ignore_errors=True)  # orders to the workers of an earlier start
         copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
         scheduler = self._hire(self.plan[0])
         assert scheduler.process.stdout is not None
@@ -304,6 +311,9 @@ class Supervisor:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
+        for order in (self.run / DRAIN).glob("*"):
+            order.unlink()
+            self._signal([order.name], signal.SIGTERM)
         alive = {name: child for name, child in self.children.items() if child.process.poll() is None}
         if now >= self._note_at:
             self._note_at = now + NOTE_S
@@ -316,7 +326,7 @@ class Supervisor:
         child = alive[finding.process]
         if finding.whole:
             self._stacks()
-        text = watchdog.diagnosis(finding, child.here, child.log)
+        text = watchdog.diagnosis(finding, *child.asked())
         child.verdict = Cause(text, True, finding.whole)
         child.process.kill()
         self._wait([child.spec.name], 5.0)
@@ -324,15 +334,9 @@ class Supervisor:
     def _stacks(self) -> None:
         """Have every process that can write its stacks to its log."""
         for name, child in self.children.items():
-            if child.process.poll() is not None:
-                continue
-            if not child.here:
-                child.process.send_signal(STACKS)
-                self.screen.say(f"{name}: its stacks come to {shown(child.log)} from its node")
-            else:
-                answered = bool(watchdog.stacks(child.here, child.log))
-                kind = f"its stacks are in {shown(child.log)}" if answered else watchdog.state(child.here)
-                self.screen.say(f"{name}: {kind}")
+            if child.process.poll() is None:
+                doing, stacks = child.asked()
+                self.screen.say(f"{name}: {f'its stacks are in {shown(child.log)}' if stacks else doing}")
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
