@@ -52,8 +52,8 @@ def workers(run: Path, name: str) -> list[health.WorkerHealth]:
 
 def guest(run: Path, folder: Path) -> subprocess.Popen[str]:
     """A judge that finds the run by its invitation alone, beside the run's own judge of the same name."""
-    assert plug_in(["--run", str(run), "--invite", "judge.slate_rules", "--to", str(folder / "invitation")]) == 0
-    command = [sys.executable, str(ROOT / "tools" / "serve"), "slate_rules", "--name", GUEST, "--invite-file"]
+    assert plug_in(["--run", str(run), "--invite", "judge.exact_match", "--to", str(folder / "invitation")]) == 0
+    command = [sys.executable, str(ROOT / "tools" / "serve"), "exact_match", "--name", GUEST, "--invite-file"]
     return subprocess.Popen([*command, str(folder / "invitation")], cwd=folder, stdout=subprocess.DEVNULL, text=True)
 
 
