@@ -10,7 +10,9 @@ from pathlib import Path
 
 from scheduler import health
 from tools.launching import record
-from tools.launching.supervisor import DRAIN, LEFT_S, shown
+from tools.launching.children import LEFT_S
+from tools.launching.disk import shown
+from tools.launching.supervisor import DRAIN
 from tools.launching.watchdog import SCHEDULER
 
 

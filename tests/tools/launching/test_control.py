@@ -14,7 +14,8 @@ from tools.launching import control, record
 from tools.launching.processes import Process
 from tools.launching.record import Member, Record, Recorder
 from tools.launching.screen import Screen
-from tools.launching.supervisor import DRAIN, LOOK_S, Signals, Supervisor
+from tools.launching.signals import Signals
+from tools.launching.supervisor import DRAIN, LOOK_S, Supervisor
 from wire.atomic import write_whole
 
 WAITS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
