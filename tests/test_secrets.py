@@ -11,8 +11,8 @@ import pytest
 
 from tools.launching import config, processes
 from tools.launching.assets import Assets
+from tools.launching.children import Child
 from tools.launching.processes import Process, key_variables
-from tools.launching.supervisor import Child
 from wire.faults import InfrastructureFault
 from wire.http import JsonClient
 from wire.published import inside

@@ -27,7 +27,7 @@ def check(url: str) -> None:
     """Refuse a URL whose kind of storage cannot be reached from here. Raises ValueError with the remedy."""
     try:
         fsspec.url_to_fs(url)
-    except (ImportError, ValueError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 each kind of storage has errors of its own
         raise ValueError(
             f"learner.publish_url = {url!r}: {error}; expected such as 's3://bucket/folder' (pip install s3fs)"
         ) from None
@@ -42,10 +42,11 @@ def put(folder: Path, url: str, keep: int) -> None:
             store.makedirs(place, exist_ok=True)
             for file in sorted(folder.iterdir(), key=lambda file: file.name == NAME):
                 store.put_file(str(file), f"{place}/{file.name}")
-            for old in _versions(store, root)[:-keep]:
+            versions = [place for place in _names(store, root) if place.rpartition("/")[2].startswith("v")]
+            for old in versions[:-keep]:
                 store.rm(old, recursive=True)
             return
-        except OSError as error:
+        except Exception as error:
             if attempt == _TRIES - 1:
                 raise OSError(
                     f"learner.publish_url: version {folder.name} could not be written to {url}: {error}"
@@ -65,16 +66,18 @@ def fetched(path: str, url: str, weights: Path) -> str:
             store, root = fsspec.url_to_fs(url)
             weights.mkdir(parents=True, exist_ok=True)
             with drafted(here) as draft:
-                for file in store.ls(f"{root}/{folder.name}", detail=False):
+                for file in _names(store, f"{root}/{folder.name}"):
                     store.get_file(file, str(draft / file.rpartition("/")[2]))
                 if not (draft / NAME).is_file():
                     raise FileNotFoundError(f"{NAME} is not there")
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 as above
             raise InfrastructureFault(f"weights {folder.name} cannot be read from {url}: {error}") from None
         for old in sorted(weights.glob("v??????"))[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
     return str(here)
 
 
-def _versions(store: Any, root: str) -> list[str]:
-    return sorted(place for place in store.ls(root, detail=False) if place.rpartition("/")[2].startswith("v"))
+def _names(store: Any, place: str) -> list[str]:
+    """Return the paths in a folder. An earlier listing of this process is not believed, and FTP gives paths only in its details."""
+    store.invalidate_cache()
+    return sorted(entry["name"] for entry in store.ls(place, detail=True))

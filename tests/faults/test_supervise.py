@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from scheduler.calls import DispatchConfig
-from tools.launching import failures, record, watchdog
-from tools.launching import supervisor as supervise_module
+from tools.launching import children, failures, record, watchdog
 from tools.launching.processes import Process
+from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
-from tools.launching.supervisor import supervise
 
 STAYS, PEER = [["ready", "stay"]], "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3114"
 
@@ -160,7 +159,7 @@ def test_what_the_scheduler_says_of_a_full_disk_counts_whatever_is_free_now(
 def test_a_rank_that_was_asked_to_leave_is_missed_when_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise_module, "LEFT_S", 0.1)
+    monkeypatch.setattr(children, "LEFT_S", 0.1)
     assert Crew(tmp_path, scheduler=[*STAYS, ["leave"]], learner_0=[["leave"], ["stay"]]).launch() == 0
     assert (
         "learner-0: it left, though the run goes on: somebody asked it to (SIGTERM); resuming"
@@ -171,7 +170,7 @@ def test_a_rank_that_was_asked_to_leave_is_missed_when_the_run_goes_on(
 def test_a_worker_that_was_drained_is_replaced_and_nothing_else_is_started_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise_module, "LEFT_S", 0.1)
+    monkeypatch.setattr(children, "LEFT_S", 0.1)
     crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS, actor_0=[["leave"], ["stay"]])
     with once(lambda: crew.starts("actor-0") == 2, terminate):
         assert crew.launch() == 130
@@ -239,7 +238,7 @@ def test_a_further_scheduler_that_dies_before_it_can_be_reached_ends_the_run_wit
 def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise_module, "LEFT_S", 0.1)
+    monkeypatch.setattr(children, "LEFT_S", 0.1)
     told = {"scheduler": [["ready", "leave"]], "scheduler_1": [["ready", "wait", "leave"]], "learner_0": STAYS}
     crew = Crew(tmp_path, **told, actor_1=STAYS)
     assert crew.launch() == 0

@@ -26,7 +26,7 @@ SAID = {"terminal.say", "self._say", "screen.say", "self.screen.say", "log.warni
 FUNCTIONS = {
     "tools/launching/failures.py": ("cause_of", "remedy"),
     "tools/launching/rules.py": ("doubts",),
-    "tools/launching/supervisor.py": ("no_space",),
+    "tools/launching/disk.py": ("no_space",),
     "tools/launching/watchdog.py": ("_stopped_process", "_silent", "_stalled"),
     "tools/launching/status.py": ("show", "gather", "_read_config", "_read_journal"),
     "tools/launching/control.py": ("_worker", "stop", "_running"),

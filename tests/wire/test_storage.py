@@ -1,9 +1,13 @@
 """wire/storage.py: versions of the weights through a store that learner and actor both reach."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec.config
 import pytest
+from fsspec.spec import AbstractFileSystem
 
+from tests import ftp
 from wire import storage
 from wire.faults import InfrastructureFault
 
@@ -16,8 +20,29 @@ def version(folder: Path, number: int) -> Path:
     return place
 
 
-def test_a_version_reaches_a_node_that_does_not_see_the_run_folder(tmp_path: Path) -> None:
-    url, weights = f"file://{tmp_path}/store/run", tmp_path / "node" / "weights"
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a server of the folder ``store``, for which fsspec finds user and password in the environment."""
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("FSSPEC_FTP_USERNAME", ftp.USER)
+    monkeypatch.setenv("FSSPEC_FTP_PASSWORD", ftp.PASSWORD)
+    reload_configuration()
+    with ftp.serving(tmp_path / "store") as url:
+        yield url
+    monkeypatch.undo()
+    reload_configuration()
+
+
+def reload_configuration() -> None:
+    """fsspec reads the environment when it is imported."""
+    fsspec.config.conf.clear()
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    AbstractFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("kind", ["file", "ftp"])
+def test_a_version_reaches_a_node_that_does_not_see_the_run_folder(kind: str, server: str, tmp_path: Path) -> None:
+    url, weights = {"file": f"file://{tmp_path}/store/run", "ftp": f"{server}/run"}[kind], tmp_path / "node" / "weights"
     for number in range(1, 6):
         storage.put(version(tmp_path / "run", number), url, keep=3)
         path = storage.fetched(f"/elsewhere/weights/v{number:06d}", url, weights)
@@ -47,6 +72,20 @@ def test_an_upload_is_tried_again_and_then_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "store").touch()
     with pytest.raises(OSError, match=r"learner\.publish_url: version v000001 could not be written"):
         storage.put(version(tmp_path / "run", 1), f"file://{tmp_path}/store/run", keep=3)
+
+
+def test_a_storage_with_errors_of_its_own_costs_a_try_and_no_task(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong password is no OSError of ftplib, and an endpoint that is not reached none of s3fs."""
+    url = f"{server.replace('//', f'//{ftp.USER}:wrong@')}/run"
+    monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
+    with pytest.raises(InfrastructureFault, match="weights v000001 cannot be read"):
+        storage.fetched("/x/v000001", url, tmp_path / "weights")
+    with pytest.raises(OSError, match="version v000001 could not be written"):
+        storage.put(version(tmp_path / "run", 1), url, keep=3)
+    with pytest.raises(ValueError, match="expected such as 's3://"):
+        storage.check(url)
 
 
 def test_an_unknown_kind_of_storage_is_refused_with_the_remedy() -> None:

@@ -19,10 +19,11 @@ from tools.defaults.settings import cache_folder
 from tools.launching import environment, jobs, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from tools.launching.disk import existing, no_space
 from tools.launching.nodes import Nodes, reachable
 from tools.launching.prepare import prepare
+from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
-from tools.launching.supervisor import existing, no_space, supervise
 from wire.atomic import write_whole
 from wire.options import command_parser
 

@@ -1,7 +1,7 @@
 """Orders to a run on this machine: pause, resume, drain a worker, stop.
 
-Each function returns in words what happens next. It raises ValueError, with what to do instead, when the order cannot be given, and OSError or
-psutil.Error when the system refuses it.
+Each function returns in words what happens next. It raises ValueError, with what to do instead, when the order cannot be given, and OSError when
+the system refuses it.
 """
 
 import os
@@ -10,8 +10,9 @@ from pathlib import Path
 
 from scheduler import health
 from tools.launching import record
-from tools.launching.status import living
-from tools.launching.supervisor import LEFT_S, shown
+from tools.launching.children import LEFT_S
+from tools.launching.disk import shown
+from tools.launching.supervisor import DRAIN
 from tools.launching.watchdog import SCHEDULER
 
 
@@ -42,22 +43,22 @@ def draining(run: Path, name: str) -> str:
 
 
 def drain(run: Path, name: str) -> str:
-    """Ask a worker to finish its calls and leave. The launcher misses it after ``LEFT_S`` and starts a fresh one."""
-    living(run, _worker(run, name)).terminate()
+    """Have the launcher ask a worker, wherever it runs, to finish its calls and leave. It misses it after ``LEFT_S`` and starts a fresh one."""
+    _worker(run, name)
+    (run / DRAIN).mkdir(exist_ok=True)
+    (run / DRAIN / name).touch()
     return f"{name} finishes its calls and leaves"
 
 
-def _worker(run: Path, name: str) -> record.Member:
+def _worker(run: Path, name: str) -> None:
+    """Refuse to drain what cannot be drained."""
     member = _running(run).members.get(name)
     if member is None:
         raise ValueError(f"{name} was not started by tools/launch: end it where it was started, with Ctrl-C")
     if name.startswith((SCHEDULER, "learner")):
         raise ValueError(f"{name} cannot be drained, because nothing goes on without it: stop the run instead")
-    if member.host or not member.pid:
-        raise ValueError(
-            f"{name} runs on another node ({member.host or 'none yet'}): drain it there with kill {member.pid}"
-        )
-    return member
+    if not member.pid:
+        raise ValueError(f"{name} waits for a node with room, so there is nothing to drain: wait until it runs")
 
 
 def stop(run: Path) -> str:

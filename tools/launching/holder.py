@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from tools.bootstrap import ROOT
+from tools.launching import watchdog
 from wire.keys import write_private
 from wire.process import die_with
 
@@ -130,6 +131,11 @@ class Holder:
             if piece or time.monotonic() > end:
                 return Report(piece, None)
             await asyncio.sleep(_TICK_S)
+
+    async def asked(self) -> tuple[str, str]:
+        """Return what the process does, and its stacks, which it also writes to its log (watchdog.asked)."""
+        assert self._process is not None, "asked before start"
+        return await asyncio.to_thread(watchdog.asked, self._process.pid, Path(f"/proc/self/fd/{self._log.fileno()}"))
 
     async def signal(self, number: int) -> None:
         """Send a signal to the process."""

@@ -19,7 +19,9 @@ from tools.launching.settings import Config
 PORT = 6379
 """Ray's default, where the nodes find the first one."""
 GRACE_S = 120
-"""Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last checkpoint."""
+"""Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last checkpoint: to the script alone, which has the launcher
+stop in order. ``srun`` would send it to all processes of the step at once, and Ray would die before the run had ended."""
+_STOP = "import pathlib, sys; from tools.launching import control; print(control.stop(pathlib.Path(sys.argv[1])))"
 _SHARED = "/runs"
 """Where the pods see the shared volume."""
 
@@ -59,7 +61,7 @@ def slurm(config: Config, given: list[str]) -> str:
         f"--mem={c.memory_gib}G",
         f"--output={name}-%j.log",
         "--requeue",
-        f"--signal=TERM@{GRACE_S}",
+        f"--signal=B:TERM@{GRACE_S}",
         *c.options,
     ]
     head = "\n".join(f"#SBATCH {option}" for option in options)
@@ -67,13 +69,16 @@ def slurm(config: Config, given: list[str]) -> str:
 {head}
 set -euo pipefail
 cd {shlex.quote(str(ROOT))}
-run={shlex.quote(config.runs)}/{name}-$SLURM_JOB_ID
+run=${{1:-{shlex.quote(config.runs)}/{name}-$SLURM_JOB_ID}}
 launch=(tools/launch {first})
 if [ -f "$run/config.json" ]; then launch=(tools/launch {later}); fi
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RAY_USAGE_STATS_ENABLED=0 PATH=${{COPPICE_VENV:-$PWD/.venv}}/bin:$PATH  # Ray starts itself by its name
 srun --kill-on-bad-exit=1 ray symmetric-run --address "$first:{PORT}" \\
-  --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={c.cpus} --num-gpus={c.gpus} -- "${{launch[@]}}"
+  --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={c.cpus} --num-gpus={c.gpus} -- "${{launch[@]}}" &
+step=$!
+trap 'PYTHONPATH=$PWD python -c "{_STOP}" "$run" || kill $step' TERM
+wait $step || wait $step  # the signal ends the first
 """
 
 

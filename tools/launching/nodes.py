@@ -32,8 +32,12 @@ ROLE_OF = {
 """The role of each module that may run on another node. A module that is not here runs with the launcher."""
 PASSED = ("COPPICE_", "HF_")
 """Variables of the launcher that processes on other nodes get, by how their names begin, beside the keys that their settings name."""
+STORAGE = ("FSSPEC_", "AWS_", "AZURE_STORAGE_", "GOOGLE_")
+"""Variables by which fsspec reaches a storage: ranks and actors get them too, where ``learner.publish_url`` names one."""
 PATIENCE_S = 30.0
 """Seconds without room for a process before the launcher says so."""
+ANSWER_S = 10.0
+"""Seconds that a node has to tell what a process does there."""
 LOST = 1
 """The exit status of a process that ended with its node."""
 
@@ -77,6 +81,16 @@ class Away:
                     self.wait(2)
             if self.returncode is None:
                 self._over(-int(number))
+
+    def asked(self) -> tuple[str, str]:
+        """Return what the process does, and its stacks, which come to its log; "" for what its node does not say."""
+        ray = _ray()
+        if not self.pid:
+            return "no node has room for it yet", ""
+        try:
+            return ray.get(self._holder.asked.remote(), timeout=ANSWER_S)
+        except ray.exceptions.RayError:
+            return f"its node {self.host} does not answer", ""
 
     def kill(self) -> None:
         """Kill the process, wherever it is."""
@@ -200,7 +214,8 @@ class Nodes:
         file, keys = run / "processes" / f"{spec.file}.json", home / "keys"
         names = ("server_public", f"peers/{role}.json")
         threads = str(spec.threads)
-        environment = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in spec.needed}
+        passed = PASSED + (STORAGE if self.config.learner.publish_url and role in ("actor", "learner") else ())
+        environment = {k: v for k, v in os.environ.items() if k.startswith(passed) or k in spec.needed}
         environment |= {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}  # Ray sets that one
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

@@ -21,9 +21,9 @@ from scheduler.evaluation import HeldOut
 from scheduler.health import Health
 from scheduler.journal import Journal
 from tools.launching import record
+from tools.launching.disk import shown
 from tools.launching.record import Failure, Record
 from tools.launching.settings import Config
-from tools.launching.supervisor import shown
 from wire import shards
 
 WIDTH = 80

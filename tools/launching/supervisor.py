@@ -8,141 +8,36 @@ would repeat (tools/launching/failures.py), ends the run, and the launcher print
 """
 
 import faulthandler
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from scheduler import health
-from tools.bootstrap import ROOT
 from tools.launching import leftovers, watchdog
-from tools.launching.failures import Cause, Rate, Resumes, cause_of, remedy
+from tools.launching.children import GRACE_S, Child
+from tools.launching.disk import shown
+from tools.launching.failures import Cause
 from tools.launching.nodes import Away, Nodes
 from tools.launching.processes import Process, forget_meeting
 from tools.launching.record import Recorder
 from tools.launching.screen import Screen
+from tools.launching.signals import Signals
 from tools.launching.watchdog import SCHEDULER, Watchdog
 from wire import shards
-from wire.process import STACKS, die_with
 
-GRACE_S = 30.0
-LEFT_S = 2 * GRACE_S
-"""Seconds after which an exit with status 0 counts as a death, if the scheduler still runs (it waits half as long for dismissed workers)."""
 SETTLE_S = 3.0
 """Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's cause is reported and not theirs."""
 LOOK_S = 1.0
-"""Seconds between two looks for processes that hang."""
+"""Seconds between two looks for processes that hang, and for orders."""
+DRAIN = "drain"
+"""A file in this folder of the run has the name of a worker that shall finish its calls and leave (tools/launching/control.py)."""
 NOTE_S = 30.0
 """Seconds between two looks at the shared memory of the processes, which a process that is killed may leave behind."""
 FRESH_S = 6.0
 """Seconds to wait for a report that is newer than a rank's death, in order to know whether the training had begun."""
 INTERRUPTED = 130
-_FULL_BYTES = 2**24
-"""Bytes of free space below which the disk counts as full: the weights of one version, or minutes of logs, do not fit into less."""
-_TAIL_BYTES = 2**18
-"""Bytes at the end of a log that are searched for the last traceback."""
-
-
-def existing(path: Path) -> Path:
-    """Return ``path`` if it exists, or its nearest parent that exists (which may be a file where a folder is needed)."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
-
-
-def no_space(run: Path) -> str:
-    """Return the message for a full disk of the run, with the remedy."""
-    again = f"tools/launch --resume {shown(run)}" if (run / "config.json").is_file() else "start again"
-    return f"{shown(run)}'s disk has {_free_bytes(run) / 1e6:.1f} MB free: the processes cannot write; free some, then {again}"
-
-
-def _free_bytes(run: Path) -> int:
-    return shutil.disk_usage(existing(run)).free
-
-
-def _alone(launcher: int) -> None:
-    """Give the child, in which this runs, its own session, so that Ctrl-C reaches only the launcher; have it killed with the launcher."""
-    os.setsid()
-    die_with(launcher)
-
-
-class Signals:
-    """What the user's signals ask for. interrupted: to stop in order (Ctrl-C, SIGTERM, a closed terminal). stacks: to write the stacks of all
-    processes to their logs (Ctrl-\\)."""
-
-    def __init__(self) -> None:
-        self.interrupted, self.stacks = threading.Event(), threading.Event()
-
-    def listen(self) -> None:
-        """Take the signals of this process. SIGHUP stays ignored where it is, as ``nohup`` wants it."""
-        ends = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self.interrupted)
-        for number, event in {**ends, signal.SIGQUIT: self.stacks}.items():
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda *_, event=event: event.set())
-
-
-class Child:
-    """A process of the plan with its log and its restarts. The process starts with the object; ``start`` starts it again after a death.
-
-    verdict: why the launcher killed it, if it did."""
-
-    def __init__(self, spec: Process, run: Path, nodes: Nodes | None = None):
-        self.spec, self.run, self.nodes = spec, run, nodes
-        self.log = run / "logs" / f"{spec.name}.log"
-        self.rate = Rate()
-        self.again_at: float | None = None
-        self.left_at = 0.0
-        self.verdict: Cause | None = None
-        self.process = self.start()
-
-    def start(self) -> subprocess.Popen[bytes] | Away:
-        """Start the process, for the first time or again."""
-        self.verdict = None
-        if self.nodes is not None and self.nodes.takes(self.spec):
-            self.log.touch()
-            self._log_start = self.log.stat().st_size
-            return self.nodes.start(self.spec, self.run, self.log)
-        inherited = {name: value for name, value in os.environ.items() if name not in self.spec.withheld}
-        environment = inherited | self.spec.environment
-        threads = str(self.spec.threads)
-        environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]
-        environment |= {"PYTHONPATH": os.pathsep.join(paths)}
-        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        process_file = str(self.run / "processes" / f"{self.spec.file}.json")
-        command = [self.spec.python or sys.executable, "-m", self.spec.module, process_file]
-        with self.log.open("ab") as log:
-            self._log_start = log.tell()
-            show = subprocess.PIPE if self.spec.name.startswith(SCHEDULER) else log
-            return subprocess.Popen(
-                command, stdout=show, stderr=log, env=environment, preexec_fn=partial(_alone, os.getpid())
-            )
-
-    @property
-    def here(self) -> int:
-        """The process's number if it was started on this machine, otherwise 0."""
-        return 0 if isinstance(self.process, Away) else self.process.pid
-
-    def dead(self, now: float) -> bool:
-        """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago. now: seconds."""
-        status = self.process.poll()
-        if status == 0:
-            self.left_at = self.left_at or now
-            return now - self.left_at > LEFT_S
-        return status is not None
-
-    def cause(self) -> Cause:
-        """Return why the process ended. Must be called after its end."""
-        verdict = self.verdict or (self.process.verdict if isinstance(self.process, Away) else None)
-        if verdict is not None:
-            return verdict
-        with self.log.open("rb") as log:
-            log.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
-            return cause_of(self.process.wait(), log.read().decode(errors="replace"))
 
 
 class Supervisor:
@@ -178,6 +73,7 @@ class Supervisor:
         for endpoint in endpoints:
             endpoint.unlink(missing_ok=True)
         (self.run / "logs").mkdir(exist_ok=True)
+        shutil.rmtree(self.run / DRAIN, ignore_errors=True)  # orders to the workers of an earlier start
         scheduler = self._hire(self.plan[0])
         children = [scheduler, *map(self._hire, self.plan[1 : len(self.schedulers)])]
         while not all(endpoint.exists() for endpoint in endpoints) and not self.signals.interrupted.is_set():
@@ -310,6 +206,9 @@ class Supervisor:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
+        for order in (self.run / DRAIN).glob("*"):
+            order.unlink()
+            self._signal([order.name], signal.SIGTERM)
         alive = {name: child for name, child in self.children.items() if child.process.poll() is None}
         if now >= self._note_at:
             self._note_at = now + NOTE_S
@@ -322,7 +221,7 @@ class Supervisor:
         child = alive[finding.process]
         if finding.whole:
             self._stacks()
-        text = watchdog.diagnosis(finding, child.here, child.log)
+        text = watchdog.diagnosis(finding, *child.asked())
         child.verdict = Cause(text, True, finding.whole)
         child.process.kill()
         self._wait([child.spec.name], 5.0)
@@ -330,15 +229,9 @@ class Supervisor:
     def _stacks(self) -> None:
         """Have every process that can write its stacks to its log."""
         for name, child in self.children.items():
-            if child.process.poll() is not None:
-                continue
-            if not child.here:
-                child.process.send_signal(STACKS)
-                self.screen.say(f"{name}: its stacks come to {shown(child.log)} from its node")
-            else:
-                answered = bool(watchdog.stacks(child.here, child.log))
-                kind = f"its stacks are in {shown(child.log)}" if answered else watchdog.state(child.here)
-                self.screen.say(f"{name}: {kind}")
+            if child.process.poll() is None:
+                doing, stacks = child.asked()
+                self.screen.say(f"{name}: {f'its stacks are in {shown(child.log)}' if stacks else doing}")
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
@@ -372,51 +265,3 @@ class Supervisor:
         )
         while time.monotonic() < end and any(process.poll() is None for process in awaited):
             time.sleep(0.05)
-
-
-def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen, nodes: Nodes | None = None) -> int:
-    """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a cluster. Return the exit status. Raises OSError."""
-    signals, recorder = Signals(), Recorder(run)
-    signals.listen()
-    resumes, again = Resumes(_checkpoint(run), _done(run)), f"tools/launch --resume {shown(run)}"
-    while not signals.interrupted.is_set():
-        supervisor = Supervisor(run, make(), signals, recorder, screen, nodes)
-        ended = supervisor.watch()
-        if ended == 0:
-            recorder.end("finished")
-            return 0
-        if isinstance(ended, int):
-            break
-        cause, full = ended.cause(), _free_bytes(run) < _FULL_BYTES
-        pause = None
-        if (ended.spec.vital or ended.spec.name in supervisor.schedulers) and not full:
-            pause = resumes.pause(time.monotonic(), cause, _checkpoint(run), _done(run))
-        if pause is None:
-            advice = no_space(run) if full or cause.full_disk else remedy(cause, again)
-            recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")
-            recorder.end("failed", advice)
-            screen.say(f"\n{ended.spec.name} failed: {cause.text}\nremedy: {advice}\nlog: {shown(ended.log)}")
-            return 1
-        recorder.record.resumes += 1
-        supervisor.announce(ended, cause, f"resuming the run in {pause:.0f} s")
-        signals.interrupted.wait(pause)
-        os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"  # the summary counts from this start
-    recorder.end("stopped", again)
-    screen.say(f"stopped; go on with: {again}", "summary")
-    return INTERRUPTED
-
-
-def _done(run: Path) -> int:
-    """Return the trees and evaluations that the scheduler last reported as done."""
-    report = health.read(run)
-    return report.progress() if report is not None else 0
-
-
-def _checkpoint(run: Path) -> str:
-    """Return the name of the newest checkpoint, or "" if there is none."""
-    return max((path.parent.name for path in (run / "checkpoints").glob("v??????/state.json")), default="")
-
-
-def shown(path: Path) -> Path:
-    """Return ``path`` relative to the current folder where possible."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -162,6 +162,11 @@ def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:
     return text.decode(errors="replace")
 
 
+def asked(pid: int, log: Path) -> tuple[str, str]:
+    """Return what a process of this machine does, and its stacks, which it also writes to its log; "" for what it cannot say."""
+    return state(pid), stacks(pid, log)
+
+
 def where(text: str) -> str:
     """Return where the threads of a process are, in a few words, from its stacks. The main thread comes first."""
     places: list[str] = []
@@ -174,10 +179,10 @@ def where(text: str) -> str:
     return ", ".join(dict.fromkeys(places[:_SHOWN]))
 
 
-def diagnosis(finding: Finding, pid: int, log: Path) -> str:
-    """Ask a stuck process for its stacks and return what is known, as one line. pid: 0 for a process of another node, which is not asked."""
-    known = [state(pid)] if pid else []
-    if pid and (place := where(stacks(pid, log))):
+def diagnosis(finding: Finding, doing: str, text: str) -> str:
+    """Return what is known of a stuck process, as one line. doing, text: what it answered (``asked``)."""
+    known = [doing] if doing else []
+    if place := where(text):
         known.append(f"its threads are in {place} (stacks in its log)")
     if finding.calls:
         known.append(f"its last calls: {'; '.join(finding.calls)}")

@@ -11,7 +11,11 @@ import pytest
 
 from scheduler import health
 from tools.launching import control, record
-from tools.launching.record import Member, Record
+from tools.launching.processes import Process
+from tools.launching.record import Member, Record, Recorder
+from tools.launching.screen import Screen
+from tools.launching.signals import Signals
+from tools.launching.supervisor import DRAIN, LOOK_S, Supervisor
 from wire.atomic import write_whole
 
 WAITS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
@@ -59,13 +63,28 @@ def test_a_pause_is_a_file_that_resume_removes(floor: Floor) -> None:
     assert not (floor.run / health.PAUSED).exists()
 
 
-def test_draining_asks_the_process_of_the_worker_and_no_other(floor: Floor) -> None:
-    assert "starts a fresh one about 60 s later" in control.draining(floor.run, "actor-0")
-    control.drain(floor.run, "actor-0")
-    assert floor.worker.wait(30) == 7
-    with pytest.raises(psutil.NoSuchProcess):
-        control.drain(floor.run, "judges")  # another process has its number now
-    assert floor.launcher.poll() is None
+def test_the_launcher_drains_the_worker_that_is_named_and_forgets_the_orders_to_an_earlier_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "waits.py").write_text(f"open({str(tmp_path / 'endpoint')!r}, 'w')\n{WAITS}")
+    names, paths = ("scheduler", "actor-0", "actor-1"), {"PYTHONPATH": str(tmp_path)}
+    plan = [Process(name, "waits", name, 1, name == "scheduler", paths) for name in names]
+    supervisor = Supervisor(tmp_path, plan, Signals(), Recorder(tmp_path), Screen(0))
+    (tmp_path / DRAIN).mkdir()
+    (tmp_path / DRAIN / "actor-1").touch()
+    try:
+        assert supervisor.start() is None
+        workers = [supervisor.children[name] for name in names[1:]]
+        while not all(b"\n" in worker.log.read_bytes() for worker in workers):
+            assert [worker.process.poll() for worker in workers] == [None, None]
+        assert "starts a fresh one about 60 s later" in control.draining(tmp_path, "actor-0")
+        control.drain(tmp_path, "actor-0")
+        supervisor._look(time.monotonic() + LOOK_S)
+        assert workers[0].process.wait(30) == 7
+        assert workers[1].process.poll() is None
+        assert not list((tmp_path / DRAIN).iterdir())
+    finally:
+        supervisor.stop()
 
 
 @pytest.mark.parametrize(
@@ -81,6 +100,17 @@ def test_what_the_run_needs_or_did_not_start_is_not_drained(floor: Floor, name: 
         with pytest.raises(ValueError, match=says):
             order(floor.run, name)
     assert floor.worker.poll() is None
+
+
+def test_a_worker_that_has_no_place_on_the_cluster_yet_is_not_drained(floor: Floor) -> None:
+    write_whole(
+        floor.run / record.NAME,
+        Record(
+            floor.launcher.pid, psutil.Process(floor.launcher.pid).create_time(), members={"actor-0": Member(0, 0.0)}
+        ),
+    )
+    with pytest.raises(ValueError, match="actor-0 waits for a node with room"):
+        control.drain(floor.run, "actor-0")
 
 
 def test_stopping_asks_the_launcher_once_because_a_second_time_would_kill_it(floor: Floor) -> None:

@@ -75,6 +75,22 @@ async def test_a_log_is_reported_whole_in_pieces_and_a_signal_arrives(
     assert await to_end(held, log) == (b"x" * 5000 + b"\n", -signal.SIGTERM)
 
 
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_process_of_another_node_is_asked_for_its_stacks_and_survives_though_it_has_not_begun(
+    begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(holder.PLACE, str(tmp_path))
+    begin = "import wire.process; wire.process.begin()\n" if begun else ""
+    held, code = Holder(), f"{begin}import signal; print('ready', flush=True)\nwhile True: signal.pause()"
+    await held.start(delivery(tmp_path / "run", command=["-c", code]), None)
+    ready = await held.report(0)
+    doing, stacks = await held.asked()
+    assert doing == "it waits (state S)"
+    assert ('File "<string>", line ' in stacks) == begun
+    await held.signal(signal.SIGTERM)
+    assert await to_end(held, ready.log) == (b"ready\n" + stacks.encode(), -signal.SIGTERM)
+
+
 async def test_the_ranks_are_told_where_they_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(holder.PLACE, str(tmp_path))
     held = Holder()

@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tools.bootstrap import ROOT
 from tools.launching import command, jobs
 from tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from tools.launching.settings import Config
@@ -93,6 +96,34 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
     assert launch == ["tools/launch", *asked]
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=h100"} <= set(lines)
+
+
+LAUNCHER = """
+import os, pathlib, psutil, signal, sys
+from tools.launching.record import NAME, Record
+from wire.atomic import write_whole
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+write_whole(pathlib.Path(sys.argv[1]) / NAME, Record(os.getpid(), psutil.Process().create_time()))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_status(tmp_path: Path) -> None:
+    """The step runs what stands for the launcher: it is recorded as one, and ends with 130 as one. The run is that of an earlier job."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    (tmp_path / "job").write_text(jobs.slurm(config(), []))
+    stand_ins = f"scontrol() {{ echo first; }}; srun() {{ exec python {tmp_path}/launcher.py {tmp_path}; }}; export -f scontrol srun"
+    environment = os.environ | {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    environment |= {"COPPICE_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", f"{stand_ins}; exec bash {tmp_path}/job {tmp_path}"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        job.send_signal(signal.SIGTERM)
+        assert "stopping: the learner writes a checkpoint" in job.stdout.read()
+        assert job.wait(60) == 130
 
 
 def test_a_job_chooses_its_own_run_folder() -> None:

@@ -16,8 +16,8 @@ import pytest
 from tools.launching.assets import Assets
 from tools.launching.command import main
 from tools.launching.processes import Process
+from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
-from tools.launching.supervisor import supervise
 
 ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
 

@@ -165,13 +165,14 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(t
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"ready\n"
-        places = where(stacks(process.pid, log, 20.0))
+        doing, text = watchdog.asked(process.pid, log)
+        places = where(text)
         main, other = places.split(", ")
         assert main.startswith(f"{tmp_path.name}/judge.py:")
         assert main.endswith(" endless_judgement")
         assert other == f"{tmp_path.name}/judge.py:11 never_unlocked"
         finding = watchdog.Finding("judges", "has been silent for 9 s", ["judge.x: ok after 1.0 s"])
-        text = watchdog.diagnosis(finding, process.pid, log)
+        text = watchdog.diagnosis(finding, doing, text)
         assert text.startswith("has been silent for 9 s; it computes (state R); its threads are in ")
         assert text.endswith("(stacks in its log); its last calls: judge.x: ok after 1.0 s")
     finally:

@@ -26,7 +26,7 @@ import msgspec
 import psutil
 
 import scheduler
-from tools.launching import command, supervisor
+from tools.launching import children, command
 from tools.launching.assets import Assets
 from tools.research.chaos import messages
 from tools.research.chaos.forked import Fork
@@ -140,6 +140,6 @@ def launch(assets: Path, arguments: Sequence[str]) -> None:
         return Fork(partial(become, *command[2:]), **options)
 
     prepared = msgspec.json.decode(assets.read_bytes(), type=Assets)
-    messages.put((supervisor, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)))
+    messages.put((children, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)))
     messages.put((command, "prepare", lambda _: prepared))
     sys.exit(command.main())
