@@ -400,10 +400,10 @@ async def test_requests_outlast_a_router_that_starts_anew(fleet: Fleet) -> None:
 
 
 async def test_what_a_dying_server_computed_is_asked_again_elsewhere(fleet: Fleet) -> None:
-    first, second = fleet.servers
+    first = fleet.servers[0]
     first.going.clear()
     asking = asyncio.create_task(fleet.sampled(1))
-    await fleet.until(lambda: "/generate" in first.calls and "/generate" in second.calls)
+    await fleet.until(lambda: "/generate" in first.calls)
     await first.stop()
     await asking
     await fleet.with_all(1)
