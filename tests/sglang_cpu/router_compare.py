@@ -248,7 +248,6 @@ async def update(model: Path, url: str, found: dict[str, subprocess.Popen[bytes]
     first, second, third = found
     versions = {number: version_folder(folder, model, number) for number in (7, 8)}
     base = version_folder(folder, model, 0, noise=0.0)[2]
-    salts = [_cached(url, salt) for salt in ("a", "a", "b", "b")]
     going = Going(made, {0: base} | {number: one[2] for number, one in versions.items()})
     try:
         await going.more()
@@ -278,8 +277,7 @@ async def update(model: Path, url: str, found: dict[str, subprocess.Popen[bytes]
     print(
         f"updates behind the router: the third server held version 7 {joined:.1f} s after POST /workers; the first was killed; version 8 on"
         f" the two others, checksum {proofs[1][:16]}; samples by their last version {dict(sorted(going.counts.items()))}, each with its version's"
-        f" log-probabilities within {going.worst:.1e}; {asked_again} requests asked again, none failed; cached of 20 tokens under the salts"
-        f" a, a, b, b: {salts}"
+        f" log-probabilities within {going.worst:.1e}; {asked_again} requests asked again, none failed"
     )
 
 
@@ -290,12 +288,6 @@ def held(url: str) -> str:
 
 def _proof(url: str) -> str:
     return hashlib.sha256(held(url).encode()).hexdigest()
-
-
-def _cached(url: str, salt: str) -> int:
-    """Cached tokens of one prompt of 20 under a salt."""
-    body = {"input_ids": list(range(10, 30)), "extra_key": salt, "sampling_params": {"max_new_tokens": 1}}
-    return json.loads(ask(url + "/generate", body))["meta_info"]["cached_tokens"]
 
 
 def show(name: str, row: dict[str, Any]) -> None:
