@@ -118,8 +118,14 @@ class SGLangEngine:
         await self.way.close()
 
     async def died(self) -> str:
-        """Return the reason when SGLang is gone."""
-        return await self.way.died()
+        """Return the reason when SGLang is gone. Raises what ended the following of a router, which nothing should."""
+        dying = asyncio.create_task(self.way.died())
+        watched = [dying] if self._following is None else [dying, self._following]
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            return await (dying if dying.done() or self._following is None else self._following) or ""
+        finally:
+            dying.cancel()
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -168,7 +174,7 @@ class SGLangEngine:
         async with self._updating:
             start = time.monotonic()
             try:
-                ready = await self.weights.prepare(request, self.way.servers)
+                ready = await self.weights.prepare(request)
             except sglang_weights.Refused as refused:  # nothing has changed anywhere
                 raise InfrastructureFault(str(refused)) from None
             update = await self._update(ready)

@@ -125,6 +125,11 @@ class Http:
                 f"{self.url}/workers answered what the router of sglang-router 0.3.2 does not ({type(error).__name__}: {error})"
             ) from None
 
+    async def named(self) -> str:
+        """Return the name of the weights that the server holds."""
+        info = await self._client.get("/model_info", timeout_s=10.0, attempts=1)
+        return str(info.get("weight_version") or "")
+
     async def remove(self, worker: str) -> None:
         """Tell the router to send nothing more to the server of this number."""
         await self._client.send("DELETE", f"/workers/{worker}", timeout_s=10.0, attempts=1)

@@ -56,7 +56,7 @@ class Fleet:
         reason = "the router no longer lists it"
         if server.url in listed:
             try:
-                label = (await server.facts()).version
+                label = await server.named()
             except InfrastructureFault as fault:
                 reason = f"it does not answer ({fault})"
             else:

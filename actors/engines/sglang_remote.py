@@ -95,7 +95,7 @@ class Remote:
         silent = 0
         while silent < 3:
             await asyncio.sleep(10.0)
-            alive = [await server.alive() for server in self.servers]
+            alive = await asyncio.gather(*(server.alive() for server in self.servers))
             silent = 0 if any(alive) and (not self.elastic or await self.front.healthy()) else silent + 1
         return f"{self.name} no longer answers" + (", or no server behind it" if self.elastic else " /model_info")
 

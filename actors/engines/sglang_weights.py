@@ -105,12 +105,15 @@ class Weights:
         for name in list(self._adapters):
             await self._unload(name)
 
-    async def prepare(self, request: LoadRequest, servers: list[Any]) -> Ready:
+    async def prepare(
+        self, request: LoadRequest, servers: list[Any] | None = None, config: SGLangConfig | None = None
+    ) -> Ready:
         """Do everything that can be done while requests go on. Raises Refused, and then nothing was changed."""
+        servers, config = servers or self.way.servers, config or self.config
         begun, folder, scratch, pulls = time.monotonic(), Path(request.path), None, {}
         try:
             manifest = published.read(folder, request.digest)
-            chosen = transport.choose(manifest, self.facts, self.config, *transport.here(self.config, servers))
+            chosen = transport.choose(manifest, self.facts, config, *transport.here(config, servers))
             if chosen == "adapter" and self.facts.updated and self._whole is None:
                 raise InfrastructureFault(
                     f"{self.way.name} holds weight version {self.facts.version} from before, but an adapter needs the base model's weights:"
@@ -123,7 +126,7 @@ class Weights:
                 folder = Path(scratch.name)
             if chosen in ("tensor", "distributed"):
                 facts = await self._each(servers, lambda server: server.facts())
-                pulls = await transport.prepare(chosen, dict(zip(servers, facts, strict=True)), manifest, self.config)
+                pulls = await transport.prepare(chosen, dict(zip(servers, facts, strict=True)), manifest, config)
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise Refused(str(fault)) from None
         return Ready(request, chosen, folder, pulls, scratch, begun)
@@ -160,9 +163,11 @@ class Weights:
         if set(found[1]) != self._tensors:
             raise InfrastructureFault(f"{server.name} serves another model: {len(found[1])} tensors of other names")
         if self._whole is not None and found[0] != self._held:
-            ready = await self.prepare(self._whole, [server])
-            try:  # whatever it computes and has cached is of other weights
-                await self._paused(ready, [server], msgspec.structs.replace(self.config, pause="retract"))
+            # What it has cached is of other weights and must go, whatever ``pause`` says.
+            config = msgspec.structs.replace(self.config, pause="retract")
+            ready = await self.prepare(self._whole, [server], config)
+            try:
+                await self._paused(ready, [server], config)
             finally:
                 if ready.scratch is not None:
                     ready.scratch.cleanup()
@@ -191,7 +196,7 @@ class Weights:
 
     async def _paused(self, ready: Ready, servers: list[Any], config: SGLangConfig) -> tuple[int, float]:
         """Return the bytes moved and the seconds paused. Generation always continues; after a failure the running requests are aborted first."""
-        begun, moved, joining = time.monotonic(), False, ready.request is self._whole
+        begun, moved, joining = time.monotonic(), False, servers is not self.way.servers
         try:
             await self._all(servers, "/pause_generation", {"mode": config.pause})
             # Tokens sampled before all weights have arrived get a weight version that is not a policy version.

@@ -67,6 +67,7 @@ class Server(Site):
         self.number, self.tensors = number, tensors
         self.calls: list[str] = []
         self.anew()
+        self.flushed: list[bool] = []
         self.fails: set[str] = set()
         self.dies: set[str] = set()
         self.at: dict[str, Callable[[], Any]] = {}
@@ -81,6 +82,7 @@ class Server(Site):
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, await request.json() if request.can_read_body else {}
         self.calls.append(path)
+        self.flushed += [body["flush_cache"]] if "flush_cache" in body else []
         if path in self.dies:
             self.dies.clear()
             assert request.transport is not None
@@ -293,6 +295,27 @@ async def test_a_server_that_joins_during_an_update_gets_the_new_version(fleet: 
     await asking
     await fleet.with_all(3)
     assert third.weights == 2
+
+
+@pytest.mark.parametrize("chosen", ["disk", "tensor"])
+async def test_what_a_joining_server_has_cached_goes_also_where_updates_keep_caches(fleet: Fleet, chosen: Any) -> None:
+    giver = Giver(timeout_s=5.0)
+    third = Server()
+    try:
+        fleet.engine.weights.config = SGLangConfig(weights=chosen, pause="in_place", update_timeout_s=WAIT_S)
+        for server in (*fleet.servers, third):
+
+            async def taken(server: Server = server) -> None:
+                server.weights = 2
+
+            server.at["/end_weight_update"] = taken
+            server.flushed.clear()
+        await fleet.engine.load(version(fleet.folder, 2) if chosen == "disk" else in_memory(fleet, giver, 2))
+        await fleet.joins(third)
+        await fleet.with_all(3)
+        assert not any(fleet.servers[0].flushed) and third.flushed[-1]
+    finally:
+        giver.close()
 
 
 async def test_a_server_that_leaves_takes_no_further_part(fleet: Fleet) -> None:
