@@ -308,7 +308,7 @@ async def test_what_a_joining_server_has_cached_goes_also_where_updates_keep_cac
             async def taken(server: Server = server) -> None:
                 server.weights = 2
 
-            server.at["/end_weight_update"] = taken
+            server.at["/update_weights_from_tensor"] = taken
             server.flushed.clear()
         await fleet.engine.load(version(fleet.folder, 2) if chosen == "disk" else in_memory(fleet, giver, 2))
         await fleet.joins(third)

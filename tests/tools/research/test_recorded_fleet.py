@@ -24,9 +24,8 @@ def slate(number: int) -> Tree:
     rng, tree = random.Random(number), Tree(number, str(number), "train")
     node = tree.add(None, "prompt", np.concatenate([np.arange(HEAD, dtype=np.int32), tokens(rng, QUESTION)]), "")
     for _ in range(STEPS):
-        for _ in range(CANDIDATES):
-            versions = np.zeros(ACTION, np.int32)
-            action = tree.add(node, "action", tokens(rng, ACTION), "", versions=versions)
+        versions = np.zeros(ACTION, np.int32)
+        *_, action = [tree.add(node, "action", tokens(rng, ACTION), "", versions=versions) for _ in range(CANDIDATES)]
         node = tree.add(action, "observation", tokens(rng, OBSERVATION), "")
     return tree
 
