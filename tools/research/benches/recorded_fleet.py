@@ -141,7 +141,8 @@ class Asked:
 
 
 class World:
-    """One replay. ``run`` returns when every call has been served. version: the newest that any call had; a new one empties all caches."""
+    """One replay. ``run`` returns when every call has been served. version: the newest that any call had; a new one empties all caches, except
+    the unbounded one of the ideal."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class World:
         for number, server in enumerate(self.servers.values()):
             server.worker.joined = number
             self.pool.add(server.worker)
-        self.now, self.version = 0.0, -1
+        self.now, self.version, self.forgets = 0.0, -1, tokens < math.inf
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.ties = itertools.count()
         self.waiting: list[Asked] = []
@@ -238,7 +239,7 @@ class World:
         self.looking = False
 
     def _start(self, asked: Asked, server: Server) -> None:
-        if asked.call.version > self.version:
+        if asked.call.version > self.version and self.forgets:
             self.version = asked.call.version
             for name, other in self.servers.items():
                 other.cache.clear()
