@@ -11,8 +11,8 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors.sglang], for engine = "sglang".
 
     way: with "server" each actor starts and ends its own SGLang server; with "inside" the engine runs in the actor's process; with "url" the
-    actors use servers that already run. urls: those servers, one per actor. workers: if the url is a router's, the servers behind it, which
-    take the weights. python: the interpreter that has sglang ("" is this one). arguments: arguments of sglang.launch_server or sglang.Engine
+    actors use servers that already run. urls: those servers or routers, one per actor; a router says itself which servers are behind it.
+    python: the interpreter that has sglang ("" is this one). arguments: arguments of sglang.launch_server or sglang.Engine
     by their Python names ({tp_size = 2}). environment: variables of that process. gpus: the number of GPUs per actor (0: those that it finds).
     api_key_env: the variable that holds the servers' API key; a server that an actor starts gets a key of its own. weights: how a version is
     sent; "auto" decides by where the processes run. lora: whether an adapter is sent alone ("adapter") or the actor merges it into the base
@@ -23,7 +23,6 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     way: Literal["server", "inside", "url"] = "server"
     urls: list[str] = []
-    workers: list[str] = []
     python: str = ""
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}

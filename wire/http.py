@@ -131,7 +131,7 @@ class JsonClient:
 
     async def send(
         self,
-        method: Literal["GET", "POST"],
+        method: Literal["GET", "POST", "DELETE"],
         path: str,
         body: Any = None,
         *,
@@ -167,6 +167,8 @@ class JsonClient:
 
     async def _once(self, method: str, url: str, content: bytes | None, timeout_s: float) -> bytes:
         assert self._session is not None, "call before start"
+        if self._session.closed:
+            raise InfrastructureFault(f"{url}: this client has been closed")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
@@ -179,7 +181,7 @@ class JsonClient:
             raise InfrastructureFault(f"{url} is no URL: expected http(s)://host:port") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _Busy(self._hidden(f"{type(error).__name__}: {error}")) from None
-        if response.status != 200:
+        if response.status not in (200, 202):
             self._fail(url, response, answer.decode(errors="replace"))
         return answer
 
@@ -208,7 +210,7 @@ class JsonClient:
         if status in (401, 403):
             key = self._api_key_env
             return f"is the key in {key} right?" if key else "it wants an API key: name the variable that holds it"
-        return f"does the server's URL end where {self.url} does?" if status == 404 else "expected 200"
+        return f"does the server's URL end where {self.url} does?" if status == 404 else "expected 200 or 202"
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, "(the key)") if self._key else text

@@ -6,6 +6,10 @@ version salts each request's cache entries (and an update that retracts flushes 
 """
 
 import asyncio
+import contextlib
+import itertools
+import logging
+import random
 import time
 import uuid
 from collections import Counter
@@ -19,14 +23,18 @@ from actors.config import ActorsConfig
 from actors.engines import checks, sglang_weights
 from actors.engines.base import OnTokens
 from actors.engines.sglang_api import Facts, Way
+from actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, Fleet, singly
 from actors.engines.sglang_inside import Inside
 from actors.engines.sglang_remote import Remote
 from actors.engines.sglang_server import Launched
 from wire import support, vision
 from wire.faults import DataFault, InfrastructureFault
+from wire.http import pause_s
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample, Sampling
 
-_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+log = logging.getLogger("actors.sglang")
+
+_FINISH = {"stop": "stop", "length": "length"}
 _PREFIX = "-prefix"
 
 
@@ -60,6 +68,8 @@ class SGLangEngine:
         self.facts = Facts()
         self._open = asyncio.Event()
         self._updating = asyncio.Lock()
+        self._look_now = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
         self._broken = ""
         self._failures = 0
         self._in_flight = 0
@@ -72,24 +82,50 @@ class SGLangEngine:
         """Start SGLang or connect to it. Raises InfrastructureFault, with the end of SGLang's log if there is one, when this fails."""
         await self.way.start()
         try:
-            self.facts = facts = await self.way.facts()
+            await self.weights.start()
+            self.facts = facts = self.weights.facts
             self.longest = min(self.config.max_context, facts.context or self.config.max_context)
-            await self.weights.start(facts)
             if facts.updated:  # an earlier run did it, or this actor before it was restarted
                 self._broken = f"it holds weight version {facts.version} from before and waits for this run's weights; start it anew for a new run"
         except BaseException:
             await self.way.close()
             raise
         self._open.set()
+        if isinstance(self.way, Remote) and self.way.elastic:
+            self._following = asyncio.create_task(self._follow(Fleet(self.way, self.weights)))
+
+    async def _follow(self, fleet: Fleet) -> None:
+        """Follow the servers behind a router, every ``LOOK_S`` and whenever a request met one that is not ready. Generation goes on."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), LOOK_S)
+            self._look_now.clear()
+            async with self._updating:
+                if self._broken:
+                    continue  # the next load decides which servers take part
+                try:
+                    if await fleet.look():
+                        self.facts = await self.way.facts()
+                except (InfrastructureFault, DataFault) as fault:
+                    log.warning("%s", fault)
 
     async def close(self) -> None:
         """Unload this engine's adapters and end the SGLang that it started."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await self.weights.close()
         await self.way.close()
 
     async def died(self) -> str:
-        """Return the reason when SGLang is gone."""
-        return await self.way.died()
+        """Return the reason when SGLang is gone. Raises what ended the following of a router, which nothing should."""
+        dying = asyncio.create_task(self.way.died())
+        watched = [dying] if self._following is None else [dying, self._following]
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            return await (dying if dying.done() or self._following is None else self._following) or ""
+        finally:
+            dying.cancel()
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -103,6 +139,11 @@ class SGLangEngine:
                 f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may not be of the distribution really sampled"
                 ' from; ask the embedded engine (actors.engine = "local", tools/serve-model)'
             )
+        if request.sampling.cuts and self.way.elastic:
+            raise DataFault(
+                "scheduler.top_p and top_k behind a router: it drops the request for the tokens they left, so log-probabilities would be of"
+                " another distribution; set top_p = 1 and top_k = 0"
+            )
         names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
         self._enter()
         try:
@@ -111,9 +152,6 @@ class SGLangEngine:
             prefilled = time.monotonic()
             answers = await self._ask(self._body(request, names))
             ended = time.monotonic()
-        except (Exception, asyncio.CancelledError):
-            await asyncio.shield(self.way.abort(names if request.n == 1 else [*names, names[0] + _PREFIX]))
-            raise
         finally:
             self._leave()
         if len(answers) != request.n:
@@ -242,20 +280,53 @@ class SGLangEngine:
         return settings | {"sampling_seed": (sampling.seed * 1000003 + index) % 2**31}
 
     async def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the answers for one or several sequences, sampled with the version now in force."""
+        """Return the answers for one or several sequences. Behind a router each is a request of its own."""
+        if not self.way.elastic:
+            return await self._once(body)
+        if not isinstance(body["rid"], list):
+            return await self._again(body)
+        tasks = [asyncio.create_task(self._again(one)) for one in singly(body)]
+        try:
+            return [rows[0] for rows in await asyncio.gather(*tasks)]
+        except BaseException:  # one failure is the answer of the whole request
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _again(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Ask for one sequence, again when the server that got it was leaving or not ready. Behind a router a server is only a part of this engine,
+        so that its failure must not count as the engine's."""
+        end = time.monotonic() + PATIENCE_S
+        for attempt in itertools.count(1):
+            try:
+                return await self._once(body | {"rid": f"{body['rid']}-{attempt}"})
+            except InfrastructureFault:
+                if self._broken or time.monotonic() > end:
+                    raise
+            self.counts["asked_again"] += 1
+            self._look_now.set()
+            await asyncio.sleep(min(LOOK_S, pause_s(attempt, 0.1, 0.0, random.random())))
+        raise AssertionError
+
+    async def _once(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the answers for one or several sequences, sampled with the version now in force. A request that nobody waits for is aborted."""
         await self._open.wait()
         if self._broken:
             raise InfrastructureFault(f"{self.way.name}: {self._broken}")
-        many = bool(body["input_ids"]) and isinstance(body["input_ids"][0], list)
-        version, adapter, failures = self.version, self.weights.adapter, self._failures
-        count, salt = len(body["input_ids"]), str(version)
+        many = isinstance(body["rid"], list)
+        version, named, adapter, failures = self.version, self.weights.named, self.weights.adapter, self._failures
+        count, salt = len(body["rid"]), adapter or named
         body = body | {"extra_key": [salt] * count if many else salt}
         if adapter:
             body["lora_path"] = [adapter] * count if many else adapter
         try:
             answer = await self.way.generate(body)
-        except DataFault as fault:
-            if "never been loaded" in str(fault):  # somebody else has restarted the server
+        except BaseException as fault:
+            await asyncio.shield(self.way.abort(body["rid"] if many else [body["rid"]]))
+            if isinstance(fault, DataFault) and "never been loaded" in str(
+                fault
+            ):  # somebody else has restarted the server
                 raise InfrastructureFault(f"{self.way.name} lost adapter {adapter}: {fault}") from None
             raise
         if self._failures != failures:  # the server may have sampled this request after the failed update
@@ -264,11 +335,29 @@ class SGLangEngine:
         for row in answers:
             if not isinstance(row, dict) or not isinstance(row.get("meta_info"), dict):
                 raise self._strange(TypeError(f"{str(answer)[:200]}"))
+            reason = row["meta_info"].get("finish_reason") or {}
+            if (
+                reason.get("type") == "abort"
+            ):  # a failed update or SGLang itself aborted it; a part of an action is useless
+                raise InfrastructureFault(
+                    f"{self.way.name} aborted a request: {reason.get('message') or 'no reason given'}"
+                )
             if adapter:  # one adapter serves a request from its first to its last token
-                row["meta_info"] |= {"weight_version": salt, "weight_versions": None}
-            elif self._number(row["meta_info"].get("weight_version")) < version:
-                raise InfrastructureFault(f"{self.way.name} went back to an older version: somebody started it anew")
+                row["meta_info"] |= {"weight_version": str(version), "weight_versions": None}
+            else:
+                self._check_named(row["meta_info"], named)
         return answers
+
+    def _check_named(self, meta: dict[str, Any], named: str) -> None:
+        """Raise InfrastructureFault unless this actor has proven all weights that sampled an answer, the last of them no older than ``named``."""
+        spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
+        given = [self.weights.given(span["version"]) for span in spans]
+        if min(given) < 0 or given[-1] < self.weights.given(named):
+            names = ", ".join(repr(span["version"]) for span in spans)
+            raise InfrastructureFault(
+                f"{self.way.name} sampled with weights named {names}, expected {named!r} or newer ones of this actor: somebody started or updated"
+                " a server, or it has just joined"
+            )
 
     # ------------------------------------------------------------------------------------------ answers
 
@@ -284,10 +373,6 @@ class SGLangEngine:
             finish = _FINISH[meta["finish_reason"]["type"]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None
-        if finish == "abort":  # a failed update or SGLang itself aborted it; a part of an action is useless
-            raise InfrastructureFault(
-                f"{self.way.name} aborted a request: {meta['finish_reason'].get('message') or 'no reason given'}"
-            )
         if len(tokens) != len(logprobs):
             raise InfrastructureFault(
                 f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities: is it sglang 0.5.23 or newer?"
@@ -302,28 +387,18 @@ class SGLangEngine:
         return support.encode([[] if len(ids) == self.facts.vocabulary else ids for ids in masks])
 
     def _versions(self, meta: dict[str, Any], count: int) -> np.ndarray:
-        """Return int32 [count], the policy version of each sampled token. Raises InfrastructureFault for a version that is not a number."""
+        """Return int32 [count], the policy version of each sampled token. Raises InfrastructureFault when one has none."""
         spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or [
             {"version": meta.get("weight_version"), "start": 0, "end": count}
         ]
         versions = np.full(count, -1, np.int32)
         for span in spans:
-            versions[span["start"] : span["end"]] = self._number(span["version"])
+            versions[span["start"] : span["end"]] = int(span["version"].partition("@")[0])
         if (versions < 0).any():
             raise InfrastructureFault(
                 f"{self.way.name} did not say which version sampled each of {count} tokens: {spans}"
             )
         return versions
-
-    def _number(self, version: Any) -> int:
-        if version in (None, "default"):  # somebody else started the server, and it was never updated
-            return 0
-        try:
-            return int(version)
-        except (TypeError, ValueError):
-            raise InfrastructureFault(
-                f"{self.way.name} serves weight version {version!r}: expected a number, as this actor's whole updates leave it"
-            ) from None
 
     def _count(self, answers: list[dict[str, Any]], prefix: dict[str, Any] | None) -> int:
         """Count a request's prompt once, and the tokens computed for the prompt and all samples. Return the cached tokens of the prompt.

@@ -1,6 +1,7 @@
 """The calls of an SGLang server, and the parts that the three ways to reach SGLang share: protocol, facts and arguments."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_
 
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """Environment variables, whatever the user sets. If this one were 1, log-probabilities would be those before temperature."""
+
+_AT_RANK = re.compile(r"@\d+$")
+"""A router that knows the data-parallel ranks of a server lists each as URL@RANK."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -38,7 +42,7 @@ class Facts(msgspec.Struct, frozen=True):
     @property
     def updated(self) -> bool:
         """Whether somebody has changed SGLang's weights since it started."""
-        return self.version not in ("", "default", "0")
+        return self.version.partition("@")[0] not in ("", "default", "0")  # an actor names weights VERSION@MARK
 
 
 class Api(Protocol):
@@ -52,9 +56,10 @@ class Api(Protocol):
 
 
 class Way(Protocol):
-    """How one engine reaches SGLang. servers: all servers that take part in an update."""
+    """How one engine reaches SGLang. servers: all servers that take part in an update. elastic: they come and go behind a router."""
 
     name: str
+    elastic: bool
 
     @property
     def servers(self) -> "list[Any]":
@@ -105,6 +110,29 @@ class Http:
         except (InfrastructureFault, DataFault):
             return False
         return True
+
+    async def workers(self) -> dict[str, str] | None:
+        """Return the servers behind a router: its numbers for them by their URLs. None if this is a server itself."""
+        try:
+            answer = await self._client.get("/workers", timeout_s=10.0, attempts=1)
+            return {_AT_RANK.sub("", worker["url"]).rstrip("/"): worker["id"] for worker in answer["workers"]}
+        except InfrastructureFault as fault:
+            if "HTTP 404" in str(fault):
+                return None
+            raise
+        except (KeyError, TypeError) as error:
+            raise InfrastructureFault(
+                f"{self.url}/workers answered what the router of sglang-router 0.3.2 does not ({type(error).__name__}: {error})"
+            ) from None
+
+    async def named(self) -> str:
+        """Return the name of the weights that the server holds."""
+        info = await self._client.get("/model_info", timeout_s=10.0, attempts=1)
+        return str(info.get("weight_version") or "")
+
+    async def remove(self, worker: str) -> None:
+        """Tell the router to send nothing more to the server of this number."""
+        await self._client.send("DELETE", f"/workers/{worker}", timeout_s=10.0, attempts=1)
 
     async def facts(self, model: str = "") -> Facts:
         """Return what the server reports. The vocabulary is read from the folder ``model``, because an update changes the model's name."""

@@ -38,6 +38,8 @@ _STEP_S = 0.5
 class Inside:
     """The way "inside": one engine, loaded by ``start`` and ended by ``close``, which is the only server."""
 
+    elastic = False
+
     def __init__(self, model: str, config: ActorsConfig):
         self.config = config.sglang
         self.name = "SGLang in this process"

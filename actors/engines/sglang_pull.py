@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from actors.config import SGLangConfig
+from actors.engines.sglang_api import Facts
 from wire.faults import InfrastructureFault
 from wire.published import Memory, opened, prefix, sealed
 
@@ -29,9 +30,10 @@ class Pull:
         self.server, self.talk, self.ask, self.offer, self.config = server, talk, ask, offer, config
 
     @classmethod
-    async def asked(cls, server: Any, chosen: str, version: int, memory: Memory, config: SGLangConfig) -> "Pull":
+    async def asked(
+        cls, server: Any, facts: Facts, chosen: str, version: int, memory: Memory, config: SGLangConfig
+    ) -> "Pull":
         """Ask the learner for a version. Raises InfrastructureFault when the learner does not offer it."""
-        facts = await server.facts()
         gpus = memory.device == facts.device == "cuda"
         ask = {"version": version, "transport": chosen, "ranks": facts.tp, "backend": "nccl" if gpus else "gloo"}
         ask |= {"group": f"coppice-{uuid.uuid4().hex[:12]}"}
@@ -74,7 +76,6 @@ class Pull:
 
     async def _bucket(self, bucket: dict[str, Any], last: bool) -> None:
         body: dict[str, Any] = {"flush_cache": last and self.config.pause == "retract"}
-        body |= {"weight_version": str(self.ask["version"])} if last else {}
         if self.ask["transport"] == "tensor":
             body["serialized_named_tensors"] = bucket["payloads"]
             await self._call("/update_weights_from_tensor", body)

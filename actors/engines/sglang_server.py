@@ -34,6 +34,8 @@ _TAIL = 40
 class Launched:
     """The way "server": ``start`` starts the server and waits for it, ``close`` ends it. Each line of its output goes to this process's log."""
 
+    elastic = False
+
     def __init__(self, model: str, config: ActorsConfig):
         self.config = config.sglang
         if taken := sorted(set(config.sglang.arguments) & set(_OWN)):

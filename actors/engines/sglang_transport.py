@@ -6,12 +6,13 @@ The last two transports are in ``sglang_pull``.
 import asyncio
 import socket
 import tempfile
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 from actors.config import SGLangConfig
-from actors.engines.sglang_api import Facts, Way
+from actors.engines.sglang_api import Facts
 from actors.engines.sglang_pull import Pull
 from wire import hardware
 from wire.faults import InfrastructureFault
@@ -46,51 +47,44 @@ def choose(manifest: Manifest, facts: Facts, config: SGLangConfig, host: str, gp
     return "tensor" if memory.host == host else "distributed"
 
 
-async def prepare(chosen: Transport, way: Way, manifest: Manifest, config: SGLangConfig) -> list[Pull]:
-    """Prepare the pulls before generation pauses: for each server in turn, ask the learner to offer this version.
+async def prepare(
+    chosen: Transport, servers: Mapping[Any, Facts], manifest: Manifest, config: SGLangConfig
+) -> dict[Any, Pull]:
+    """Prepare the pulls before generation pauses: for all servers at once, ask the learner to offer this version.
 
-    Raises InfrastructureFault when the learner does not offer it, and then nothing has changed.
+    Raises InfrastructureFault when the learner does not offer it to one of them, and then nothing has changed.
     """
-    if chosen not in ("tensor", "distributed"):
-        return []
     assert manifest.memory is not None
-    asked: list[Pull] = []
-    try:
-        for server in way.servers:
-            asked.append(await Pull.asked(server, chosen, manifest.version, manifest.memory, config))
-    except BaseException:
-        for pull in asked:
-            await pull.release()
-        raise
-    return asked
+    calls = [
+        Pull.asked(one, facts, chosen, manifest.version, manifest.memory, config) for one, facts in servers.items()
+    ]
+    asked = await asyncio.gather(*calls, return_exceptions=True)
+    pulls = {pull.server: pull for pull in asked if isinstance(pull, Pull)}
+    if len(pulls) < len(calls):
+        await gathered(pull.release() for pull in pulls.values())
+        raise next(outcome for outcome in asked if isinstance(outcome, BaseException))
+    return pulls
 
 
-async def move(chosen: Transport, way: Way, folder: Path, version: int, config: SGLangConfig, pulls: list[Pull]) -> int:
-    """Move the weights from the file in ``folder`` or from the learner's memory, and return the bytes that reached each server.
+async def move(server: Any, folder: Path, config: SGLangConfig, pull: Pull | None) -> int:
+    """Move the weights from the file in ``folder`` or from the learner's memory into a server whose generation pauses, and return their bytes.
 
-    Raises InfrastructureFault when a server does not confirm them.
+    Raises InfrastructureFault when the server does not confirm them.
     """
-    if chosen in ("disk", "merged"):
-        return await _from_disk(way, folder, version, config)
-    return max(await gathered(pull.take() for pull in pulls))
+    if pull is not None:
+        return await pull.take()
+    body = {"model_path": str(folder), "flush_cache": config.pause == "retract"}
+    await server.call("/update_weights_from_disk", body, config.update_timeout_s)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-async def gathered(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def gathered(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """Return the results of all calls. The first failure is raised after every call has ended."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in done:
         if isinstance(outcome, BaseException):
             raise outcome
     return done
-
-
-# ---------------------------------------------------------------------------------------------- from a file
-
-
-async def _from_disk(way: Way, folder: Path, version: int, config: SGLangConfig) -> int:
-    body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": config.pause == "retract"}
-    await gathered(server.call("/update_weights_from_disk", body, config.update_timeout_s) for server in way.servers)
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
@@ -109,10 +103,12 @@ def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def here(config: SGLangConfig, way: Way) -> tuple[str, frozenset[str]]:
-    """Return the host and the GPUs of SGLang, as far as this process knows them."""
+def here(config: SGLangConfig, servers: Sequence[Any]) -> tuple[str, frozenset[str]]:
+    """Return the host and the GPUs of the servers, as far as this process knows them."""
     if config.way == "url":
-        return (socket.gethostname() if way.is_here() else ""), frozenset()  # pyright: ignore[reportAttributeAccessIssue]
+        ours = {"127.0.0.1", "localhost", "::1", socket.gethostname()}
+        same = {urlparse(server.url).hostname for server in servers} <= ours
+        return (socket.gethostname() if same else ""), frozenset()
     shown = config.environment.get("CUDA_VISIBLE_DEVICES")
     gpus = hardware.visible_gpus() if shown is None else shown.split(",")
     return socket.gethostname(), frozenset(gpu for gpu in gpus if gpu)

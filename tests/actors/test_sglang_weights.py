@@ -102,7 +102,7 @@ async def test_two_servers_of_one_engine_with_different_weights_are_noticed(engi
     engine.way.servers.append(engine.way.servers[0])
     try:
         with pytest.raises(InfrastructureFault, match="different weights"):
-            engine.weights._agreed(answers)
+            engine.weights._agreed(engine.way.servers, answers)
     finally:
         engine.way.servers.pop()
 
@@ -115,7 +115,7 @@ async def test_an_update_that_changes_nothing_is_noticed(engine: SGLangEngine, l
     (same / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     Manifest(9, "full", proof).write(same)
     await engine.load(LoadRequest(9, str(same), proof))  # the digest says so: nothing was to change
-    engine.weights._digest = "of other weights"
+    engine.weights._whole = LoadRequest(8, str(folder), "of other weights")
     with pytest.raises(InfrastructureFault, match="those from before"):
         await engine.load(LoadRequest(9, str(same), proof))
     with pytest.raises(InfrastructureFault, match="weights are unknown"):

@@ -1,6 +1,7 @@
-"""SLATE trees on two real CPU servers: placed by the scheduler, or sent through SGLang's own router; and an update behind the router.
+"""SLATE trees on two real CPU servers: placed by the scheduler, or sent through SGLang's own router; and updates behind the router while a
+third server joins and one is killed.
 
-``OMP_NUM_THREADS=1 .venv/bin/python -m tests.sglang_cpu.router_compare ROUTER_PYTHON [--questions 16]``, where ROUTER_PYTHON is the
+``OMP_NUM_THREADS=1 .venv/bin/python -m tests.sglang_cpu.router_compare ROUTER_PYTHON [--questions 16 | --update-only]``, where ROUTER_PYTHON is the
 interpreter of an environment that has sglang-router 0.3.2: ``python3.11 -m venv ENV && ENV/bin/pip install sglang-router==0.3.2``.
 """
 
@@ -8,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -19,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,10 @@ from actors.engines.sglang import SGLangEngine
 from actors.worker import service
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
-from tests.actors.test_local_engine import version_folder
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, version_folder
 from tests.sglang_cpu import server
 from tools.research.benches import fleet_shape
 from tools.research.benches.routers import Arrival
-from wire.faults import InfrastructureFault
 from wire.messages import GenerateRequest, Judgement, JudgeRequest, JudgeResult, LoadRequest, Sampling
 from wire.service import Call, Service
 
@@ -94,22 +96,21 @@ def until(ready: Any, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @contextlib.contextmanager
-def servers(model: Path, folder: Path, count: int) -> Iterator[list[str]]:
-    """The URLs of CPU servers."""
+def servers(model: Path, folder: Path, count: int) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The processes of CPU servers by their URLs."""
     with contextlib.ExitStack() as stack:
-        urls, started = [], []
+        started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         for number in range(count):
             port, log = free_port(), folder / f"server-{number}.log"
             line, environment = server.command(
                 model, port, context_length=CONTEXT, max_total_tokens=TOKENS, max_running_requests=64,
-                weight_version="0",
+                weight_version="0", grammar_backend="none",
             )  # fmt: skip
             print("server:", " ".join(line), flush=True)
-            started.append((stack.enter_context(running(line, environment, log)), log))
-            urls.append(f"http://127.0.0.1:{port}")
-        for url, (process, log) in zip(urls, started, strict=True):
+            started.append((f"http://127.0.0.1:{port}", stack.enter_context(running(line, environment, log)), log))
+        for url, process, log in started:
             until(lambda url=url: ask(url + "/health") is not None, process, log)
-        yield urls
+        yield {url: process for url, process, _ in started}
 
 
 @contextlib.contextmanager
@@ -140,9 +141,9 @@ def router(python: str, workers: Sequence[str], arguments: Sequence[str], folder
         yield url
 
 
-def engine(model: Path, url: str, workers: Sequence[str], questions: int) -> SGLangEngine:
+def engine(model: Path, url: str, questions: int) -> SGLangEngine:
     """One actor's engine."""
-    sglang = SGLangConfig(way="url", urls=[url], workers=list(workers), update_timeout_s=60.0)
+    sglang = SGLangConfig(way="url", urls=[url], update_timeout_s=120.0)
     return SGLangEngine(str(model), ActorsConfig(max_batch=20, capacity=questions, max_context=CONTEXT, sglang=sglang))
 
 
@@ -203,42 +204,90 @@ async def grow(
     }  # fmt: skip
 
 
-async def update(model: Path, url: str, workers: Sequence[str], folder: Path) -> str:
-    """One load through an engine on the router; what each server then holds and samples from."""
-    made = engine(model, url, workers, 8)
+PROMPT = np.arange(70, 90, dtype=np.int32)
+
+
+class Going:
+    """Generation without a pause, behind the router. Every token is compared with the model of the version that it bears."""
+
+    def __init__(self, made: SGLangEngine, models: dict[int, Any]):
+        self.made, self.models = made, models
+        self.counts: Counter[int] = Counter()
+        self.worst = 0.0
+        self.tasks = [asyncio.create_task(self._go_on(index)) for index in range(3)]
+
+    async def _go_on(self, index: int) -> None:
+        for turn in itertools.count():
+            prompt = np.append(PROMPT, np.int32(10 + (7 * turn + index) % 60))
+            for sample in (await self.made.generate(GenerateRequest(prompt, 2, Sampling(4)))).samples:
+                for number in set(sample.versions.tolist()):  # two, where an update came between its tokens
+                    wrong = np.abs(full_logprobs(self.models[number], prompt, sample.tokens) - sample.logprobs)
+                    self.worst = max(self.worst, float(wrong[sample.versions == number].max()))
+                self.counts[int(sample.versions[-1])] += 1
+
+    async def more(self, count: int = 12) -> None:
+        """Wait for more samples."""
+        until = sum(self.counts.values()) + count
+        while sum(self.counts.values()) < until:
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def update(model: Path, url: str, found: dict[str, subprocess.Popen[bytes]], folder: Path) -> None:
+    """Updates through an engine on the router while requests go on: a third server joins after version 7, and the first is killed before
+    version 8. Say what each server then holds and what was sampled."""
+    made = engine(model, url, 8)
     await made.start()
-    prompt = np.arange(70, 90, dtype=np.int32)
+    first, second, third = found
+    versions = {number: version_folder(folder, model, number) for number in (7, 8)}
+    base = version_folder(folder, model, 0, noise=0.0)[2]
+    going = Going(made, {0: base} | {number: one[2] for number, one in versions.items()})
     try:
-        await made.generate(GenerateRequest(prompt, 2, Sampling(3, top_p=0.5)))
-        cut = "top_p works"
-    except InfrastructureFault as fault:  # the router passes on only the fields it knows
-        cut = f"top_p does not work ({fault})"
-    salts = [_cached(url, salt) for salt in ("a", "a", "b", "b")]
-    version, digest, _ = version_folder(folder, model, 7)
-    loaded = await made.load(LoadRequest(7, str(version), digest))
-    held = [
-        json.loads(ask(worker + "/weights_checker", {"action": "checksum"}))["per_engine_checksum"]
-        for worker in workers
-    ]
-    told = [json.loads(ask(worker + "/model_info"))["weight_version"] for worker in workers]
-    samples = [
-        sample for _ in range(6) for sample in (await made.generate(GenerateRequest(prompt, 4, Sampling(4)))).samples
-    ]
-    versions = {int(number) for sample in samples for number in sample.versions}
-    await made.close()
-    assert {hashlib.sha256(checksum.encode()).hexdigest() for checksum in held} == {loaded.proof}, (held, loaded.proof)
-    assert told == ["7", "7"], told
-    assert versions == {7}, versions
-    return (
-        f"version 7 on {len(workers)} servers, checksum {loaded.proof[:16]} on each, all of {len(samples)} samples of version 7; {cut};"
-        f" cached of 20 tokens under the salts a, a, b, b: {salts}"
+        await going.more()
+        proofs = [(await made.load(LoadRequest(7, str(versions[7][0]), versions[7][1]))).proof]
+        await going.more()
+        start = time.monotonic()
+        ask(url + "/workers", {"url": third})
+        while len(made.way.servers) < 3:
+            await going.more(1)
+        joined = time.monotonic() - start
+        before = decoded(third)
+        while decoded(third) <= before + 8:  # it takes part
+            await going.more(1)
+        assert held(first) == held(second) == held(third)
+        assert _proof(third) == proofs[0]
+        os.killpg(found[first].pid, signal.SIGKILL)
+        proofs.append((await made.load(LoadRequest(8, str(versions[8][0]), versions[8][1]))).proof)
+        assert {_proof(second), _proof(third)} == {proofs[1]}
+        counts = Counter(going.counts)
+        await going.more(24)
+        assert going.counts - counts == Counter({8: sum(going.counts.values()) - sum(counts.values())})
+        assert going.worst < GREATEST_DIFFERENCE, going.worst
+    finally:
+        await going.end()
+        asked_again = made.counts["asked_again"]
+        await made.close()
+    print(
+        f"updates behind the router: the third server held version 7 {joined:.1f} s after POST /workers; the first was killed; version 8 on"
+        f" the two others, checksum {proofs[1][:16]}; samples by their last version {dict(sorted(going.counts.items()))}, each with its version's"
+        f" log-probabilities within {going.worst:.1e}; {asked_again} requests asked again, none failed"
     )
 
 
-def _cached(url: str, salt: str) -> int:
-    """Cached tokens of one prompt of 20 under a salt."""
-    body = {"input_ids": list(range(10, 30)), "extra_key": salt, "sampling_params": {"max_new_tokens": 1}}
-    return json.loads(ask(url + "/generate", body))["meta_info"]["cached_tokens"]
+def held(url: str) -> str:
+    """The checksum of a server's weights."""
+    return json.loads(ask(url + "/weights_checker", {"action": "checksum"}))["per_engine_checksum"]
+
+
+def _proof(url: str) -> str:
+    return hashlib.sha256(held(url).encode()).hexdigest()
 
 
 def show(name: str, row: dict[str, Any]) -> None:
@@ -255,28 +304,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("router", help="the interpreter that has sglang-router")
     parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--update-only", action="store_true", help="leave out the table")
     chosen = parser.parse_args()
     count = chosen.questions
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = fleet_shape.policy(folder)
-        with servers(model, folder, 2) as workers:
+        with servers(model, folder, 3) as found:
+            workers = list(found)[:2]
 
             def measured(name: str, fleet: Fleet, *made: SGLangEngine) -> None:
                 for worker in workers:
                     ask(worker + "/flush_cache", {})
                 show(name, asyncio.run(grow(model, made, workers, fleet, count)))
 
-            print(
-                f"| {count} questions | prefilled | ideal | ratio | cached | decoded by each | s |\n|---|---|---|---|---|---|---|"
-            )
-            measured("one server", Fleet(), engine(model, workers[0], [], count))
-            measured("our placement, an actor for each", Fleet(), *(engine(model, url, [], count) for url in workers))
-            for name, arguments in POLICIES.items():
-                with router(chosen.router, workers, arguments, folder) as url:
-                    measured(f"router, {name}", Arrival(), engine(model, url, workers, count))
-            with router(chosen.router, workers, [], folder) as url:
-                print("update behind the router:", asyncio.run(update(model, url, workers, folder)))
+            if not chosen.update_only:
+                print(f"| {count} questions | prefilled | ideal | ratio | cached | decoded by each | s |")
+                print("|---|---|---|---|---|---|---|")
+                measured("one server", Fleet(), engine(model, workers[0], count))
+                measured("our placement, an actor for each", Fleet(), *(engine(model, url, count) for url in workers))
+                for name, arguments in POLICIES.items():
+                    with router(chosen.router, workers, arguments, folder) as url:
+                        measured(f"router, {name}", Arrival(), engine(model, url, count))
+            with router(chosen.router, workers, ["--policy", "round_robin"], folder) as url:
+                asyncio.run(update(model, url, found, folder))
 
 
 if __name__ == "__main__":

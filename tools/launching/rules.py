@@ -156,20 +156,15 @@ def _check_engine(config: Config) -> None:
             f"actors.count = {a.count} and {len(g.urls)} actors.sglang.urls: expected one URL per actor, since each actor"
             " pauses and updates its own server"
         )
-    if g.workers and (config.scheduler.top_p < 1 or config.scheduler.top_k):
+    if len(set(g.urls)) < len(g.urls):
         raise ValueError(
-            "scheduler.top_p and top_k behind a router (actors.sglang.workers): the router drops the request for the tokens they left,"
-            " so log-probabilities would be of another distribution; set top_p = 1 and top_k = 0"
+            f"actors.sglang.urls = {g.urls}: expected each URL once, since several actors would pause and update the same servers; a router"
+            " spreads the requests of one actor"
         )
-    idle = {"url": ("python", "arguments", "environment", "gpus")}.get(g.way, ("workers", "api_key_env"))
+    idle = {"url": ("python", "arguments", "environment", "gpus")}.get(g.way, ("api_key_env",))
     for key in idle:
         if getattr(g, key):
             raise ValueError(f"actors.sglang.{key} has no effect with actors.sglang.way = {g.way!r}: remove it")
-    if g.workers and a.count > 1:
-        raise ValueError(
-            f"actors.count = {a.count} with actors.sglang.workers = {g.workers}: expected 1, since several actors would pause"
-            " and update the same servers; the router spreads the requests of one actor"
-        )
     if "SGLANG_RETURN_ORIGINAL_LOGPROB" in g.environment:
         raise ValueError(
             "actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB has no effect: log-probabilities are always those after"

@@ -514,7 +514,7 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
     assert environment.stop == []
 
 
-_ROUTED = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.workers=["http://h"]']
+_TWICE = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.urls=["http://h", "http://h"]']
 
 
 @pytest.mark.parametrize(
@@ -529,12 +529,8 @@ _ROUTED = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.worke
             ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=2"],
             "expected one URL per actor",
         ),
-        (["actors.engine=sglang", 'actors.sglang.workers=["http://h"]'], "actors.sglang.workers has no effect"),
         (["actors.engine=sglang", "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
-        (
-            [*_ROUTED, "actors.count=2", 'actors.sglang.urls=["http://h", "http://i"]'],
-            "actors.count = 2 with actors.sglang.workers",
-        ),
+        ([*_TWICE, "actors.count=2"], "expected each URL once"),
         (["actors.engine=sglang", 'actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB="1"'], "after temperature"),
         (["actors.engine=sglang", "actors.sglang.arguments.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
         (

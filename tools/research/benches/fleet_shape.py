@@ -136,7 +136,7 @@ def engines(model: Path, setting: Setting) -> list[LocalEngine]:
     return [LocalEngine(str(model), config, seed) for seed in range(setting.actors)]
 
 
-class _Actor(Service):
+class Actor(Service):
     """The service of an engine, which also reports how many tokens running samples leave to the prefix cache."""
 
     def __init__(self, engine: LocalEngine, name: str):
@@ -151,7 +151,7 @@ class _Actor(Service):
 
 
 @asynccontextmanager
-async def opened(folder: Path, actors: Sequence[_Actor], judge_s: float) -> AsyncIterator[Dispatcher]:
+async def opened(folder: Path, actors: Sequence[Actor], judge_s: float) -> AsyncIterator[Dispatcher]:
     """Start a dispatcher, the actors and a judge; yield the dispatcher once it knows the actors' capacities; close everything."""
     dispatcher = Dispatcher(f"ipc://{folder}/scheduler", None, DispatchConfig(heartbeat_s=BEAT_S))
     services = [*actors, Service("judge", {f"judge.{JUDGE}": _judging(judge_s)}, 64)]
@@ -198,7 +198,7 @@ async def grow(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, 
 
 async def _measure(model: Path, fleet: Fleet, setting: Setting) -> Outcome:
     started = engines(model, setting)
-    actors = [_Actor(engine, f"actor-{i}") for i, engine in enumerate(started)]
+    actors = [Actor(engine, f"actor-{i}") for i, engine in enumerate(started)]
     served: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         async with opened(Path(scratch), actors, setting.judge_s) as dispatcher:
