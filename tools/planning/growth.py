@@ -134,13 +134,13 @@ class World(Environment):
         self.caches = [Prefixes() for _ in range(config.actors.count)]
         self.end = [-1] if config.actors.engine == "local" else []  # this engine keeps what follows the end of a prompt
         self.turns: dict[bytes, int] = {}  # of each prefix after which an action begins
+        self.draws: Counter[bytes] = Counter()  # after it
         self.begin()
 
     def begin(self) -> None:
         """Begin an update."""
         self.counts: Counter[str] = Counter()
         self.longest: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self.draws: Counter[bytes] = Counter()
         self.offered: defaultdict[bytes, list[Sampled]] = defaultdict(list)  # by prefix and tokens
         self.taken: list[Sampled] = []
 
@@ -236,7 +236,7 @@ def work_of(config: Config, source: Source) -> Work:
     one = grown(config, source, 1, 1, 0)
     each = max(1, one.sampled + one.prompt)
     size = max(1, min(questions, int(TOKENS // each)))
-    updates = max(1, min(UPDATES, int(TOKENS // (size * each))))
+    updates = max(1, min(UPDATES, int(TOKENS // (size * each)), int(source.trees // size)))
     half = one.calls * size // 2 if config.scheduler.max_staleness else 0
     work = msgspec.structs.asdict(grown(config, source, size, updates, half))
     scale = {name: 1.0 if name in ("longest", "steps") else questions / size for name in work}

@@ -34,9 +34,10 @@ class Sampled(msgspec.Struct):
 
 
 class Source(Protocol):
-    """Where texts come from. horizon: no episode has more actions than this."""
+    """Where texts come from. horizon: no episode has more actions than this. trees: so many have texts of their own."""
 
     horizon: float
+    trees: float
 
     def prompt(self, tree: int) -> np.ndarray:
         """Return the first prompt of a tree, int32."""
@@ -71,7 +72,7 @@ class MadeUp:
     ):
         self.instruction, self.whole, self.length, self.observation = instruction, prompt, action, observation
         self.fresh, most = fresh, max(budget, math.ceil(turns))
-        self.horizon, self.on = float(most), going_on(turns, most)
+        self.horizon, self.trees, self.on = float(most), math.inf, going_on(turns, most)
 
     def prompt(self, tree: int) -> np.ndarray:
         """See ``Source``."""
@@ -109,6 +110,7 @@ class Recorded:
         if not trees:
             raise ValueError(f"{run} has no tree that ended: expected a run that made an update")
         random.Random(0).shuffle(trees)
+        self.trees = float(len(trees))
         self.prompts: list[np.ndarray] = []
         self.known: defaultdict[bytes, list[Sampled]] = defaultdict(list)
         for tree in trees:

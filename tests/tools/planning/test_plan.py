@@ -15,7 +15,7 @@ from tools.launching.config import Config, load
 from tools.planning import command, formulas, prediction
 from tools.planning.formulas import Assumed, Dense
 from tools.planning.growth import Work, grown
-from tools.planning.samples import MadeUp, Recorded, going_on
+from tools.planning.samples import going_on
 
 TINY = ROOT / "configs" / "slate-tiny.toml"
 SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
@@ -126,7 +126,7 @@ def test_the_sizes_of_a_model_are_its_weights() -> None:
     assert MODEL.weights == MODEL.per_token + 800
     with pytest.raises(ValueError, match="num_experts = 8: expected a dense model"):
         Dense.of({"num_experts": 8}, "Mixed")
-    with pytest.raises(ValueError, match="config.json of Other: .*`num_hidden_layers`; expected a dense model"):
+    with pytest.raises(ValueError, match=r"config\.json of Other: .*`num_hidden_layers`; expected a dense model"):
         Dense.of({"hidden_size": 8}, "Other")
 
 
