@@ -182,7 +182,7 @@ def times(told: Plan) -> list[str]:
         return lines
     if best.lacks:
         return [*lines, "no split fits: more memory, fewer weights, sharding or a smaller micro_tokens"]
-    cost = f"cost {number(best.cost)}" if best.cost else "give --assume price for the cost"
+    cost = f"cost {number(best.cost)}" if best.cost else "no price was given"
     lines += [f"best: --set actors.count={best.engines} --set learner.count={best.ranks}"]
     lines += [f"  {number(best.hours)} hours without evaluations, {number(best.gpu_hours)} GPU hours, {cost}"]
     return [*lines, *beside(told, best), "", UNPROVEN]

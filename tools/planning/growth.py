@@ -116,13 +116,12 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class World(Environment):
-    """Stands for the run's environment, actors and judges: answers every call at once by ``source``, and counts. half: after so many calls of an update
-    actors get new weights, so that their caches are empty; 0: with the update's first call."""
+    """Stands for the run's environment, actors and judges: answers every call at once by ``source``, and counts."""
 
     name = "simulated"
 
-    def __init__(self, config: Config, source: Source, half: float):
-        self.source, self.text, self.half = source, Numbers(), half
+    def __init__(self, config: Config, source: Source):
+        self.source, self.text, self.actors = source, Numbers(), config.actors.count
         real = registry.load(config.data.environment, config.data.options)
         for name in ("fresh", "outcome_judge", "rewarded_by_judge", "measured", "gives_step_rewards"):
             setattr(self, name, getattr(real, name))
@@ -131,14 +130,14 @@ class World(Environment):
         self.strategy = strategies.load(config.scheduler.strategy, config.scheduler.strategy_options)
         needs, own = schemes.load(config.learner.scheme, config.learner.scheme_options).needs, self.strategy.gives
         self.columns = (needs.columns | COMPONENTS | {"reward"}) - own.columns - own.purpose
-        self.caches = [Prefixes() for _ in range(config.actors.count)]
         self.end = [-1] if config.actors.engine == "local" else []  # this engine keeps what follows the end of a prompt
         self.turns: dict[bytes, int] = {}  # of each prefix after which an action begins
         self.draws: Counter[bytes] = Counter()  # after it
         self.begin()
 
     def begin(self) -> None:
-        """Begin an update."""
+        """Begin an update, with empty caches."""
+        self.caches = [Prefixes() for _ in range(self.actors)]
         self.counts: Counter[str] = Counter()
         self.longest: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.offered: defaultdict[bytes, list[Sampled]] = defaultdict(list)  # by prefix and tokens
@@ -203,8 +202,6 @@ class World(Environment):
         prefix, n = request.tokens.astype(np.int32), request.n
         kept = next(k for k in range(len(prefix)) if prefix[: len(prefix) - k].tobytes() in self.turns)
         base = prefix[: len(prefix) - kept].tobytes()
-        if self.counts["calls"] == self.half:
-            self.caches = [Prefixes() for _ in self.caches]
         cache, whole = self.caches[tree % len(self.caches)], np.append(prefix, self.end).astype(np.int32)
         cached = cache.match(whole.tobytes())
         cached -= cached in (len(prefix), len(whole))  # the last token is read again, or is the end
@@ -233,19 +230,18 @@ class World(Environment):
 def work_of(config: Config, source: Source) -> Work:
     """Return the mean work of an update, from a few that are grown, or from some trees of one if it is large."""
     questions = config.scheduler.questions_per_update
-    one = grown(config, source, 1, 1, 0)
+    one = grown(config, source, 1, 1)
     each = max(1, one.sampled + one.prompt)
     size = max(1, min(questions, int(TOKENS // each)))
-    updates = max(1, min(UPDATES, int(TOKENS // (size * each)), int(source.trees // size)))
-    half = one.calls * size // 2 if config.scheduler.max_staleness else 0
-    work = msgspec.structs.asdict(grown(config, source, size, updates, half))
+    updates = int(max(1, min(UPDATES, TOKENS / (size * each), source.trees / size)))
+    work = msgspec.structs.asdict(grown(config, source, size, updates))
     scale = {name: 1.0 if name in ("longest", "steps") else questions / size for name in work}
     return Work(**{name: value * scale[name] for name, value in work.items()})
 
 
-def grown(config: Config, source: Source, size: int, updates: int, half: float = 0) -> Work:
-    """Grow ``updates`` updates of ``size`` trees. Returns the mean of what an update takes. half: as in ``World``."""
-    return loop.run(_grown(config, World(config, source, half), size, updates))
+def grown(config: Config, source: Source, size: int, updates: int) -> Work:
+    """Grow ``updates`` updates of ``size`` trees. Returns the mean of what an update takes."""
+    return loop.run(_grown(config, World(config, source), size, updates))
 
 
 async def _grown(config: Config, world: World, size: int, updates: int) -> Work:

@@ -22,6 +22,7 @@ SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
 TWO = ["scheduler.budget=2", "actors.count=1", "learner.count=1"]
 OUTCOMES = ["scheduler.judge=none", "learner.correction_options=null", "learner.scheme_options.column=outcome"]
 GRPO = [*OUTCOMES, "learner.scheme=grpo", "scheduler.strategy=full", "scheduler.strategy_options={k=2}"]
+SMALL = ["scheduler.questions_per_update=2", "scheduler.max_action_tokens=8"]
 VINE = ["scheduler.strategy_options={continuations=3}"]
 
 
@@ -29,9 +30,9 @@ def one_tree(name: str, *changes: str) -> Work:
     return made(load(ROOT / "configs" / f"{name}.toml", [*TWO, *changes]))
 
 
-def made(config: Config, trees: int = 1, updates: int = 1, half: float = 0) -> Work:
+def made(config: Config, trees: int = 1) -> Work:
     source, _ = prediction.made_up(config, SIZES)
-    return grown(config, source, trees, updates, half)
+    return grown(config, source, trees, 1)
 
 
 def test_a_slate_tree_by_hand() -> None:
@@ -80,12 +81,6 @@ def test_an_update_shares_the_instruction_over_its_trees() -> None:
     assert parts.forwarded == 16 * 33  # each minibatch reads it
 
 
-def test_caches_that_new_weights_empty_amid_the_trees_read_their_prompts_again() -> None:
-    config = load(TINY, [*TWO, "scheduler.strategy_options={k=2}"])
-    # of two updates the first reads all, and its second step again; the second finds the instruction, and reads it for its own second step
-    assert made(config, updates=2, half=1).prefilled * 2 == (10 + 18) + (6 + 18)
-
-
 def test_a_server_reads_the_last_token_of_a_prompt_again() -> None:
     config, replace = load(TINY, [*TWO, *GRPO]), msgspec.structs.replace
     server = replace(config, actors=replace(config.actors, engine="sglang"))
@@ -105,7 +100,7 @@ def test_the_mean_number_of_turns_is_met() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
 def test_every_shipped_config_has_a_plan(name: str) -> None:
-    config = load(ROOT / "configs" / f"{name}.toml", ["scheduler.questions_per_update=2", "scheduler.budget=2"])
+    config = load(ROOT / "configs" / f"{name}.toml", [*SMALL, "scheduler.budget=2"])
     work = made(config, 2)
     assert work.sampled >= work.longest > 0
     assert work.path >= work.packed > 0
@@ -223,13 +218,13 @@ def test_a_split_that_does_not_fit_comes_last_and_says_why(capsys: pytest.Captur
 def test_trees_beyond_one_scheduler_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", "--json")
     best = json.loads(out)["splits"][0]["speed"]
-    trees, judged = 3600 * 2 / best["period"], json.loads(out)["work"]["judged"] / best["period"]
+    trees, judged = 3600 * 2 / best["period"], json.loads(out)["work"]["judged"] / best["period"]  # for a second each
     bears = 0.9 * trees  # at which a second scheduler is needed
     slow = assume(f"tree_ms={3.6e6 * 0.9 / bears}")
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *slow)
     assert f"{command.number(bears)} at" in out
     assert "(assumed): --set scheduler.shards=2" in " ".join(out.split())
-    assert f"{command.number(judged)} actions at judges at once" in out
+    assert float(out.partition(" actions at judges")[0].split()[-1]) == pytest.approx(judged, rel=0.01)
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2")
     assert "scheduler.shards" not in out
 
