@@ -14,68 +14,39 @@ from tools.inspecting import runs
 from tools.launching import processes
 from tools.launching.config import DEFAULT_CONFIG, Config, load
 from tools.planning import formulas, prediction
-from tools.planning.formulas import GPUS, Device, Efficiency
-from tools.planning.growth import Work
+from tools.planning.formulas import GPUS, Assumed
+from tools.planning.growth import Work, work_of
 from tools.planning.prediction import Split
-from tools.planning.samples import Lengths, MadeUp, Source
-from wire.options import command_parser, known
+from wire.options import checked, command_parser, known, option
 
 EXAMPLES = """\
-  tools/plan --config configs/slate-7b.toml --gpus 8 --gpu h100 --turns 3
-  tools/plan --config configs/ppr-7b.toml --gpus 8 --gpu h200 --price 3.5
+  tools/plan --config configs/slate-7b.toml --gpus 8 --gpu h100 --assume turns=3
+  tools/plan --config configs/ppr-7b.toml --gpus 8 --gpu h200 --assume price=3.5
   tools/plan --run runs/NAME-TIME --set scheduler.strategy_options.k=8
   tools/plan --against runs/NAME-TIME          what it predicts of a run"""
 UNPROVEN = """\
 Nothing of this project was measured on a GPU: these times and bytes are
 arithmetic over assumed efficiencies. docs/plan.md compares runs on CPUs."""
-
-
-DEFAULT = Efficiency()
-OPTIONS: dict[str, dict[str, tuple[type, Any, str]]] = {
-    "a run that is known": {
-        "--run": (Path, None, "take texts, and without --gpus speeds, from this run that ended"),
-        "--against": (Path, None, "compare what is predicted of this run with what it measured"),
-    },
-    "expected lengths in tokens, without --run": {
-        "--prompt": (int, None, "first prompt of an episode (default: 300)"),
-        "--instruction": (int, None, "its part that all questions share (default: 200)"),
-        "--action": (int, None, "one action (default: half of max_action_tokens)"),
-        "--observation": (int, None, "what follows an action (default: 100, or the config's limit)"),
-        "--turns": (float, None, "actions of an episode (default: the budget)"),
-    },
-    "GPUs": {
-        "--gpus": (int, None, "GPUs for actors and learner together"),
-        "--gpu": (str, "h100", f"their kind: {', '.join(GPUS)} or custom (default: h100)"),
-        "--flops": (float, None, "dense bfloat16 FLOPs a second of one"),
-        "--bandwidth": (float, None, "bytes a second of its memory"),
-        "--memory": (float, None, "its memory in GiB"),
-        "--price": (float, None, "price of one for an hour"),
-    },
-    "assumed efficiencies (docs/plan.md)": {
-        "--learner-share": (float, DEFAULT.learner, "of the FLOPs, training (default: %(default)s)"),
-        "--prefill-share": (float, DEFAULT.prefill, "of the FLOPs, reading prompts (default: %(default)s)"),
-        "--decode-share": (float, DEFAULT.decode, "of the bandwidth, sampling (default: %(default)s)"),
-        "--wait": (float, DEFAULT.wait, "seconds a step waits for judges and tools (default: %(default)s)"),
-    },
-}
+HEARTBEATS = 0.10
+"""Share of a scheduler's time that the heartbeats of 11,000 workers take (docs/performance.md)."""
+LENGTHS = frozenset({"instruction", "prompt", "action", "observation", "turns"})
+"""What ``Assumed`` says of texts, where none are known. All else is of GPUs."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/plan."""
     parser = command_parser("tools/plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES)
+    add, names = parser.add_argument, ", ".join(Assumed.__struct_fields__)
     default = f"TOML file, as for tools/launch (default: that of --run, else {DEFAULT_CONFIG.name})"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=default)
-    change = "change a key, as for tools/launch; repeatable"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=change)
-    parser.add_argument(
-        "--shape", type=Path, metavar="FOLDER", help="folder of a config.json, if the model is not here"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    for title, options in OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for name, (kind, value, told) in options.items():
-            metavar = {"--run": "RUN", "--against": "RUN", "--gpu": "NAME"}.get(name)
-            group.add_argument(name, type=kind, default=value, metavar=metavar, help=told)
+    add("--config", type=Path, metavar="FILE", help=default)
+    add("--set", action="append", metavar="KEY=VALUE", help="change a key, as for tools/launch; repeatable")
+    add("--run", type=Path, metavar="RUN", help="take texts, and without --gpus speeds, from this run that ended")
+    add("--against", type=Path, metavar="RUN", help="compare what is predicted of this run with what it measured")
+    add("--gpus", type=int, help="GPUs for actors and learner together")
+    add("--gpu", default="h100", metavar="NAME", help=f"their kind: {', '.join(GPUS)} (default: h100)")
+    add("--assume", action="append", default=[], metavar="KEY=VALUE", help=f"{names} (docs/plan.md); repeatable")
+    add("--shape", type=Path, metavar="FOLDER", help="folder of a config.json, if the model is not here")
+    add("--json", action="store_true", help="print the plan as JSON")
     return parser
 
 
@@ -83,8 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     try:
-        check(options)
-        told = against(options) if options.against else plan(options)
+        given = checked("--assume", "tools/plan", Assumed, dict(map(option, options.assume)), ())
+        check(options, set(given))
+        told = against(options) if options.against else plan(options, given)
         lines = compared(told) if isinstance(told, dict) else page(told)
     except runs.UNREADABLE as error:
         print(f"tools/plan: {error}", file=sys.stderr)
@@ -93,30 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that are out of range or without effect."""
-    said = {name: getattr(options, name) for name in ("flops", "bandwidth", "memory", "price")}
-    lengths = [name for name in Lengths.__struct_fields__ if getattr(options, name) is not None]
-    known(f"--gpu {options.gpu!r}", options.gpu, [*GPUS, "custom"])
-    if (options.run or options.against) and lengths:
-        raise ValueError(f"--{lengths[0]} has no effect with --run and --against, whose texts are known: remove one")
-    if options.against and (options.gpus or options.set or options.config):
-        raise ValueError(
-            "--gpus, --set and --config have no effect with --against, which takes that run's: remove them"
-        )
-    if options.gpus is None and (chosen := [name for name, value in said.items() if value is not None]):
-        raise ValueError(f"--{chosen[0]} has no effect without --gpus: say how many there are")
-    lacking = [name for name in ("flops", "bandwidth", "memory") if said[name] is None]
-    if options.gpus is not None and options.gpu == "custom" and lacking:
-        raise ValueError(f"--gpu custom lacks --{lacking[0]}: expected it, or one of the GPUs {', '.join(GPUS)}")
-    said |= {name: getattr(options, name) for name in ("learner_share", "prefill_share", "decode_share", "wait")}
-    for name, value in said.items():
-        most = 1.0 if name.endswith("share") else math.inf
-        if value is not None and not (
-            math.isfinite(value) and 0 <= value <= most and (value or name in ("price", "wait"))
-        ):
-            expected = "a share above 0, 1 at most" if most == 1 else "a finite number above 0"
-            raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected {expected}")
+def check(options: argparse.Namespace, given: set[str]) -> None:
+    """Raise ValueError for options without effect, and for a GPU that is not known. given: names that --assume sets."""
+    known(f"--gpu {options.gpu!r}", options.gpu, GPUS)
+    if options.against and (options.gpus or options.set or options.config or given):
+        raise ValueError("--gpus, --set, --config and --assume have no effect with --against, which takes that run's: remove them")  # fmt: skip
+    idle = [(name, "with --run, whose texts are known") for name in sorted(given & LENGTHS) if options.run]
+    idle += [(name, "without --gpus") for name in sorted(given - LENGTHS) if options.gpus is None]
+    if idle:
+        raise ValueError(f"--assume {idle[0][0]} has no effect {idle[0][1]}: remove it")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -131,51 +88,37 @@ class Plan(msgspec.Struct, frozen=True):
     shared: float
     memory: dict[str, tuple[int, float]]
     gpu: str
-    efficiency: Efficiency | None
+    assumed: Assumed
     splits: list[Split]
 
 
-def plan(options: argparse.Namespace) -> Plan:
-    """Return the plan of a config."""
-    if options.run and not options.config:
-        config = prediction.config_of(options.run, options.set)
-    else:
-        config = load(options.config or DEFAULT_CONFIG, options.set)
+def plan(options: argparse.Namespace, given: dict[str, Any]) -> Plan:
+    """Return the plan of a config. given: what --assume sets."""
+    changes, on_gpus, memory = options.set or [], options.gpus is not None, {}
+    own = options.run and not options.config
+    config = prediction.config_of(options.run, changes) if own else load(options.config or DEFAULT_CONFIG, changes)
     model, learner = prediction.model_of(config, options.shape), config.learner
-    source, texts = texts_of(options, config)
-    work = prediction.work_of(config, source)
-    memory, device, reach = dict[str, tuple[int, float]](), None, None
-    if options.gpus is not None:
-        own = {name: value for name in Device.__struct_fields__ if (value := getattr(options, name)) is not None}
-        device = msgspec.structs.replace(GPUS.get(options.gpu, Device(1.0)), **own)
-        reach = Efficiency(options.learner_share, options.prefill_share, options.decode_share, options.wait)
-    else:
-        memory = processes.memory_parts(config, model.settings, model.weights)
-        device, reach = prediction.reached(options.run) if options.run else (None, None)
-    splits = prediction.splits(config, model, work, device, reach, options.gpus) if device and reach else []
-    apart, shared = (formulas.learner_flops(learner, model, work, share) for share in (False, True))
-    gpu = options.gpu if options.gpus is not None else ""
-    return Plan(config, model.weights, texts, work, apart, shared, memory, gpu, reach, splits)
-
-
-def texts_of(options: argparse.Namespace, config: Config) -> tuple[Source, str]:
-    """Return the texts of a plan, and what they are."""
+    assumed = msgspec.convert((GPUS[options.gpu] if on_gpus else {}) | given, Assumed)
     if options.run:
-        return prediction.recorded(options.run, config), f"texts of {options.run}"
-    size, assumed = prediction.made_up(config, {name: getattr(options, name) for name in Lengths.__struct_fields__})
-    lengths = msgspec.structs.asdict(size).items()
-    said = ", ".join(f"{name} {value:g}{' (assumed)' if name in assumed else ''}" for name, value in lengths)
-    return MadeUp(size, config.scheduler.budget, prediction.environment_of(config).fresh), f"lengths: {said}"
+        source, texts = prediction.recorded(options.run, config), f"texts of {options.run}"
+    else:
+        source, lengths = prediction.made_up(config, assumed)
+        texts = ", ".join(f"{k} {v:g}{'' if k in given else ' (assumed)'}" for k, v in lengths.items())
+    if not on_gpus:
+        memory = processes.memory_parts(config, msgspec.structs.asdict(model), model.weights)
+        assumed = prediction.reached(options.run) if options.run else assumed
+    work, timed = work_of(config, source), on_gpus or options.run
+    splits = prediction.splits(config, model, work, assumed, options.gpus) if timed else []
+    apart, shared = (formulas.learner_flops(learner, model, work, one) for one in (False, True))
+    gpu = options.gpu if on_gpus else ""
+    return Plan(config, model.weights, texts, work, apart, shared, memory, gpu, assumed, splits)
 
 
 def against(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Return what is predicted of a run and what it measured, by quantity, with texts and speeds of ``--run``, or of itself."""
     config, texts = prediction.config_of(options.against), options.run or options.against
-    model, work = (
-        prediction.model_of(config, options.shape),
-        prediction.work_of(config, prediction.recorded(texts, config)),
-    )
-    (own,) = prediction.splits(config, model, work, *prediction.reached(texts), None)
+    model, work = prediction.model_of(config, options.shape), work_of(config, prediction.recorded(texts, config))
+    (own,) = prediction.splits(config, model, work, prediction.reached(texts), None)
     predicted = msgspec.structs.asdict(work) | msgspec.structs.asdict(own.speed)
     return {name: (predicted[name], value) for name, value in prediction.measured(options.against).items()}
 
@@ -196,7 +139,7 @@ def page(told: Plan) -> list[str]:
         f"plan of {c.name}: {s.strategy}{given}, budget {s.budget}",
         f"  {c.model.name}, {told.weights / 1e9:.3g} billion weights",
         f"  {s.updates} updates of {s.questions_per_update} questions, max_staleness {s.max_staleness}",
-        f"  {told.texts}",
+        f"  {told.texts if told.texts.startswith('texts') else f'lengths: {told.texts}'}",
     ]
     sums = f"{number(w.nodes)} nodes, {number(w.calls)} calls, {number(w.sampled)} tokens sampled, {number(w.turns)} turns trained"
     rows = [
@@ -239,10 +182,23 @@ def times(told: Plan) -> list[str]:
         return lines
     if best.lacks:
         return [*lines, "no split fits: more memory, fewer weights, sharding or a smaller micro_tokens"]
-    cost = f"cost {number(best.cost)}" if best.cost else "give --price for the cost"
+    cost = f"cost {number(best.cost)}" if best.cost else "no price was given"
     lines += [f"best: --set actors.count={best.engines} --set learner.count={best.ranks}"]
     lines += [f"  {number(best.hours)} hours without evaluations, {number(best.gpu_hours)} GPU hours, {cost}"]
-    return [*lines, "", UNPROVEN]
+    return [*lines, *beside(told, best), "", UNPROVEN]
+
+
+def beside(told: Plan, best: Split) -> list[str]:
+    """Return how many schedulers and judges the best split keeps busy, by Little's law (docs/performance.md, "How many of what")."""
+    assumed, period, shards = told.assumed, best.speed.period, told.config.scheduler.shards
+    trees = 3600 * told.config.scheduler.questions_per_update / period
+    bears = 3600 * (1 - HEARTBEATS) * 1000 / assumed.tree_ms
+    need = max(1, math.ceil(trees / bears))
+    return [
+        f"  {number(trees)} trees an hour; a scheduler bears {number(bears)} at {assumed.tree_ms:g} ms each (assumed)"
+        + (f": --set scheduler.shards={need}" if need > shards else ""),
+        f"  {number(told.work.judged / period * assumed.wait)} actions at judges at once, each for {assumed.wait:g} s (assumed)",
+    ]
 
 
 def number(value: float) -> str:

@@ -1,7 +1,7 @@
-"""Grows the trees of one update by the real strategy, with a simulated policy, environment and judge, and counts what actors and learner get to do.
+"""Grows the trees of some updates by the real strategy, with a simulated policy, environment and judge, and counts what actors and learner get to do.
 
 No model is needed, and a strategy of one's own is counted like a built-in one. Caches are the scheduler's own model of a prefix cache, unlimited
-and empty before each update; the paths are packed and cut by the learner's own code.
+and emptied by each update; the paths are packed and cut by the learner's own code.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from actors.environments import registry
 from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from learner import schemes, trees
 from scheduler import strategies
@@ -25,9 +26,9 @@ from scheduler.rewards import COMPONENTS
 from scheduler.services import Shop
 from scheduler.tree import Tree
 from tools.launching.settings import Config
-from tools.planning.samples import ACTION, DIGITS, ENDS, INVALID, SEEN, Source, seeded, turn_of
+from tools.planning.samples import Sampled, Source, seeded
 from wire import loop
-from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeRequest, JudgeResult, Sample, Turn
+from wire.messages import GenerateRequest, GenerateResult, JudgedTurn, Judgement, JudgeResult, Sample, Turn
 
 OUTCOME = frozenset({"outcome", "f1"})
 """What a judge of the outcome gives, and no other."""
@@ -35,20 +36,25 @@ VOCABULARY = 2**17
 """The size of a tokenizer, for strategies that ask for it."""
 CHARACTERS = 4
 """Characters of a token, for the opening of a forced answer."""
+TOKENS = 500_000
+"""Trees are simulated until all their samples with their prompts have so many tokens, and at least one: some seconds."""
+UPDATES = 16
+"""No more updates than this are simulated."""
 
 
 class Work(msgspec.Struct, frozen=True):
     """What one update takes; numbers of tokens unless said otherwise.
 
-    nodes, turns, calls: of the trees, of the groups, and of generate calls. sampled; prompt: of all samples, as if each had its own request; prefilled:
-    with shared prefixes. context: the sum over sampled tokens of the prefix that each reads. longest: sampled one after the other in a tree (mean
-    over trees). steps: calls one after the other (mean over trees). path, packed, forwarded: of all trained turns, of their trie, and of the
-    micro-batches. path_pairs, pairs: (query, key) pairs of attention. path_targets, targets: rows of the head.
+    nodes, turns, calls, judged: of the trees, of the groups, of generate calls, and of actions that judges saw. sampled; prompt: of all samples, as if
+    each had its own request; prefilled: with shared prefixes. context: the sum over sampled tokens of the prefix that each reads. longest:
+    sampled one after the other in a tree (mean over trees). steps: calls one after the other (mean over trees). path, packed, forwarded: of
+    all trained turns, of their trie, and of the micro-batches of an epoch. path_pairs, pairs: (query, key) pairs of attention. path_targets, targets: rows of the head.
     """
 
     nodes: float = 0
     turns: float = 0
     calls: float = 0
+    judged: float = 0
     sampled: float = 0
     prompt: float = 0
     prefilled: float = 0
@@ -104,181 +110,196 @@ class Numbers:
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The state of an episode: the prefix so far, as bytes of int32, and the number of actions in it."""
+    """The state of an episode: what the policy has read so far, as bytes of int32, and the number of actions in it."""
 
     prefix: bytes
     turn: int = 0
 
 
-class Simulated(Environment):
-    """An environment that answers by ``source``, and otherwise works as the run's own one does."""
+class World(Environment):
+    """Stands for the run's environment, actors and judges: answers every call at once by ``source``, and counts."""
 
     name = "simulated"
 
-    def __init__(self, real: Environment, source: Source):
-        self.real, self.source, self.text = real, source, Numbers()
+    def __init__(self, config: Config, source: Source):
+        self.source, self.text, self.actors = source, Numbers(), config.actors.count
+        real = registry.load(config.data.environment, config.data.options)
         for name in ("fresh", "outcome_judge", "rewarded_by_judge", "measured", "gives_step_rewards"):
             setattr(self, name, getattr(real, name))
-        opening = max(1, len(real.forced_prefix) // CHARACTERS) if real.forced_prefix else 0
-        self.forced_prefix = " ".join([str(SEEN)] * opening)
+        opening = -(-len(real.forced_prefix) // CHARACTERS)
+        self.forced_prefix = " ".join(["0"] * opening)
+        self.strategy = strategies.load(config.scheduler.strategy, config.scheduler.strategy_options)
+        needs, own = schemes.load(config.learner.scheme, config.learner.scheme_options).needs, self.strategy.gives
+        self.columns = (needs.columns | COMPONENTS | {"reward"}) - own.columns - own.purpose
+        self.end = [-1] if config.actors.engine == "local" else []  # this engine keeps what follows the end of a prompt
+        self.turns: dict[bytes, int] = {}  # of each prefix after which an action begins
+        self.draws: Counter[bytes] = Counter()  # after it
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an update, with empty caches."""
+        self.caches = [Prefixes() for _ in range(self.actors)]
+        self.counts: Counter[str] = Counter()
+        self.longest: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self.offered: defaultdict[bytes, list[Sampled]] = defaultdict(list)  # by prefix and tokens
+        self.taken: list[Sampled] = []
 
     def initial(self, task: Task) -> Place:
         """See ``Environment``."""
-        return Place(self.source.prompt(task.seed).tobytes())
+        return self._place(self.source.prompt(task.seed), 0)
 
     def prompt(self, task: Task, state: Place) -> list[dict[str, Any]]:
-        """See ``Environment``. A fresh prompt's own part follows the separator."""
-        head = self.text.decode(self.source.prompt(task.seed))
-        tail = self.text.decode(self.source.tail(state.turn, seeded(state.prefix))) if self.fresh else ""
-        return [{"content": f"{head} {SPLIT}{tail}" if self.fresh else head}]
+        """See ``Environment``. All of a fresh prompt follows the separator: equal tokens are shared whatever node they belong to."""
+        shown = self.text.decode(np.frombuffer(state.prefix, np.int32))
+        return [{"content": f"{SPLIT}{shown}" if self.fresh else shown}]
 
     def read(self, state: Place, text: str) -> Action:
-        """See ``Environment``."""
-        digit = int(text.rpartition(" ")[2]) % DIGITS
-        return Action({ENDS: "answer", INVALID: "invalid"}.get(digit, "search"), text)
+        """See ``Environment``. The number of the action among those taken stands for its move."""
+        offered = self.offered[state.prefix + self.text.encode(text).tobytes()]
+        action = offered.pop(0) if len(offered) > 1 else offered[0]
+        self.taken.append(action)
+        kind = "invalid" if not action.valid else "answer" if self._over(action, state) else "search"
+        return Action(kind, text, move=(len(self.taken) - 1,))
 
     async def step(self, state: Place, action: Action, tools: Tools) -> Transition:
-        """See ``Environment``. The same action in the same place is always answered alike."""
-        prefix = state.prefix + self.text.encode(action.text).tobytes()
-        reward = 0.0 if self.gives_step_rewards else None
-        if action.kind == "answer":
-            outcome = None if self.outcome_judge else float(seeded(prefix).random() < 0.5)
-            return Transition(
-                Place(prefix, state.turn + 1), "", True, outcome, dict.fromkeys(self.measured, 0.0), reward=reward
-            )
+        """See ``Environment``."""
+        assert action.move is not None, "a forced answer is not stepped"
+        taken, reward = self.taken[action.move[0]], 0.0 if self.gives_step_rewards else None
+        if self._over(taken, state):
+            drawn = float(seeded(state.prefix, len(action.text)).random() < 0.5)
+            outcome = None if self.outcome_judge else taken.scores.get("outcome", drawn)
+            return Transition(state, "", True, outcome, dict.fromkeys(self.measured, 0.0), reward=reward)
+        assert taken.then is not None, "something follows an action that does not end"
         if self.fresh:
-            return Transition(Place(prefix, state.turn + 1), "", False, reward=reward)
-        rng = seeded(prefix)
-        same = [one.seen for one in self.source.choices(state.prefix, state.turn, seeded(state.prefix))
-                if one.seen is not None and self.text.decode(one.tokens) == action.text]  # fmt: skip
-        others = (
-            one.seen for _ in range(64) for one in self.source.choices(b"", state.turn, rng) if one.seen is not None
-        )
-        seen = same[0] if same else next(others, np.zeros(0, np.int32))
-        return Transition(
-            Place(prefix + seen.tobytes(), state.turn + 1), f" {self.text.decode(seen)}", False, reward=reward
-        )
+            return Transition(self._place(taken.then, state.turn + 1), "", False, reward=reward)
+        read = [np.frombuffer(state.prefix, np.int32), self.text.encode(action.text), taken.then]
+        place = self._place(np.concatenate(read), state.turn + 1)
+        return Transition(place, f" {self.text.decode(taken.then)}", False, reward=reward)
 
+    def _over(self, action: Sampled, state: Place) -> bool:
+        """Return whether an action ends the episode. An end at the horizon says nothing of the same action in an earlier turn."""
+        horizon = self.source.horizon
+        return state.turn + 1 >= horizon or (action.ends and action.turn + 1 < horizon)
 
-class Services:
-    """Stands for the dispatcher: answers every call at once, and counts."""
-
-    def __init__(self, source: Source, actors: int, columns: frozenset[str], outcome_judge: str):
-        self.source, self.columns, self.outcome_judge = source, columns, outcome_judge
-        self.caches = [Prefixes() for _ in range(actors)]
-        self.counts: Counter[str] = Counter()
-        self.drawn: Counter[bytes] = Counter()
-        self.longest: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self.scores: dict[str, dict[str, float]] = {}
+    def _place(self, prefix: np.ndarray, turn: int) -> Place:
+        place = Place(prefix.astype(np.int32).tobytes(), turn)
+        self.turns[place.prefix] = turn
+        return place
 
     async def call(self, service: str, request: Any, place: Any = None, **_: Any) -> Any:
         """Answer as an actor or a judge does."""
         if isinstance(request, GenerateRequest):
             return self._generate(request, place.tree)
-        assert isinstance(request, JudgeRequest), f"no simulated episode calls {service}"
-        ended = service == f"judge.{self.outcome_judge}"
-        return JudgeResult([Judgement(self._scored(turn.response, ended)) for turn in request.turns])
+        self.counts["judged"] += len(request.turns)
+        columns = OUTCOME if service == f"judge.{self.outcome_judge}" else self.columns - OUTCOME
+        return JudgeResult([Judgement(self._scored(turn, columns)) for turn in request.turns])
 
-    def _scored(self, text: str, ended: bool) -> dict[str, float]:
-        """Return the scores that the run's judges gave to an action with this text; a column that it lacks is drawn."""
-        known, rng = self.scores.get(text, {}), seeded(text.encode())
-        columns = OUTCOME if ended else self.columns - OUTCOME
+    def _scored(self, turn: JudgedTurn, columns: frozenset[str]) -> dict[str, float]:
+        """Return the scores that the run's judges gave to an action; a column that it lacks is drawn."""
+        known, rng = self.taken[turn.move[0]].scores if turn.move else {}, seeded(turn.response.encode())
         return {name: known.get(name, float(rng.random() < 0.5)) for name in sorted(columns)}
 
     def _generate(self, request: GenerateRequest, tree: int) -> GenerateResult:
         prefix, n = request.tokens.astype(np.int32), request.n
-        kept = int(np.argmax(np.append(prefix[::-1] % DIGITS != ACTION, True)))
-        base = prefix[: len(prefix) - kept]
-        turn, cache = turn_of(base), self.caches[tree % len(self.caches)]
-        forced = bool(len(base)) and int(base[-1]) == SEEN
-        cached = cache.match(prefix[:-1].tobytes())
-        cache.insert(prefix.tobytes())
-        samples = [self._sample(base, turn, kept, request) for _ in range(n)]
+        kept = next(k for k in range(len(prefix)) if prefix[: len(prefix) - k].tobytes() in self.turns)
+        base = prefix[: len(prefix) - kept].tobytes()
+        cache, whole = self.caches[tree % len(self.caches)], np.append(prefix, self.end).astype(np.int32)
+        cached = cache.match(whole.tobytes())
+        cached -= cached in (len(prefix), len(whole))  # the last token is read again, or is the end
+        cache.insert(whole.tobytes())
+        samples = [self._sample(base, kept, request) for _ in range(n)]
         for sample in samples:
             cache.insert(np.concatenate([prefix, sample.tokens[:-1]]).tobytes())
-        lengths = [len(sample.tokens) for sample in samples]
-        own = self.longest[tree]
-        step = turn + forced
-        own[step] = max(own[step], *lengths)
-        context = sum(m * len(prefix) + m * (m + 1) // 2 for m in lengths)
-        self.counts.update(
-            calls=1, sampled=sum(lengths), prompt=n * len(prefix), prefilled=len(prefix) - cached, context=context
-        )
+        lengths, own, turn = [len(sample.tokens) for sample in samples], self.longest[tree], self.turns[base]
+        own[turn] = max(own[turn], *lengths)
+        self.counts.update(calls=1, sampled=sum(lengths), prompt=n * len(prefix), prefilled=len(prefix) - cached)
+        self.counts["context"] += sum(m * len(prefix) + m * (m + 1) // 2 for m in lengths)
         return GenerateResult(samples, len(prefix), cached)
 
-    def _sample(self, base: np.ndarray, turn: int, kept: int, request: GenerateRequest) -> Sample:
-        """Return the next action of a place: each of its recorded ones once, then those of other places."""
-        key = base.tobytes()
-        choices, number = self.source.choices(key, turn, seeded(key)), self.drawn[key]
-        self.drawn[key] += 1
-        while number >= len(choices):
-            number -= len(choices)
-            rng = random.Random(f"{key.hex()}/{self.drawn[key]}/{number}/{len(choices)}")
-            choices = self.source.choices(b"", turn, rng)
-        action = choices[number]
+    def _sample(self, base: bytes, kept: int, request: GenerateRequest) -> Sample:
+        """Return the next action of a place. kept: tokens of it that the request has already, as at a fork."""
+        action = self.source.action(base, self.turns[base], self.draws[base])
+        self.draws[base] += 1
         tokens = action.tokens[min(kept, len(action.tokens) - 1) :][: request.sampling.max_tokens]
-        if len(tokens) < len(action.tokens) - kept:  # cut by the limit: the last token still says what the action is
-            tokens = np.append(tokens[:-1], action.tokens[-1])
-        if action.scores:
-            self.scores[Numbers().decode(action.tokens)] = action.scores
+        self.offered[request.tokens.astype(np.int32).tobytes() + tokens.tobytes()].append(action)
         rng = seeded(tokens.tobytes())
         logprobs = -np.array([rng.expovariate(4) for _ in tokens], np.float32)
         top = [{0: -rng.expovariate(2)} for _ in tokens] if request.sampling.top_logprobs else None
         return Sample(tokens, logprobs, np.zeros(len(tokens), np.int32), "stop", top, b"")
 
 
-def grown(config: Config, real: Environment, source: Source, trees_of_update: range, actors: int, ranks: int) -> Work:
-    """Grow the trees with these numbers as those of one update. Returns what they take."""
-    return loop.run(_grown(config, real, source, trees_of_update, actors, ranks))
+def work_of(config: Config, source: Source) -> Work:
+    """Return the mean work of an update, from a few that are grown, or from some trees of one if it is large."""
+    questions = config.scheduler.questions_per_update
+    one = grown(config, source, 1, 1)
+    each = max(1, one.sampled + one.prompt)
+    size = max(1, min(questions, int(TOKENS // each)))
+    updates = int(max(1, min(UPDATES, TOKENS / (size * each), source.trees / size)))
+    work = msgspec.structs.asdict(grown(config, source, size, updates))
+    scale = {name: 1.0 if name in ("longest", "steps") else questions / size for name in work}
+    return Work(**{name: value * scale[name] for name, value in work.items()})
 
 
-async def _grown(config: Config, real: Environment, source: Source, numbers: range, actors: int, ranks: int) -> Work:
-    needs = schemes.load(config.learner.scheme, config.learner.scheme_options).needs
-    columns = needs.columns | COMPONENTS | {"reward"}
-    strategy, paths = strategies.load(config.scheduler.strategy, config.scheduler.strategy_options), list[trees.Path]()
-    groups = itertools.count()
+def grown(config: Config, source: Source, size: int, updates: int) -> Work:
+    """Grow ``updates`` updates of ``size`` trees. Returns the mean of what an update takes."""
+    return loop.run(_grown(config, World(config, source), size, updates))
+
+
+async def _grown(config: Config, world: World, size: int, updates: int) -> Work:
+    total: defaultdict[str, float] = defaultdict(float)
+    parts = max(1, round(config.learner.minibatches * size / config.scheduler.questions_per_update))
+    for update in range(updates):
+        world.begin()
+        planted = [Tree(number, str(number)) for number in range(update * size, (update + 1) * size)]
+        paths = await _grow(config, world, planted)
+        known = packed(paths, config.learner.micro_tokens, config.learner.count, parts) | world.counts
+        known["nodes"] = sum(len(tree.nodes) for tree in planted)
+        known["longest"] = sum(sum(turns.values()) for turns in world.longest.values()) / size
+        known["steps"] = sum(map(len, world.longest.values())) / size
+        for name, value in known.items():
+            total[name] += value / updates
+    return Work(**total)
+
+
+async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[list[trees.Path]]:
+    """Grow trees to their ends. Returns the turns that each of them emits."""
+    s, groups = config.scheduler, itertools.count()
+    paths: dict[int, list[trees.Path]] = {tree.id: [] for tree in planted}
 
     def emit(tree: Tree, turns: list[Turn]) -> None:
         tree.groups.append(next(groups))
         for turn in turns:
             tokens = tree.prefix(tree.nodes[turn.node]).astype(np.int64)
-            paths.append(trees.Path(tokens, len(tokens) - len(tree.nodes[turn.node].tokens)))
+            paths[tree.id].append(trees.Path(tokens, len(tokens) - len(tree.nodes[turn.node].tokens)))
 
-    services: Any = Services(source, actors, columns, real.outcome_judge)
-    text: Any = Numbers()
+    services: Any = world
+    text: Any = world.text
     most, longest = max(1, config.actors.max_batch // 4), config.actors.max_context
-    world = Simulated(real, source)
-    shop = Shop(services, Forgetting(), text, world, config.scheduler, Counter(), emit, most, longest=longest)
-    grown_trees = [Tree(number, str(number)) for number in numbers]
+    shop = Shop(services, Forgetting(), text, world, s, Counter(), emit, most, longest=longest)
 
     async def grow(tree: Tree) -> None:
         context = Context(shop, Task(tree.task, seed=tree.id), tree, random.Random(tree.id))
         await context.plant()
-        await strategy(tree, context)
+        await world.strategy(tree, context)
 
-    await asyncio.gather(*map(grow, grown_trees))
+    await asyncio.gather(*map(grow, planted))
     shop.journal.close()
-    ended = {name: float(services.counts[name]) for name in ("calls", "sampled", "prompt", "prefilled", "context")}
-    spans = [services.longest[tree.id] for tree in grown_trees]
-    return Work(
-        nodes=sum(len(tree.nodes) for tree in grown_trees),
-        longest=sum(sum(span.values()) for span in spans) / len(spans),
-        steps=sum(map(len, spans)) / len(spans),
-        **ended,
-        **packed(paths, config.learner.micro_tokens, ranks),
-    )
+    return list(paths.values())
 
 
-def packed(paths: Sequence[trees.Path], micro_tokens: int, ranks: int) -> dict[str, float]:
-    """Return what the learner forwards for some paths, by the names of ``Work``."""
+def packed(questions: Sequence[Sequence[trees.Path]], micro_tokens: int, ranks: int, minibatches: int = 1) -> dict[str, float]:  # fmt: skip
+    """Return what the learner forwards for the turns of some questions, by the names of ``Work``. The minibatches share the questions."""
+    paths = [path for own in questions for path in own]
+    ends = np.cumsum([len(own) for own in questions])
+    bounds = [0, *(int(part[-1]) for part in np.array_split(ends, min(minibatches, len(questions))))]
     trie = trees.Trie(paths)
-    forest, where = trie.forest(range(len(paths)), True), trie.cuts(range(len(paths)))
-    lengths = np.array([len(path.tokens) for path in paths])
+    cuts = [trie.cuts(range(a, b)) for a, b in itertools.pairwise(bounds) if b > a]
+    forest, lengths = trie.forest(range(len(paths)), True), np.array([len(path.tokens) for path in paths])
     return {
         "turns": len(paths),
         "path": forest.path_tokens,
         "packed": forest.nodes,
-        "forwarded": sum(trees.balanced(where, micro_tokens, ranks)[1]),
+        "forwarded": sum(sum(trees.balanced(cut, micro_tokens, ranks)[1]) for cut in cuts),
         "path_pairs": float((lengths * (lengths + 1) / 2).sum()),
         "pairs": float((forest.depth + 1).sum()),
         "path_targets": len(forest.target),

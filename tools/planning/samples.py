@@ -1,14 +1,10 @@
-"""What a simulated policy says and reads: token ids of prompts, actions and observations, made up by length or taken from the journal of a run.
-
-Every id ends in a digit (base ``DIGITS``) that says what it belongs to, so that a prefix alone tells how many actions it holds.
-"""
+"""What a simulated policy says and reads: token ids of prompts and actions, made up by length or taken from the journal of a run."""
 
 import functools
 import math
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,63 +15,37 @@ from actors.environments.base import Environment, Task
 from scheduler.journal import Journal
 from scheduler.tree import Node, Tree
 
-DIGITS = 8
-PROMPT, ACTION, SEEN, GOES_ON, ENDS, INVALID, TURN = range(7)
-"""The digits. GOES_ON, ENDS and INVALID mark the last token of an action, TURN the first token of a fresh prompt, whose number is its turn."""
 OURS = frozenset({"valid", "advantage", "truncated"})
 """Columns that the scheduler writes itself."""
 MOST_TREES = 512
 """So many trees of a journal are read, evenly spread over the run."""
 
 
-class Lengths(msgspec.Struct, frozen=True):
-    """Expected lengths, in tokens. instruction: the part of a first prompt that all questions share; prompt: the whole. action: sampled by one action;
-    observation: what the policy reads after it. turns: actions of an episode."""
-
-    instruction: int
-    prompt: int
-    action: int
-    observation: int
-    turns: float
-
-
-class Sampled(msgspec.Struct, frozen=True):
-    """One action. tokens: int32 with digits. seen: what followed it, if it is known. scores: what judges gave it."""
+class Sampled(msgspec.Struct):
+    """One action. tokens: int32. turn: the number of actions before it. then: what the policy reads after it, an observation or the whole next
+    prompt where prompts are fresh. scores: what judges gave it."""
 
     tokens: np.ndarray
-    seen: np.ndarray | None = None
+    turn: int
+    valid: bool
+    ends: bool
+    then: np.ndarray | None
     scores: dict[str, float] = {}
 
 
 class Source(Protocol):
-    """Where texts come from. The same prefix always gives the same ``choices``, so that texts which siblings share stay shared."""
+    """Where texts come from. horizon: no episode has more actions than this. trees: so many have texts of their own."""
+
+    horizon: float
+    trees: float
 
     def prompt(self, tree: int) -> np.ndarray:
-        """Return the first prompt of a tree, or what all its prompts share if they are fresh, int32 with digits."""
+        """Return the first prompt of a tree, int32."""
         ...
 
-    def tail(self, turn: int, rng: random.Random) -> np.ndarray:
-        """Return the own part of a fresh prompt, int32 with digits."""
+    def action(self, prefix: bytes, turn: int, number: int) -> Sampled:
+        """Return the action that is drawn as number 0, 1, .. after a prefix, the bytes of int32, with ``turn`` actions before it."""
         ...
-
-    def choices(self, prefix: bytes, turn: int, rng: random.Random) -> list[Sampled]:
-        """Return actions that the policy may take after a prefix, int32 bytes; more may be drawn from other prefixes of this turn."""
-        ...
-
-
-def marked(content: np.ndarray | Sequence[int], digit: int, last: int | None = None) -> np.ndarray:
-    """Return ids with their digit, int32; ``last`` is that of the last one, if it differs."""
-    tokens = np.asarray(content, np.int32) * DIGITS + digit
-    if last is not None:
-        tokens[-1] += last - digit
-    return tokens
-
-
-def turn_of(prefix: np.ndarray) -> int:
-    """Return the number of actions in a prefix with digits."""
-    digits = prefix % DIGITS
-    fresh = np.flatnonzero(digits == TURN)
-    return int(prefix[fresh[-1]] // DIGITS) if len(fresh) else int(np.isin(digits, (GOES_ON, ENDS, INVALID)).sum())
 
 
 def going_on(turns: float, budget: int) -> float:
@@ -88,113 +58,119 @@ def going_on(turns: float, budget: int) -> float:
     return high
 
 
-class MadeUp:
-    """Texts of fixed lengths, in which siblings share nothing. Which actions end their episode is drawn."""
+def seeded(prefix: bytes, number: int = 0) -> random.Random:
+    """Return the randomness of a prefix, the same in every process."""
+    return random.Random(zlib.crc32(prefix) + (number << 32))
 
-    def __init__(self, lengths: Lengths, budget: int, fresh: bool):
-        self.fresh = fresh
-        self.lengths, self.most = lengths, max(budget, math.ceil(lengths.turns))
-        self.on = going_on(lengths.turns, self.most)
+
+class MadeUp:
+    """Texts of fixed lengths in tokens (``tools.planning.formulas.Assumed``), in which siblings share nothing. Which actions end their episode is drawn,
+    so that its mean number of them is ``turns``."""
+
+    def __init__(
+        self, instruction: int, prompt: int, action: int, observation: int, turns: float, budget: int, fresh: bool
+    ):
+        self.instruction, self.whole, self.length, self.observation = instruction, prompt, action, observation
+        self.fresh, most = fresh, max(budget, math.ceil(turns))
+        self.horizon, self.trees, self.on = float(most), math.inf, going_on(turns, most)
 
     def prompt(self, tree: int) -> np.ndarray:
         """See ``Source``."""
-        size, shared = self.lengths, range(self.lengths.instruction)
-        own = 0 if self.fresh else size.prompt - size.instruction
-        return marked([*shared, *_unlike(random.Random(tree), own)], PROMPT)
+        return self._prompt(random.Random(tree))
 
-    def tail(self, turn: int, rng: random.Random) -> np.ndarray:
+    def action(self, prefix: bytes, turn: int, number: int) -> Sampled:
         """See ``Source``."""
-        return _fresh(turn, marked(_unlike(rng, max(1, self.lengths.prompt - self.lengths.instruction)), PROMPT))
+        rng = seeded(prefix, number)
+        ends = turn + 1 >= self.horizon or rng.random() >= self.on
+        tokens = _unlike(rng, self.length)
+        then = self._prompt(rng) if self.fresh else _unlike(rng, self.observation)
+        return Sampled(tokens, turn, True, ends, then)
 
-    def choices(self, prefix: bytes, turn: int, rng: random.Random) -> list[Sampled]:
-        """See ``Source``."""
-        last = GOES_ON if turn + 1 < self.most and rng.random() < self.on else ENDS
-        return [
-            Sampled(
-                marked(_unlike(rng, self.lengths.action), ACTION, last),
-                marked(_unlike(rng, self.lengths.observation), SEEN),
-            )
-        ]
+    def _prompt(self, rng: random.Random) -> np.ndarray:
+        own = _unlike(rng, self.whole - self.instruction)
+        return np.concatenate([np.arange(self.instruction, dtype=np.int32), own])
 
 
-def _fresh(turn: int, tokens: np.ndarray) -> np.ndarray:
-    tokens[:1] = turn * DIGITS + TURN
-    return tokens
-
-
-def _unlike(rng: random.Random, count: int) -> list[int]:
-    return [rng.getrandbits(24) for _ in range(count)]
+def _unlike(rng: random.Random, count: int) -> np.ndarray:
+    return np.array([rng.getrandbits(24) for _ in range(count)], np.int32)
 
 
 class Recorded:
-    """Texts of a run's training trees. A prefix of the run is answered as it was there, another one as some prefix of the same turn was."""
+    """Texts of a run's training trees. A prefix of the run is answered as it was there, each time in turn; then, and where the prefix is a new one,
+    as some prefix of the same turn was. Equal prompts of different trees are one prefix: in a game many trees come to the same position."""
 
     def __init__(self, run: Path, environment: Environment):
         self.environment = environment
         journal = Journal(run / "journal.sqlite", readonly=True)
         try:
             rows = journal.trees("split='train' AND status='closed'")
-            chosen = rows[:: -(-len(rows) // MOST_TREES) or 1]
-            trees = [journal.tree(row) for row in chosen]
+            trees = [journal.tree(row) for row in rows[:: -(-len(rows) // MOST_TREES) or 1]]
         finally:
             journal.close()
         if not trees:
             raise ValueError(f"{run} has no tree that ended: expected a run that made an update")
         random.Random(0).shuffle(trees)
-        self.prompts = [marked(tree.nodes[0].tokens, PROMPT) for tree in trees]
-        self.tails: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self.trees = float(len(trees))
+        self.prompts: list[np.ndarray] = []
         self.known: defaultdict[bytes, list[Sampled]] = defaultdict(list)
         for tree in trees:
             self._read(tree)
         self.places: defaultdict[int, list[list[Sampled]]] = defaultdict(list)
-        for prefix, actions in self.known.items():
-            self.places[turn_of(np.frombuffer(prefix, np.int32))].append(actions)
+        for actions in self.known.values():
+            self.places[actions[0].turn].append(actions)
+        self.horizon = max(self.places) + 1 if environment.fresh else math.inf
+        self._complete()
 
     def prompt(self, tree: int) -> np.ndarray:
         """See ``Source``."""
         return self.prompts[tree % len(self.prompts)]
 
-    def tail(self, turn: int, rng: random.Random) -> np.ndarray:
+    def action(self, prefix: bytes, turn: int, number: int) -> Sampled:
         """See ``Source``."""
-        return rng.choice(self.tails.get(turn) or self.tails[max(self.tails)])
-
-    def choices(self, prefix: bytes, turn: int, rng: random.Random) -> list[Sampled]:
-        """See ``Source``."""
-        return self.known.get(prefix) or rng.choice(self.places.get(turn) or self.places[max(self.places)])
+        actions, rng = self.known.get(prefix, []), seeded(prefix)
+        while number >= len(actions):
+            number -= len(actions)
+            actions = rng.choice(self.places.get(turn) or self.places[max(self.places)])
+        return actions[number]
 
     def _read(self, tree: Tree) -> None:
-        """Note every action of a tree below its prefix, with digits."""
-        whole: dict[int, np.ndarray] = {-1: np.zeros(0, np.int32)}
+        """Note every action of a tree below what the policy had read before it."""
+        fresh = self.environment.fresh
+        shown = {(n.trajectory, n.step): n for n in tree.nodes.values() if n.kind == "prompt" and n.parent >= 0}
+        self.prompts.append(tree.prefix(shown.get((0, 0), tree.nodes[0])))
         actions = [node for node in tree.nodes.values() if node.kind == "action"]
-        ends = {own[-1].id for one in {node.trajectory for node in actions} if (own := tree.actions(one))}
-        for node in tree.nodes.values():
-            if node.kind == "action" and not node.forced and len(node.tokens):
-                tokens = marked(node.tokens, ACTION, self._digit(tree, node, ends))
-                below = next((n for n in tree.children(node) if n.kind == "observation"), None)
-                seen = None if below is None or self.environment.fresh else marked(below.tokens, SEEN)
-                scores = {name: node.scores[name] for name in node.scores.keys() - OURS}
-                self.known[whole[node.parent].tobytes()].append(Sampled(tokens, seen, scores))
-            elif node.kind == "prompt" and node.parent >= 0:
-                tokens = _fresh(node.step, marked(node.tokens, PROMPT))
-                self.tails[node.step].append(tokens)
-            else:
-                tokens = marked(node.tokens, PROMPT if node.kind == "prompt" else SEEN)
-            whole[node.id] = np.concatenate([whole[node.parent], tokens])
+        last = {own[-1].id for number in {node.trajectory for node in actions} if (own := tree.actions(number))}
+        for node in actions:
+            place = tree.parent(node)
+            if place is None or node.forced or not len(node.tokens):
+                continue
+            below = next((child for child in tree.children(node) if child.kind == "observation"), None)
+            if fresh:
+                below = shown.get((node.trajectory, node.step))
+            then = None if below is None else tree.prefix(below) if fresh else below.tokens
+            ends = node.id in last if node.chosen else self._answers(tree, node)
+            scores = {name: node.scores[name] for name in node.scores.keys() - OURS}
+            self.known[tree.prefix(place).tobytes()].append(
+                Sampled(node.tokens, node.step - 1, bool(node.scores.get("valid", 1.0)), ends, then, scores)
+            )
 
-    def _digit(self, tree: Tree, node: Node, ends: set[int]) -> int:
-        """Return the digit of an action's last token. What a candidate that was not continued does is read from its text."""
-        if not node.scores.get("valid", 1.0):
-            return INVALID
-        if node.chosen:
-            return ENDS if node.id in ends else GOES_ON
-        before = msgspec.convert(tree.state_before(node), self._state)
-        return ENDS if self.environment.read(before, node.text).kind == "answer" else GOES_ON
+    def _answers(self, tree: Tree, node: Node) -> bool:
+        """Return whether a candidate that was not continued would have ended its episode, as far as its text tells."""
+        state = msgspec.convert(tree.state_before(node), self._state)
+        return self.environment.read(state, node.text).kind == "answer"
 
     @functools.cached_property
     def _state(self) -> type:
         return type(self.environment.initial(Task("0", "?")))
 
-
-def seeded(prefix: bytes) -> random.Random:
-    """Return the randomness of a prefix, the same in every process."""
-    return random.Random(zlib.crc32(prefix))
+    def _complete(self) -> None:
+        """Give every action that nothing follows in the run what followed an equal one there, or another one of its turn."""
+        for turn in sorted(self.places, reverse=True):
+            every = [action for actions in self.places[turn] for action in actions]
+            after = [action.then for action in every if action.then is not None] or [np.zeros(0, np.int32)]
+            for actions in self.places[turn]:
+                alike = {action.tokens.tobytes(): action.then for action in actions if action.then is not None}
+                for action in actions:
+                    if action.then is None:
+                        key = action.tokens.tobytes()
+                        action.then = alike[key] if key in alike else seeded(key).choice(after)

@@ -13,15 +13,16 @@ from learner.config import LearnerConfig, LoraConfig
 from tests.e2e.test_run import CONFIG, ROOT, finish, launch, prepare
 from tools.launching.config import Config, load
 from tools.planning import command, formulas, prediction
-from tools.planning.formulas import Dense, Device, Efficiency, Fleet
+from tools.planning.formulas import Assumed, Dense
 from tools.planning.growth import Work, grown
-from tools.planning.samples import Lengths, MadeUp, going_on
+from tools.planning.samples import going_on
 
 TINY = ROOT / "configs" / "slate-tiny.toml"
-SIZES = Lengths(instruction=4, prompt=10, action=5, observation=3, turns=2)
+SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
 TWO = ["scheduler.budget=2", "actors.count=1", "learner.count=1"]
 OUTCOMES = ["scheduler.judge=none", "learner.correction_options=null", "learner.scheme_options.column=outcome"]
 GRPO = [*OUTCOMES, "learner.scheme=grpo", "scheduler.strategy=full", "scheduler.strategy_options={k=2}"]
+SMALL = ["scheduler.questions_per_update=2", "scheduler.max_action_tokens=8"]
 VINE = ["scheduler.strategy_options={continuations=3}"]
 
 
@@ -29,9 +30,9 @@ def one_tree(name: str, *changes: str) -> Work:
     return made(load(ROOT / "configs" / f"{name}.toml", [*TWO, *changes]))
 
 
-def made(config: Config, trees: int = 1, actors: int = 1) -> Work:
-    environment = prediction.environment_of(config)
-    return grown(config, environment, MadeUp(SIZES, 2, environment.fresh), range(trees), actors, 1)
+def made(config: Config, trees: int = 1) -> Work:
+    source, _ = prediction.made_up(config, SIZES)
+    return grown(config, source, trees, 1)
 
 
 def test_a_slate_tree_by_hand() -> None:
@@ -54,7 +55,7 @@ def test_a_slate_tree_by_hand() -> None:
 def test_whole_trajectories_by_hand() -> None:
     work = one_tree("slate-tiny", *GRPO)
     assert (work.nodes, work.calls, work.turns, work.sampled) == (7, 4, 4, 20)
-    assert work.prefilled == 10 + 1 + 2 * 4  # the second reads its prompt from the cache, but for the last token
+    assert work.prefilled == 10 + 2 * 4  # the second has its prompt from the cache, with what follows its end
     assert (work.path, work.packed) == (76, 10 + 2 * 13)
 
 
@@ -73,8 +74,22 @@ def test_fresh_prompts_share_their_beginning() -> None:
 def test_an_update_shares_the_instruction_over_its_trees() -> None:
     config = load(TINY, [*TWO, "scheduler.strategy_options={k=2}"])
     two = made(config, 2)
-    assert two.packed == 2 * 33 - 4
-    assert made(config, 2, 2).prefilled - two.prefilled == 4  # each actor reads it
+    assert two.packed == two.forwarded == 2 * 33 - 4
+    actors = made(load(TINY, [*TWO, "scheduler.strategy_options={k=2}", "actors.count=2"]), 2)
+    assert actors.prefilled - two.prefilled == 4  # each actor reads it
+    parts = made(load(TINY, [*TWO, "scheduler.strategy_options={k=2}", "learner.minibatches=16"]), 16)
+    assert parts.forwarded == 16 * 33  # each minibatch reads it
+
+
+def test_a_server_reads_the_last_token_of_a_prompt_again() -> None:
+    config, replace = load(TINY, [*TWO, *GRPO]), msgspec.structs.replace
+    server = replace(config, actors=replace(config.actors, engine="sglang"))
+    assert made(server).prefilled == made(config).prefilled + 1
+
+
+def test_the_value_of_a_state_is_no_judge_s_column() -> None:
+    mc_pr = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.strategy_options={continuations=3}"]
+    assert one_tree("vpr-sudoku-cpu", *mc_pr).sampled == 2 * 5 + 3 * 10 + 3 * 5  # as in VinePPO, below
 
 
 def test_the_mean_number_of_turns_is_met() -> None:
@@ -85,7 +100,7 @@ def test_the_mean_number_of_turns_is_met() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
 def test_every_shipped_config_has_a_plan(name: str) -> None:
-    config = load(ROOT / "configs" / f"{name}.toml", ["scheduler.questions_per_update=2", "scheduler.budget=2"])
+    config = load(ROOT / "configs" / f"{name}.toml", [*SMALL, "scheduler.budget=2"])
     work = made(config, 2)
     assert work.sampled >= work.longest > 0
     assert work.path >= work.packed > 0
@@ -94,7 +109,7 @@ def test_every_shipped_config_has_a_plan(name: str) -> None:
 
 # ------------------------------------------------------------------------------------------ arithmetic
 
-MODEL = Dense(1, 8, 16, 2, 1, 4, 100)
+MODEL = Dense(1, 8, 16, 2, 100, 1, 4)
 WORK = Work(sampled=100, longest=50, steps=2, context=1000, calls=2, prefilled=10, path=400, forwarded=100, packed=100)
 
 
@@ -106,6 +121,8 @@ def test_the_sizes_of_a_model_are_its_weights() -> None:
     assert MODEL.weights == MODEL.per_token + 800
     with pytest.raises(ValueError, match="num_experts = 8: expected a dense model"):
         Dense.of({"num_experts": 8}, "Mixed")
+    with pytest.raises(ValueError, match=r"config\.json of Other: .*`num_hidden_layers`; expected a dense model"):
+        Dense.of({"hidden_size": 8}, "Other")
 
 
 def test_flops_of_training_are_six_a_weight_and_four_with_adapters() -> None:
@@ -121,17 +138,17 @@ def test_flops_of_training_are_six_a_weight_and_four_with_adapters() -> None:
 
 def test_what_waits_is_the_longest_of_actors_learner_and_latency() -> None:
     learner = LearnerConfig(kl_coef=0.0, lora=LoraConfig(rank=0))
-    device, flops = Device(1e3), formulas.learner_flops(learner, MODEL, WORK)
+    learner = msgspec.structs.replace(learner, count=2)
+    flops = formulas.learner_flops(learner, MODEL, WORK)
 
     def timed(stale: int, **reach: float) -> formulas.Speed:
-        return formulas.speed(
-            learner, MODEL, WORK, device, Efficiency(**{"wait": 0.0, **reach}), Fleet(1, 2, 4, stale, 64)
-        )
+        assumed = msgspec.convert({"flops": 1e3, "wait": 0.0, **reach}, Assumed)
+        return formulas.speed(learner, MODEL, WORK, assumed, stale, actors=1, most=64)
 
-    slow = timed(1, learner=0.001)
+    slow = timed(1, learner_share=0.001)
     assert (slow.bound, slow.staleness) == ("learner", pytest.approx(1.0))
     assert slow.learn == pytest.approx(flops / 2 / 1e3 / 0.001)
-    busy = timed(1, learner=1.0, prefill=0.01)
+    busy = timed(1, learner_share=1.0, prefill_share=0.01)
     assert busy.bound == "actors"
     assert busy.staleness == pytest.approx(busy.learn / busy.period)
     turns = timed(0)
@@ -141,11 +158,10 @@ def test_what_waits_is_the_longest_of_actors_learner_and_latency() -> None:
 
 
 def test_decoding_reads_the_weights_once_a_batch() -> None:
-    learner, device = LearnerConfig(), Device(1e15, bandwidth=1e3)
+    reach = Assumed(flops=1e15, bandwidth=1e3, decode_share=1.0, wait=0.0)
 
     def seconds(most: int) -> float:
-        reach = Efficiency(decode=1.0, wait=0.0)
-        return formulas.speed(learner, MODEL, WORK, device, reach, Fleet(1, 1, 4, 0, most)).generate
+        return formulas.speed(LearnerConfig(), MODEL, WORK, reach, 0, 1, most).generate
 
     cache = 1000 * MODEL.cached(2) / 1e3
     assert seconds(1) - cache == pytest.approx(100 * 2 * MODEL.weights / 1e3)
@@ -161,11 +177,15 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, printed.out, printed.err
 
 
+def assume(*said: str) -> list[str]:
+    return [part for one in said for part in ("--assume", one)]
+
+
 GPU_PLAN = ["--config", str(ROOT / "configs" / "slate-7b.toml"), "--set", "scheduler.questions_per_update=2"]
 
 
 def test_the_terminal_is_80_columns_wide_and_names_the_best_split(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "4", "--price", "2.5", "--turns", "2.5")
+    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "4", *assume("price=2.5", "turns=2.5"))
     lines = out.splitlines()
     assert status == 0
     assert max(map(len, lines)) <= 80
@@ -180,7 +200,7 @@ def test_the_terminal_is_80_columns_wide_and_names_the_best_split(capsys: pytest
 
 
 def test_json_holds_every_split(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "3", "--json", "--price", "2")
+    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "3", "--json", *assume("price=2"))
     told = json.loads(out)
     assert len(told["splits"]) == 2
     best = told["splits"][0]
@@ -189,26 +209,39 @@ def test_json_holds_every_split(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_split_that_does_not_fit_comes_last_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--gpu", "custom", "--flops", "1e14", "--bandwidth", "1e12", "--memory", "10"]
-    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *small)
+    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *assume("memory=10"))
     assert status == 0
     assert "does not fit: an engine has 0 tokens of cache" in out
     assert "no split fits" in out
 
 
+def test_trees_beyond_one_scheduler_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", "--json")
+    best = json.loads(out)["splits"][0]["speed"]
+    trees, judged = 3600 * 2 / best["period"], json.loads(out)["work"]["judged"] / best["period"]  # for a second each
+    bears = 0.9 * trees  # at which a second scheduler is needed
+    slow = assume(f"tree_ms={3.6e6 * 0.9 / bears}")
+    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *slow)
+    assert f"{command.number(bears)} at" in out
+    assert "(assumed): --set scheduler.shards=2" in " ".join(out.split())
+    assert float(out.partition(" actions at judges")[0].split()[-1]) == pytest.approx(judged, rel=0.01)
+    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2")
+    assert "scheduler.shards" not in out
+
+
 REFUSED = {
     "--gpu h1 --gpus 8": "--gpu 'h1': did you mean 'h100'",
-    "--gpu custom --gpus 8 --flops 1e15": "--gpu custom lacks --bandwidth",
-    "--price 3": "--price has no effect without --gpus",
+    "--assume price=3": "--assume price has no effect without --gpus",
     "--gpus 1": "--gpus 1: expected at least 2",
-    "--gpus 4 --learner-share 1.5": "--learner-share 1.5: expected a share above 0, 1 at most",
-    "--gpus 4 --price nan": "--price nan: expected a finite number above 0",
-    "--turns 9": "--turns 9: expected at most scheduler.budget = 4",
-    "--turns 0.5": "--turns 0.5: expected at least 1",
-    "--action 33": "--action 33: expected at most scheduler.max_action_tokens = 32",
-    "--prompt 10 --instruction 10": "--instruction 10: expected less than the whole --prompt, 10 tokens",
+    "--gpus 4 --assume learner_share=1.5": "learner_share = 1.5: expected a number, more than 0 and at most 1",
+    "--gpus 4 --assume price=nan": "price = nan: expected a number",
+    "--assume turn=2": "['turn'] unknown to tools/plan, which takes ['instruction', ",
+    "--assume turns=9": "turns=9: expected at least 1, and at most scheduler.budget = 4",
+    "--assume turns=0.5": "turns=0.5: expected at least 1",
+    "--assume action=33": "action=33: expected at most scheduler.max_action_tokens = 32",
+    "--assume prompt=0": "prompt = 0: expected a whole number, at least 1",
     "--run nowhere": "nowhere is no run folder",
-    "--run nowhere --turns 2": "--turns has no effect with --run",
+    "--run nowhere --assume turns=2": "--assume turns has no effect with --run",
     "--against nowhere --gpus 4": "have no effect with --against",
     "--set scheduler.strategy=slat": "did you mean 'slate'",
     "--set model.name=Nobody/Knows-1B": "expected --shape FOLDER",

@@ -17,15 +17,15 @@ from tools.planning.growth import packed
 from tools.research.benches.tree_shapes import SHAPES
 
 MODELS = {
-    "SmolLM2-135M": Dense(30, 576, 1536, 9, 3, 64, 49_152),
-    "ten of its layers": Dense(10, 576, 1536, 9, 3, 64, 49_152),
+    "SmolLM2-135M": Dense(30, 576, 1536, 9, 49_152, 3),
+    "ten of its layers": Dense(10, 576, 1536, 9, 49_152, 3),
     "Qwen2.5-7B": formulas.SHAPES["Qwen2.5-7B"],
 }
 
 
 def limit(paths: Sequence[Path], model: Dense) -> float:
     """Return the multiplications of the unshared paths over those of their forest. Trained tokens that paths share pass the head once."""
-    work = packed(paths, sum(len(path.tokens) for path in paths), 1)
+    work = packed([paths], sum(len(path.tokens) for path in paths), 1)
     unshared = model.multiplications(work["path"], work["path_pairs"], work["path_targets"])
     return unshared / model.multiplications(work["packed"], work["pairs"], work["targets"])
 
