@@ -121,7 +121,8 @@ def reached(run: Path) -> Assumed:
     config, told = config_of(run), measured(run)
     model, work = model_of(config), work_of(config, recorded(run, config))
     learner = formulas.learner_flops(config.learner, model, work) / config.learner.count / told["learn"]
-    actor = sum(formulas.actor_flops(model, work)) / config.actors.count / told["generate"]
+    busy = told["generate"] or told["period"]  # in a short run no heartbeat may have told it
+    actor = sum(formulas.actor_flops(model, work)) / config.actors.count / busy
     free = (config.scheduler.max_staleness + 1) * told["period"] - told["learn"] - told["generate"]
     wait = free / max(1, work.steps) if told["period"] > 1.05 * max(told["learn"], told["generate"]) else 0.0
     return Assumed(
