@@ -219,7 +219,7 @@ class World:
         self.waiting.sort(key=lambda asked: asked.place.rank())
         held, refused = list[Asked](), set[Any]()
         for at, asked in enumerate(self.waiting):
-            if not self.pool.has_room(self.now):
+            if self.pool.least(self.now) is None:
                 held += self.waiting[at:]
                 break
             kind, name = asked.place.waits_with(), None
@@ -253,20 +253,16 @@ class World:
         self.requests[name] += max(1, len(asked.samples)) if asked.samples else 0
         self.computed[name] += length - cached + sum(map(len, asked.samples))
         server.worker.in_flight[number := next(self.ties)] = None  # pyright: ignore[reportArgumentType]
-        self._changed(server)
+        self.pool.touch(server.worker)
         asked.place.started(name)
         server.free_at = max(self.now, server.free_at) + (length - cached) * PREFILL_S
         end = server.free_at + DECODE_S * max(map(len, asked.samples), default=0)
         version = self.version
         self._at(end, lambda: self._served(asked, server, number, cached, version))
 
-    def _changed(self, server: Server) -> None:
-        server.worker.changes += 1
-        self.pool.touch(server.worker)
-
     def _served(self, asked: Asked, server: Server, number: int, cached: int, version: int) -> None:
         del server.worker.in_flight[number]
-        self._changed(server)
+        self.pool.touch(server.worker)
         empty = np.zeros(0, np.float32)
         samples = [Sample(s, empty, np.full(len(s), version, np.int32), "stop") for s in asked.samples]
         if version == self.version:
