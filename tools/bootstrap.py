@@ -127,7 +127,11 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
 
 def _run(command: list[str], what: str) -> None:
     print(f"  {what} ...", file=sys.stderr)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=False)
+    except KeyboardInterrupt:
+        print("stopped during set-up; the next start goes on where this one stopped", file=sys.stderr)
+        sys.exit(130)
     if done.returncode:
         sys.exit(
             f"{what} failed (exit {done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}\ncommand: {' '.join(command)}"

@@ -1,10 +1,13 @@
 """Every tool starts in the project's environment, whatever machine and shell it is started from."""
 
+import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,8 +74,10 @@ def test_an_environment_whose_python_is_gone_is_named_with_the_remedy(tmp_path: 
     assert f"{tmp_path}/bin/python leads to a Python that is gone: remove the environment (rm -r" in started.stderr
 
 
-def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended(tmp_path: Path) -> None:
-    venv, reached, go_on = tmp_path / "venv", tmp_path / "reached", tmp_path / "go_on"
+@contextlib.contextmanager
+def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
+    """A set-up of the environment whose pip is at work: its process, the lock, and the pipe that ends the pip when something is written to it."""
+    venv, reached, go_on = folder / "venv", folder / "reached", folder / "go_on"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "pip").touch()
     (venv / "bin" / "python").write_text(f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n")
@@ -80,12 +85,25 @@ def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended
     for pipe in (reached, go_on):
         os.mkfifo(pipe)
     command = f"from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(venv)!r}), Path('no'), ['cpu'])"
-    set_up = subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.DEVNULL)
-    assert reached.read_text() == "reached\n"
-    set_up.kill()
-    set_up.wait()
-    with open(f"{venv}.lock", "w") as lock:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        go_on.write_text("go on\n")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the pip has ended
+    with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as set_up:
+        assert reached.read_text() == "reached\n"
+        yield set_up, Path(f"{venv}.lock"), go_on
+
+
+def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended(tmp_path: Path) -> None:
+    with set_up_at_its_pip(tmp_path) as (set_up, path, go_on):
+        set_up.kill()
+        set_up.wait()
+        with path.open("w") as lock:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            go_on.write_text("go on\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the pip has ended
+
+
+def test_ctrl_c_during_the_set_up_says_that_the_next_start_goes_on(tmp_path: Path) -> None:
+    with set_up_at_its_pip(tmp_path) as (set_up, _, _):
+        set_up.send_signal(signal.SIGINT)
+        _, said = set_up.communicate()
+    assert set_up.returncode == 130
+    assert said.endswith("stopped during set-up; the next start goes on where this one stopped\n")
