@@ -100,8 +100,12 @@ def _installed(stamp: Path) -> set[str]:
 def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
     import tomllib  # not at the top: an older Python must get as far as being told that it is too old
 
-    venv.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{venv}.lock", "w") as lock:
+    try:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        file = open(f"{venv}.lock", "w")  # noqa: SIM115 - the next statement closes it
+    except OSError as error:
+        sys.exit(f"{venv} cannot be made: {error.strerror}; let COPPICE_VENV name a folder that you may write")
+    with file as lock:
         os.set_inheritable(lock.fileno(), True)  # if this process is killed alone, the lock is held until its pip ends
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -74,6 +74,14 @@ def test_an_environment_whose_python_is_gone_is_named_with_the_remedy(tmp_path: 
     assert f"{tmp_path}/bin/python leads to a Python that is gone: remove the environment (rm -r" in started.stderr
 
 
+def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    shell = os.environ | {"COPPICE_VENV": str(tmp_path / "file" / "venv")}
+    started = subprocess.run([sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True)
+    expected = "file/venv cannot be made: File exists; let COPPICE_VENV name a folder that you may write\n"
+    assert started.stderr.endswith(expected)
+
+
 @contextlib.contextmanager
 def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
     """A set-up of the environment whose pip is at work: its process, the lock, and the pipe that ends the pip when something is written to it."""
