@@ -92,7 +92,10 @@ def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Pat
     (venv / "bin" / "python").chmod(0o755)
     for pipe in (reached, go_on):
         os.mkfifo(pipe)
-    command = f"from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(venv)!r}), Path('no'), ['cpu'])"
+    listen = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background ignores it
+    )
+    command = f"{listen}; from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(venv)!r}), Path('no'), ['cpu'])"
     with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as set_up:
         assert reached.read_text() == "reached\n"
         yield set_up, Path(f"{venv}.lock"), go_on
