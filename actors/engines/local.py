@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import tokenizers
 import torch
 from transformers import AutoConfig
@@ -36,7 +35,7 @@ from actors.engines.sight import Sight
 from actors.engines.thread import EngineThread
 from wire import vision
 from wire.faults import DataFault, InfrastructureFault
-from wire.hardware import compute_dtype
+from wire.hardware import compute_dtype, free_memory
 from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 
@@ -116,7 +115,7 @@ class LocalEngine:
         size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         stored = 2 if getattr(settings, "dtype", None) in (torch.bfloat16, torch.float16) else 4
         needed = size / stored * (2 if self.dtype == torch.bfloat16 else 4) + self.config.kv_cache_gib * 2**30
-        free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else psutil.virtual_memory().available
+        free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
         if not size:
             raise FileNotFoundError(f"model folder {self.folder} holds no .safetensors file")
         if needed > free:

@@ -59,7 +59,9 @@ def main() -> int:
     parser.add_argument("seed", type=int, nargs="?", help="the seed to replay; its history is printed")
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds to play")
     parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many play them at once")
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="how many play them at once"
+    )
     parser.add_argument("--planted", type=int, default=0, help="find every planted fault within so many seeds")
     arguments = parser.parse_args()
     if arguments.seed is not None:

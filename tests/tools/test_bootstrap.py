@@ -1,11 +1,18 @@
-"""Every tool starts in the project's environment, with limits on the kernels that its processes keep."""
+"""Every tool starts in the project's environment, whatever machine and shell it is started from."""
 
+import contextlib
+import fcntl
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tools import bootstrap
 from tools.bootstrap import ROOT
 
 SHOW = "import os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'], os.environ['LRU_CACHE_CAPACITY'])"
@@ -28,3 +35,86 @@ def test_the_tools_start_where_python_does_not_put_a_scripts_folder_on_its_path(
     started = subprocess.run([str(ROOT / "tools" / tool), "--help"], cwd="/", env=shell, capture_output=True, text=True)
     assert started.returncode == 0, started.stderr
     assert "usage: " in started.stdout
+
+
+def test_a_tool_starts_alike_with_a_closed_stdin_a_plain_ascii_shell_and_a_proxy() -> None:
+    show = (
+        "import os, sys; from tools.bootstrap import ensure; ensure();"
+        "print(os.readlink('/proc/self/fd/0'), open(sys.argv[1]).read(), os.environ['no_proxy'], os.environ['NO_PROXY'])"
+    )
+    shell = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    shell |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    shell |= {"COPPICE_VENV": sys.prefix, "COPPICE_EXTRA": "cpu", "NO_PROXY": "inside.example"}
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write("0.8 ±0.1")
+        file.flush()
+        command = [sys.executable, "-c", show, file.name]
+        started = subprocess.run(
+            command, cwd=ROOT, env=shell, capture_output=True, text=True, preexec_fn=lambda: os.close(0)
+        )
+    direct = "inside.example,127.0.0.1,localhost"
+    assert started.stdout == f"/dev/null 0.8 ?0.1 {direct} {direct}\n", started.stderr
+
+
+def test_a_driver_without_a_gpu_asks_for_no_gpu_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert bootstrap._hardware({"cpu"}) == "cpu"
+    assert bootstrap._hardware({"gpu"}) == "gpu"
+
+
+def test_an_environment_whose_python_is_gone_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(tmp_path / "removed")
+    (tmp_path / ".coppice").write_text("cpu")
+    shell = os.environ | {"COPPICE_VENV": str(tmp_path)}
+    started = subprocess.run([sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True)
+    assert f"{tmp_path}/bin/python leads to a Python that is gone: remove the environment (rm -r" in started.stderr
+
+
+def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    shell = os.environ | {"COPPICE_VENV": str(tmp_path / "file" / "venv")}
+    started = subprocess.run([sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True)
+    expected = "file/venv cannot be made: File exists; let COPPICE_VENV name a folder that you may write\n"
+    assert started.stderr.endswith(expected)
+
+
+@contextlib.contextmanager
+def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
+    """A set-up of the environment whose pip is at work: its process, the lock, and the pipe that ends the pip when something is written to it."""
+    venv, reached, go_on = folder / "venv", folder / "reached", folder / "go_on"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "pip").touch()
+    (venv / "bin" / "python").write_text(f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n")
+    (venv / "bin" / "python").chmod(0o755)
+    for pipe in (reached, go_on):
+        os.mkfifo(pipe)
+    listen = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background ignores it
+    )
+    command = f"{listen}; from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(venv)!r}), Path('no'), ['cpu'])"
+    with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as set_up:
+        assert reached.read_text() == "reached\n"
+        yield set_up, Path(f"{venv}.lock"), go_on
+
+
+def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended(tmp_path: Path) -> None:
+    with set_up_at_its_pip(tmp_path) as (set_up, path, go_on):
+        set_up.kill()
+        set_up.wait()
+        with path.open("w") as lock:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            go_on.write_text("go on\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the pip has ended
+
+
+def test_ctrl_c_during_the_set_up_says_that_the_next_start_goes_on(tmp_path: Path) -> None:
+    with set_up_at_its_pip(tmp_path) as (set_up, _, _):
+        set_up.send_signal(signal.SIGINT)
+        _, said = set_up.communicate()
+    assert set_up.returncode == 130
+    assert said.endswith("stopped during set-up; the next start goes on where this one stopped\n")

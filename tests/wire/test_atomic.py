@@ -1,8 +1,11 @@
 """What appears whole or not at all: folders and files that are written beside their place and renamed."""
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from wire.atomic import draft_of, drafted, write_whole
 
@@ -69,3 +72,13 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, mon
     assert b"1" in path.read_bytes()
     write_whole(path, b"lines\n", alone=False)
     assert path.read_bytes() == b"lines\n"
+
+
+def test_weights_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with drafted(tmp_path / "model") as draft:
+            save_file({"row": np.zeros(2)}, draft / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == 0o640

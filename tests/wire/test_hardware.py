@@ -47,3 +47,38 @@ def test_the_environment_goes_before_the_list(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert hardware.visible_gpus() == expected
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of /sys/fs/cgroup; this process is in the group /service/run of it."""
+    (tmp_path / "own").write_text("4:memory:/service/run\n3:cpu:/\n0::/service/run\n")
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(hardware, "_GROUPS", tmp_path)
+    return tmp_path
+
+
+KIB = 2**10
+
+
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [
+        ("", ("memory.max", "memory.current", "inactive_file")),
+        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)
+@pytest.mark.parametrize("group", ["service/run", "service", ""])
+def test_the_limit_of_any_group_around_the_process_bounds_the_free_memory_and_cached_files_count_as_free(
+    groups: Path, version: str, names: tuple[str, str, str], group: str
+) -> None:
+    folder = groups / version / group
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = hardware.free_memory()
+    assert whole > 500 * KIB
+    for name, value in zip(names[:2], (300 * KIB, 250 * KIB), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"active_file 7\n{names[2]} {100 * KIB}\n")
+    assert hardware.free_memory() == 150 * KIB
+    (folder / names[0]).write_text("max\n")
+    assert hardware.free_memory() > 500 * KIB

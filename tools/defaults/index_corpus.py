@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--vectors", type=Path, metavar="INDEX", help=vectors)
     parser.add_argument("--skip-bad", action="store_true", help="pass over malformed lines (they are printed)")
     threads = "compute threads (default: all processors, %(default)s)"
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help=threads)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help=threads)
     return parser
 
 

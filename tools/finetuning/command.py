@@ -163,7 +163,7 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     one.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="compute threads (default: all, %(default)s)"
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads (default: all, %(default)s)"
     )
     one.set_defaults(run=training.train)
 

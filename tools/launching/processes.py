@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from actors.config import ActorProcess
 from judges.config import with_served_model
@@ -363,14 +362,6 @@ def rank_gib(w: LearnerConfig, shape: dict[str, Any], weights: float, size: int)
     return frozen / parts / 2**30, (trained / parts + saved * (4 if size == 4 else 3)) / 2**30
 
 
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
-"""Files of this process's container: its memory limit in bytes, or "max", and the bytes in use."""
-
-
 def free_gib() -> float:
-    """Return the GiB that a run may take: the machine's free memory, or what the container's limit leaves if that is less."""
-    free = psutil.virtual_memory().available
-    limit, taken = (path.read_text().strip() if path.is_file() else "max" for path in _LIMITS)
-    if limit.isdigit() and taken.isdigit():
-        free = min(free, max(0, int(limit) - int(taken)))
-    return free / 2**30
+    """Return the GiB that a run may take on this machine."""
+    return hardware.free_memory() / 2**30

@@ -5,6 +5,7 @@ It only reads: the launcher's record, the scheduler's report, the journal (opene
 on live, stopped and broken runs and disturbs none. What cannot be read is said on the page and costs only its own lines.
 """
 
+import shlex
 import sqlite3
 import sys
 import textwrap
@@ -197,7 +198,8 @@ def _process(run: Path, name: str, member: record.Member, heard: float | None) -
 
 def _advice(status: Status, launched: Record | None) -> str:
     """One line that says what to do, with the exact command."""
-    again = f"tools/launch --resume {status.run}"
+    run = shlex.quote(str(status.run))
+    again = f"tools/launch --resume {run}"
     config = next((text for text in status.damaged if text.startswith("config") or "journal.sqlite cannot" in text), "")
     if status.state == "running" and launched is not None:
         hanging = [p.name for p in status.processes if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S]
@@ -205,12 +207,12 @@ def _advice(status: Status, launched: Record | None) -> str:
             what = f"{', '.join(hanging)} hangs" if hanging else "nothing moves"
             return f"{what}; the launcher will replace it. For all stacks in the logs: kill -QUIT {launched.pid}"
         if status.paused.startswith("paus"):
-            return f"nothing; to go on: tools/watch {status.run} and the key r, or remove {status.run}/{health.PAUSED}"
-        return f"nothing, the run goes on. Look at a tree: tools/dump {status.run}"
+            return f"nothing; to go on: tools/watch {run} and the key r, or remove {run}/{health.PAUSED}"
+        return f"nothing, the run goes on. Look at a tree: tools/dump {run}"
     if config:
         return f"mend what is damaged ({config}); then {again}"
     if status.state == "finished":
-        return f"look at the results: tools/report {status.run}"
+        return f"look at the results: tools/report {run}"
     return launched.remedy if status.state == "failed" and launched is not None and launched.remedy else again
 
 

@@ -313,7 +313,7 @@ def parser() -> argparse.ArgumentParser:
     out = "folder of the runs (default: runs/replication/STUDY)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
     parser.add_argument("--seeds", type=int, help="seeds per arm (default: the study's)")
-    cores, parallel = os.cpu_count() or 1, "runs at once (default: the number of processors, %(default)s)"
+    cores, parallel = len(os.sched_getaffinity(0)), "runs at once (default: the number of processors, %(default)s)"
     parser.add_argument("--parallel", type=int, default=cores, help=parallel)
     parser.add_argument("--only", action="append", metavar="ARM", help="run only this arm; repeatable")
     every = "change a key in every run; repeatable"

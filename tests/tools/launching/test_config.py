@@ -767,17 +767,3 @@ def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: 
         < gib("learner.lora={rank=0}", "learner.micro_tokens=1280")
     )
     assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)  # weights, cache, libraries
-
-
-def test_a_containers_limit_counts_where_it_is_below_the_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit, taken = tmp_path / "memory.max", tmp_path / "memory.current"
-    monkeypatch.setattr(processes, "_LIMITS", (limit, taken))
-    whole = processes.free_gib()
-    limit.write_text("max\n")
-    taken.write_text("0\n")
-    assert processes.free_gib() == pytest.approx(whole, rel=0.5)
-    limit.write_text(f"{3 * 2**28}\n")
-    taken.write_text(f"{2**28}\n")
-    assert processes.free_gib() == 0.5
