@@ -1,5 +1,6 @@
 """Count the valid scores of the judge. An invalid score counts as 0 in a composite reward, so the user must hear of it."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,6 @@ class Judged:
         columns = ", ".join(f"{column} {invalid[column]} of {scores[column]}" for column in sorted(invalid))
         return (
             f"judge {self.judge} gave {invalid.total()} invalid scores of {scores.total()} since the last update ({columns});"
-            f" they reward nothing: see the turns with tools/dump {self.run}, and the judge's log ({self.run / 'logs'}, or the"
+            f" they reward nothing: see the turns with tools/dump {shlex.quote(str(self.run))}, and the judge's log ({self.run / 'logs'}, or the"
             " terminal of tools/serve)"
         )

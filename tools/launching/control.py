@@ -11,7 +11,7 @@ from pathlib import Path
 from scheduler import health
 from tools.launching import record
 from tools.launching.children import LEFT_S
-from tools.launching.disk import shown
+from tools.launching.disk import resume_command, shown
 from tools.launching.supervisor import DRAIN
 from tools.launching.watchdog import SCHEDULER
 
@@ -67,7 +67,7 @@ def stop(run: Path) -> str:
     if launched.stopping:
         raise ValueError(f"the run is stopping already; a second request would kill it: kill {launched.pid}")
     os.kill(launched.pid, signal.SIGTERM)
-    return f"stopping: the learner writes a checkpoint and every process ends; go on with tools/launch --resume {shown(run)}"
+    return f"stopping: the learner writes a checkpoint and every process ends; go on with {resume_command(run)}"
 
 
 def _running(run: Path) -> record.Record:

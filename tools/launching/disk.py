@@ -1,5 +1,6 @@
 """The disk of a run: where a folder can be made, how a path is shown, and what is said of a disk that is full."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def existing(path: Path) -> Path:
 
 def no_space(run: Path) -> str:
     """Return the message for a full disk of the run, with the remedy."""
-    again = f"tools/launch --resume {shown(run)}" if (run / "config.json").is_file() else "start again"
+    again = resume_command(run) if (run / "config.json").is_file() else "start again"
     return f"{shown(run)}'s disk has {_free_bytes(run) / 1e6:.1f} MB free: the processes cannot write; free some, then {again}"
 
 
@@ -30,3 +31,8 @@ def _free_bytes(run: Path) -> int:
 def shown(path: Path) -> Path:
     """Return ``path`` relative to the current folder where possible."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that goes on with a run, as a shell takes it."""
+    return f"tools/launch --resume {shlex.quote(str(shown(run)))}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scheduler import health
 from tools.launching import disk
-from tools.launching.disk import shown
+from tools.launching.disk import resume_command, shown
 from tools.launching.failures import Resumes, remedy
 from tools.launching.nodes import Nodes
 from tools.launching.processes import Process
@@ -21,7 +21,7 @@ def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen, node
     """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a cluster. Return the exit status. Raises OSError."""
     signals, recorder = Signals(), Recorder(run)
     signals.listen()
-    resumes, again = Resumes(_checkpoint(run), _done(run)), f"tools/launch --resume {shown(run)}"
+    resumes, again = Resumes(_checkpoint(run), _done(run)), resume_command(run)
     while not signals.interrupted.is_set():
         supervisor = Supervisor(run, make(), signals, recorder, screen, nodes)
         ended = supervisor.watch()
