@@ -1,21 +1,33 @@
-"""What every process of a run does first: it logs, and it writes the Python stacks of all its threads to its log on SIGUSR1."""
+"""What every process of a run does first: it logs, it writes the Python stacks of all its threads to its log on SIGUSR1, and it may open many files."""
 
 import ctypes
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 
 STACKS = signal.SIGUSR1
 """The signal that asks a process for its stacks. faulthandler answers in C, so that a deadlock or an endless loop answers as well."""
 _PR_SET_PDEATHSIG = 1
+FILES = 65536
+"""Files that a process asks to open at once. Each worker is a connection of the scheduler, and the usual limits are 256 or 1,024."""
 
 
 def begin() -> None:
     """Must be called before the process does anything else. Everything goes to stderr, which is the log of a launched process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     faulthandler.register(STACKS, file=sys.__stderr__ or sys.stderr, all_threads=True)
+    many_files()
+
+
+def many_files() -> None:
+    """Raise the limit on open files to what the system grants without further rights, at most ``FILES``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def die_with(parent: int) -> None:

@@ -8,7 +8,6 @@ action does; what one turn of the loop writes is one transaction.
 import asyncio
 import contextlib
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from wire import loop
 from wire.arrays import decode_header, encode, encode_body
 from wire.messages import Heartbeat, Register, Request, Result
 from wire.numbers import Count
+from wire.process import many_files
 
 SIZES = {1: 64, 16: 4, 256: 4, 1024: 4}
 """Workers, and the calls that each takes at once."""
@@ -43,7 +43,7 @@ NODES, TOKENS = 60, 40
 
 def peers(endpoint: str, service: str, first: int, workers: int, capacity: int) -> None:
     """Answer calls on the sockets of ``workers`` workers, numbered from ``first``, in a process of its own, until killed."""
-    more_files()
+    many_files()
     context, poller = zmq.Context(), zmq.Poller()
     context.set(zmq.MAX_SOCKETS, workers + 8)
     sockets = []
@@ -72,12 +72,6 @@ def peers(endpoint: str, service: str, first: int, workers: int, capacity: int) 
             beat += BEAT_S
             for number, socket in enumerate(sockets):
                 socket.send_multipart(encode(Heartbeat(0, stats, [], echo[number])))
-
-
-def more_files() -> None:
-    """Let this process open as many files as it may: each worker is a connection."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.asynccontextmanager

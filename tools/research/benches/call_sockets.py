@@ -18,10 +18,11 @@ from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.fleet import Fleet
 from scheduler.journal import Journal
 from tools.research.benches.call_cost import Callers
-from tools.research.benches.call_lag import Journaled, answering, more_files, watch
+from tools.research.benches.call_lag import Journaled, answering, watch
 from tools.research.benches.overhead import SERVICE
 from wire import loop
 from wire.numbers import Count, Positive
+from wire.process import many_files
 
 SIZES = {
     "1/64": (1, 64, 64),
@@ -96,7 +97,7 @@ def run(seconds: Positive = 4.0, rounds: Count = 3, sizes: tuple[str, ...] = tup
     that alternate; each row is printed."""
     if unknown := set(sizes) - set(SIZES):
         raise ValueError(f"sizes = {sorted(unknown)}: expected of {list(SIZES)}")
-    more_files()
+    many_files()
     rows: dict[tuple[str, str], list[dict[str, float]]] = {(size, kind): [] for size in sizes for kind in KINDS}
     for _ in range(rounds):
         for (size, kind), measured in rows.items():
