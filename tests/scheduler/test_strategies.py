@@ -279,7 +279,7 @@ async def test_a_step_of_a_chain_is_one_transaction(tmp_path: Path, llama: Path,
     await stage.grow(strategy)
     await stage.journal.written()  # from Python 3.12 on the last turn of the loop has not ended here
     assert len(stage.groups) == 1
-    assert len(commits) == 4 + 1  # four steps, then the group with the outcome
+    assert len(commits) == 1 + 4 + 1  # the tree's start, four steps, then the group with the outcome
     actions = {node.id for node in stage.tree.actions()}
     assert all(nodes[node] == 1 for node in stage.tree.nodes if node not in actions)
     assert all(nodes[action] <= 2 for action in actions)  # sampled, then judged
