@@ -80,6 +80,7 @@ def test_a_simulated_fleet_grows_trees_to_their_ends(
             async with asyncio.timeout(300):
                 while fleet.grown < 60:
                     await asyncio.sleep(0.05)
+            assert fleet.nodes == 27 * fleet.grown
             assert sum(fleet.dispatcher.waiting().values()) <= 30  # a tree has one call open at a time
             return fleet.journal.tally()
 

@@ -174,7 +174,8 @@ class Fleet:
     async def _grow(self) -> None:
         await asyncio.sleep(BEGIN_S * random.random())
         while True:
-            self.nodes += await tree_cost.grow(self.shop, next(self._numbers))
+            nodes = await tree_cost.grow(self.shop, next(self._numbers))
+            self.nodes += nodes  # not in one statement, which would read the sum before the wait
             self.grown += 1
 
     async def _watch(self) -> None:
