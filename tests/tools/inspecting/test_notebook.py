@@ -40,7 +40,7 @@ def run(llama: Path, tmp_path: Path) -> Path:
     (folder / "processes" / "scheduler.json").write_text(json.dumps(plays))
     (folder / "config.json").write_text("{}")
     records = [
-        {"version": v, "time/run": v, "learner/seconds": 1.0, "score/reward": v / 2, "learner/entropy": 1.0}
+        {"version": v, "time/run": v, "learner/groups": 1.0, "score/reward": v / 2, "learner/entropy": 1.0}
         for v in (1, 2)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
