@@ -299,7 +299,9 @@ class Dispatcher(Roster):
             asyncio.get_running_loop().call_later(worker.breaker.open_until - now, wake)
 
     def _again(self, pending: Pending) -> None:
-        if not pending.done.done():
+        if self.clock() >= pending.deadline:
+            self._expire(pending, pending.deadline - pending.since)
+        elif not pending.done.done():
             self._queue(pending)
 
     def _expire(self, pending: Pending, deadline: float) -> None:
@@ -393,6 +395,9 @@ class Dispatcher(Roster):
             return
         pending = attempt.pending
         if isinstance(header, Error):
+            if self.clock() >= pending.deadline:  # the worker gave it up there, before this process has looked
+                self._expire(pending, pending.deadline - pending.since)
+                return
             if self.clock() > pending.deadline - _AT_DEADLINE_S:
                 worker.expires(attempt)
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))

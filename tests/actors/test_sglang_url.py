@@ -39,6 +39,7 @@ async def refused(url: str) -> list[str]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context["message"])))
     settings = SGLangConfig(way="url", urls=[url], api_key_env=KEY)
     engine: Any = SGLangEngine("no model folder", ActorsConfig(sglang=settings))
+    gc.collect()  # what other tests of this process have left
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", ResourceWarning)
         with pytest.raises(InfrastructureFault, match=r"does not answer /health"):

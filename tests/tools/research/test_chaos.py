@@ -123,7 +123,7 @@ def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path)
     faults = invariants.of_the_files(tmp_path, 2)
     assert "nothing lost: 4 drawn, 3 trained and 0 quarantined" in faults
     assert "whole updates: 3 tasks are in 2 updates of 2 tasks each" in faults
-    assert "the run is over: there is no summary.json" in faults
+    assert f"the run is over: there is no {tmp_path / 'summary.json'}" in faults
 
 
 @pytest.mark.slow
