@@ -56,10 +56,10 @@ def in_trackio(run: Path) -> list[Point]:
 
 def in_wandb(run: Path) -> list[Point]:
     points: list[Point] = []
-    folders = sorted((run / "tracking" / "wandb").glob("offline-run-*"))
-    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1, "one run"
-    for folder in folders:
-        for stored in _stored(next(folder.glob("*.wandb"))):
+    files = sorted((run / "tracking" / "wandb").glob("offline-run-*/run-*.wandb"))  # a folder for each start
+    assert len({file.name for file in files}) == 1, "one run"  # a folder has a number behind the run's name if two starts share a second
+    for file in files:
+        for stored in _stored(file):
             record = Record()
             record.ParseFromString(stored)
             if record.WhichOneof("record_type") == "history":
