@@ -116,7 +116,7 @@ class Run:
             self.counts,
             self.stream.emit,
             process.most,
-            fleet=Fleet(self.settings.budget, self.settings.placement.batch, clock),
+            fleet=Fleet(self.settings.budget, process.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
             longest=process.longest,
             proven=lambda: self.spread.proven,
