@@ -37,6 +37,7 @@ SIZES = {
     "16 workers, 10,000 open calls": (16, 4, 10_000),
     "16 workers, 100,000 open calls": (16, 4, 100_000),
     "1,024 workers, 100,000 open calls": (1024, 4, 100_000),
+    "10,000 workers, 100,000 open calls": (10_000, 4, 100_000),
 }
 """Workers, calls that each takes at once, callers that each have one call open."""
 GROWTH, TURNS, SHARED = 40, 4, 100

@@ -36,6 +36,8 @@ SIZES = {
     "16/1000": (16, 4, 1000),
     "16/10000": (16, 4, 10_000),
     "16/100000": (16, 4, 100_000),
+    "1024/100000": (1024, 4, 100_000),
+    "10000/100000": (10_000, 4, 100_000),
 }
 """Workers, calls that each takes at once, callers."""
 KINDS = {"": (False, False), "place": (True, False), "journal": (False, True)}
