@@ -17,9 +17,11 @@ from actors.environments.task_files import listed, load_tasks
 from judges.config import JudgeModelConfig, JudgesConfig
 from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
-from tools.launching import processes, set_up
+from tools.launching import memory, processes, set_up
 from tools.launching.assets import Assets
 from tools.launching.config import Config, ConfigError, convert, load, saved
+from tools.launching.memory import memory_gib, memory_warning
+from tools.launching.number_types import number_type, typed
 from tools.launching.processes import gpus_of
 from tools.launching.rules import doubts
 from wire import hardware
@@ -656,15 +658,15 @@ def test_judges_models_take_the_gpus_that_nobody_was_given(
 
 
 def test_the_number_type_its_reason_and_two_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.hardware, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
     auto = ["model.dtype=auto", "learner.dtype=auto", "actors.dtype=auto"]
-    assert processes.number_type(load(DEFAULT, auto)) == (
+    assert number_type(load(DEFAULT, auto)) == (
         "number type bfloat16 (there is an NVIDIA GPU; --set model.dtype=float32 changes it)"
     )
     for alike in (["learner.dtype=float32", "actors.dtype=float32"], ["model.dtype=float32"]):
-        plain = processes.number_type(load(DEFAULT, [*auto, *alike]))
+        plain = number_type(load(DEFAULT, [*auto, *alike]))
         assert plain == "number type float32 (as the config says)"
-    said = processes.number_type(load(DEFAULT, [*auto, "actors.dtype=float32"]))
+    said = number_type(load(DEFAULT, [*auto, "actors.dtype=float32"]))
     assert said.startswith("warning: the learner computes in bfloat16")
     assert "set model.dtype, and neither learner.dtype, actors.dtype nor" in said
 
@@ -687,21 +689,21 @@ def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_ov
 def test_sglang_gets_the_number_type_and_one_that_differs_from_the_learners_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes.hardware, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
     sglang = ["model.dtype=auto", "actors.engine=sglang", "actors.kv_cache_gib=1.0"]
 
     def told(*overrides: str, stored: str = "") -> str:
         if stored:
             (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": stored}))
-        return processes.number_type(load(DEFAULT, [*sglang, *overrides]), tmp_path)
+        return number_type(load(DEFAULT, [*sglang, *overrides]), tmp_path)
 
     assert "of the SGLang servers is their own" in told()
     assert told("model.dtype=float32") == "number type float32 (as the config says)"
     assert "and the actors in float16 (actors.sglang.arguments.dtype)" in told("actors.sglang.arguments.dtype=half")
     assert told(stored="bfloat16").startswith("number type bfloat16 (there is an NVIDIA GPU")
     assert "the actors in float16 (SGLang's choice for weights stored in float32)" in told(stored="float32")
-    typed = processes.typed(load(DEFAULT, [*sglang, "model.dtype=bfloat16"])).actors.sglang.arguments
-    assert typed["dtype"] == "bfloat16"
+    arguments = typed(load(DEFAULT, [*sglang, "model.dtype=bfloat16"])).actors.sglang.arguments
+    assert arguments["dtype"] == "bfloat16"
     url = ["actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=1"]
     assert "of the SGLang servers is their own" in told("model.dtype=bfloat16", *url)
 
@@ -719,9 +721,9 @@ def test_a_processor_computes_in_the_type_that_it_is_faster_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(processor)
-    monkeypatch.setattr(processes.hardware, "PROCESSOR", tmp_path / "cpuinfo")
-    monkeypatch.setattr(processes.hardware, "visible_gpus", list)
-    assert processes.hardware.compute_dtype("auto") == expected
+    monkeypatch.setattr(hardware, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware, "visible_gpus", list)
+    assert hardware.compute_dtype("auto") == expected
 
 
 def smol(folder: Path) -> Path:
@@ -740,16 +742,16 @@ def test_a_plan_beyond_the_free_memory_names_the_largest_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, model = load(ROOT / "configs" / "slate-cpu.toml", WIDE), smol(tmp_path)
-    need = processes.memory_gib(config, model)
+    need = memory_gib(config, model)
     monkeypatch.setattr(hardware, "visible_gpus", list)
-    monkeypatch.setattr(processes, "free_gib", lambda: need + 0.01)
-    assert processes.memory_warning(config, model) == ""
-    monkeypatch.setattr(processes, "free_gib", lambda: need - 0.01)
-    assert "--actors 4 --learner 3 fits" in processes.memory_warning(config, model)
-    monkeypatch.setattr(processes, "free_gib", lambda: 4.0)
-    assert "--actors 1 --learner 1 fits (3." in processes.memory_warning(config, model)
-    monkeypatch.setattr(processes, "free_gib", lambda: 1.0)
-    assert "even --actors 1 --learner 1 needs 3." in (said := processes.memory_warning(config, model))
+    monkeypatch.setattr(memory, "free_gib", lambda: need + 0.01)
+    assert memory_warning(config, model) == ""
+    monkeypatch.setattr(memory, "free_gib", lambda: need - 0.01)
+    assert "--actors 4 --learner 3 fits" in memory_warning(config, model)
+    monkeypatch.setattr(memory, "free_gib", lambda: 4.0)
+    assert "--actors 1 --learner 1 fits (3." in memory_warning(config, model)
+    monkeypatch.setattr(memory, "free_gib", lambda: 1.0)
+    assert "even --actors 1 --learner 1 needs 3." in (said := memory_warning(config, model))
     assert "learner.micro_tokens (now 576)" in said
 
 
@@ -757,7 +759,7 @@ def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: 
     model = smol(tmp_path)
 
     def gib(*more: str) -> float:
-        return processes.memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
+        return memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
 
     narrow = ("actors.dtype=bfloat16", "learner.dtype=bfloat16")
     assert (
