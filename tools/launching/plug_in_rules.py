@@ -10,7 +10,8 @@ from judges.config import SERVED, JudgesConfig, uses_served_model, with_served_m
 from judges.llm import PATIENCE_S
 from judges.serve import KINDS, make_worker, service_of
 from scheduler.config import UNJUDGED
-from tools.launching.method import Served, check_method
+from tools.launching import method
+from tools.launching.method import Served
 from tools.launching.settings import Config
 from wire.options import known
 
@@ -67,7 +68,7 @@ def of_environment(config: Config, served: Served) -> Iterator[str]:
         except ValueError as error:
             yield f"{key}: {error}"
     yield from _asked(config, served, environment, examined)
-    check_method(config, served, environment)
+    yield from method.faults(config, served, environment)
 
 
 def _asked(config: Config, served: Served, environment: Environment, examined: Environment) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """The processes of a run: name, module, process file and environment of each."""
 
 import secrets
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from tools.launching.config import Config
 from tools.launching.judge_model import JudgeModelProcess
 from tools.launching.number_types import typed
 from wire import hardware, shards
+from wire.process import free_port
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     services += ["retrieve"] if assets.retriever else []
     judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
     served = config.judges.model and JudgeModelProcess(
-        "judge-model", run, assets.judge_model, _free_port(), config.judges.model
+        "judge-model", run, assets.judge_model, free_port(), config.judges.model
     )
     if served:
         judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
@@ -216,12 +216,6 @@ def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
     own = gpus[learners:] if len(gpus) - learners >= each else gpus
     first = place * each % (len(own) // each * each)
     return own[first : first + each]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def torchrun(learner: LearnerConfig, run: Path) -> str:
