@@ -27,16 +27,6 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
 
-class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [scheduler.placement], see docs/placement.md.
-
-    batch: the number of samples that an actor should decode together. An actor with fewer samples takes on trees even if its prefix
-    cache has no room for them (0: it never does).
-    """
-
-    batch: Natural = 16
-
-
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler].
 
@@ -70,7 +60,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: Count = 1
     evaluation: EvaluationConfig = EvaluationConfig()
     dispatch: DispatchConfig = DispatchConfig()
-    placement: PlacementConfig = PlacementConfig()
     bind: str = "tcp://127.0.0.1:0"
     generate_deadline_s: Positive = 600.0
     judge_deadline_s: Positive = 120.0
@@ -88,7 +77,8 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call. longest: the
     most tokens of a prompt and its action; 0 sets no limit. reward, equal: the column that dynamic sampling reads, and how it compares
     (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off grow anew (docs/reliability.md). shard: which of the run's schedulers
-    this is; the counts of ``scheduler`` and ``actors`` are then its share, and ``run`` is the folder of the whole run.
+    this is; the counts of ``scheduler`` and ``actors`` are then its share, and ``run`` is the folder of the whole run. batch: the samples that an
+    actor decodes together.
     """
 
     name: str
@@ -108,3 +98,4 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     equal: Equal = "returns"
     deterministic: bool = False
     shard: Shard = Shard()
+    batch: int = 24

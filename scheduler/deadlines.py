@@ -4,8 +4,9 @@ An event loop keeps its timers in a heap. With 20,000 open calls, entering and r
 """
 
 import asyncio
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from scheduler.calls import Pending
 
@@ -19,6 +20,10 @@ class Deadlines:
     def __init__(self, expire: Callable[[Pending, float], None]):
         self._expire = expire
         self._due: dict[float, tuple[dict[Pending, float], asyncio.TimerHandle]] = {}
+
+    def __iter__(self) -> Iterator[Pending]:
+        """The calls, of which none may come or go meanwhile."""
+        return itertools.chain.from_iterable(calls for calls, _ in self._due.values())
 
     def add(self, pending: Pending, seconds: float) -> float:
         """Let a call expire in ``seconds``, and return the moment that ``discard`` needs."""

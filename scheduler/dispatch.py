@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -81,8 +81,7 @@ class Dispatcher(Roster):
         self.on_event: Callable[[Event], None] | None = None
         self.on_fault: Callable[[str, Fault, str], None] | None = None
         self._rng = random.Random(seed)
-        self._open: set[Pending] = set()
-        self._deadlines = Deadlines(self._expire)
+        self._open = Deadlines(self._expire)
         self._waiting: defaultdict[str, Queue] = defaultdict(Queue)
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._limits = Limits()
@@ -122,14 +121,12 @@ class Dispatcher(Roster):
             service, encode_body(request), result_type, since + deadline, place, worker, caller, since, check
         )
         self.counters["calls"] += 1
-        self._open.add(pending)
-        moment = self._deadlines.add(pending, deadline)
+        moment = self._open.add(pending, deadline)
         try:
             self._enter(pending)
             return await pending.done
         finally:
-            self._deadlines.discard(pending, moment)
-            self._open.discard(pending)
+            self._open.discard(pending, moment)
             self._abandon(pending, "cancelled")
             if pending.done.cancelled():
                 self._waiting[pending.service].forget(pending)
@@ -140,9 +137,9 @@ class Dispatcher(Roster):
         """The number of open calls per service, waiting and running ones; the watchdog prints it."""
         return dict(Counter(pending.service for pending in self._open))
 
-    def open_calls(self) -> Collection[Pending]:
+    def open_calls(self) -> list[Pending]:
         """All calls that have no outcome yet."""
-        return self._open
+        return list(self._open)
 
     def look_again(self, service: str) -> None:
         """Try the waiting calls of ``service`` again, because something that held them back has changed."""

@@ -64,10 +64,11 @@ class Growing(msgspec.Struct):
 class Fleet:
     """The trees on all actors. ``call`` makes the place of one generate call; ``ended`` must be called when a tree is done.
 
-    steps: the turns that a tree is assumed to take, until ended trees show what a tree needs. batch: see ``PlacementConfig``.
+    steps: the turns that a tree is assumed to take, until ended trees show what a tree needs. batch: the samples that an
+    actor decodes together. One with fewer takes on trees even if its prefix cache has no room for them (0: it never does).
     """
 
-    def __init__(self, steps: int = 4, batch: int = 16, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, steps: int = 4, batch: int = 24, clock: Callable[[], float] = time.monotonic):
         self.residency = Residency()
         self.steps, self.batch = steps, batch
         self._clock = clock

@@ -6,7 +6,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -35,7 +34,7 @@ from scheduler.phases import SUMMED, Phases, Training
 from scheduler.services import Shop
 from scheduler.spread import Spread, Weights
 from scheduler.stream import Stream
-from scheduler.survivors import Survivors
+from scheduler.survivors import sparing
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tracking import FINISH_S, STOP_S, Trackers
@@ -117,7 +116,7 @@ class Run:
             self.counts,
             self.stream.emit,
             process.most,
-            fleet=Fleet(self.settings.budget, self.settings.placement.batch, clock),
+            fleet=Fleet(self.settings.budget, process.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
             longest=process.longest,
             proven=lambda: self.spread.proven,
@@ -362,10 +361,10 @@ async def run(process: SchedulerProcess) -> int:
 def main() -> None:
     """Run the scheduler process, as the launcher starts it."""
     begin()
-    gc.callbacks.append(Survivors())
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
     try:
-        sys.exit(loop.run(run(process)))
+        with sparing():
+            sys.exit(loop.run(run(process)))
     except (Fault, JournalError) as error:
         log.error("the run ends: %s", error)
         sys.exit(1)

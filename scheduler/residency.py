@@ -55,8 +55,8 @@ class Prefixes:
         """The length in tokens of the longest held prefix of ``tokens``. Does not count as a use."""
         return sum(shared for _, shared in self._walk(tokens))
 
-    def insert(self, tokens: bytes) -> None:
-        """Hold ``tokens`` and all its prefixes, and mark them as just used."""
+    def insert(self, tokens: bytes) -> int:
+        """Hold ``tokens`` and all its prefixes, and mark them as just used. Returns the length in tokens of the prefix that was held before."""
         now, edge, held = next(self._clock), self._root, 0
         for below, shared in list(self._walk(tokens)):
             edge = below if shared * _WIDTH == len(below.tokens) else self._split(below, shared)
@@ -69,6 +69,7 @@ class Prefixes:
             edge = leaf
         self._note(edge)
         self.shrink()
+        return held
 
     def shrink(self) -> None:
         """Forget the least recently used leaves until the remaining tokens are within the capacity."""
@@ -175,9 +176,7 @@ class Residency:
 
     def started(self, worker: str, tokens: bytes) -> int:
         """A call with this prompt was sent: count the prompt as resident. Returns what ``expect`` said before."""
-        expected = self.expect(worker, tokens)
-        self._cache(worker).insert(tokens)
-        return expected
+        return min(self._cache(worker).insert(tokens), len(tokens) // _WIDTH - 1)
 
     def sampled(self, worker: str, tokens: bytes, version: int) -> None:
         """A prompt with its continuation is resident, unless an older version than the worker's current one began the sample."""

@@ -56,8 +56,8 @@ def in_trackio(run: Path) -> list[Point]:
 
 def in_wandb(run: Path) -> list[Point]:
     points: list[Point] = []
-    files = sorted((run / "tracking" / "wandb").glob("offline-run-*/run-*.wandb"))  # a folder for each start
-    assert len({file.name for file in files}) == 1, "one run"  # a folder has a number behind the run's name if two starts share a second
+    files = sorted((run / "tracking" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1, "one run"
     for file in files:
         for stored in _stored(file):
             record = Record()

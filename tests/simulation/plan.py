@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.config import EvaluationConfig, PlacementConfig, SchedulerConfig
+from scheduler.config import EvaluationConfig, SchedulerConfig
 from scheduler.dispatch import DispatchConfig
 from tests.simulation.peers import Manners
 from wire.shards import Shard
@@ -47,7 +47,8 @@ class Crash(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether judges outlive a crash; alone: whether
-    the learner does, as it does when one of several schedulers is started again; shard: which one of several the scheduler is."""
+    the learner does, as it does when one of several schedulers is started again; shard: which one of several the scheduler is; batch: the
+    samples that keep an actor busy (0: the cache always comes first)."""
 
     settings: SchedulerConfig
     actors: int
@@ -63,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True):
     outside: bool
     alone: bool
     shard: Shard
+    batch: int
 
 
 def plan(seed: int) -> Plan:
@@ -93,6 +95,7 @@ def plan(seed: int) -> Plan:
     )
     return Plan(
         settings=_settings(rng),
+        batch=rng.choice([0, 2]),
         actors=rng.randint(1, 3),
         capacity=rng.choice([1, 2, 8]),
         kv=rng.choice([0, 0, 400, 2000]),
@@ -124,7 +127,6 @@ def _settings(rng: random.Random) -> SchedulerConfig:
         dynamic_sampling_budget=rng.choice([0, 0, 1]) if strategy != "chain" else 0,
         evaluation=EvaluationConfig(questions=rng.choice([0, 0, 1]), every=rng.choice([0, 1])),
         dispatch=DispatchConfig(heartbeat_s=rng.choice([3.0, 6.0]), dead_after_s=rng.choice([12.0, 20.0])),
-        placement=PlacementConfig(batch=rng.choice([0, 2])),
         generate_deadline_s=30.0,
         judge_deadline_s=15.0,
         startup_timeout_s=120.0,

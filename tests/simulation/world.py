@@ -295,6 +295,7 @@ class World:
             p.settings,
             reward="reward",
             shard=p.shard,
+            batch=p.batch,
         )
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
         run.dispatcher._numbers = itertools.count(1_000_000 * (self.lives + 1))  # not the time of the machine

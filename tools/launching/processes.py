@@ -87,7 +87,7 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
             name("scheduler"), run, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
             assets.heldout, actors, services, max(1, config.actors.max_batch // 4), _share(s, number),
             config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
-            shards.Shard(number, s.shards),
+            shards.Shard(number, s.shards), config.actors.max_batch,
         )  # fmt: skip
         files[name("judges")] = JudgeProcess(name("judges"), home, judges)
         if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting

@@ -16,6 +16,7 @@ import numpy as np
 
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
+from scheduler.survivors import sparing
 from tools.research.benches.call_cost import Callers
 from tools.research.benches.call_lag import percentiles, served, watch
 from tools.research.benches.overhead import SERVICE
@@ -63,7 +64,6 @@ async def measure(
     """Return microseconds of a call in the process and in the loop's thread, the lag's percentiles in milliseconds, calls a second and the share of a core that heartbeats take."""
     async with served("generate" if placed else SERVICE, workers, capacity, journaled) as (dispatcher, write):
         gc.collect()
-        gc.freeze()  # as scheduler.survivors does in a run
         began = _spent()
         await asyncio.sleep(min(4.0, seconds))
         wall, *idle = _spent() - began
@@ -77,7 +77,6 @@ async def measure(
         before, began = calling.done, _spent()
         await asyncio.sleep(seconds)
         done, (passed, *spent) = calling.done - before, _spent() - began
-        gc.unfreeze()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -95,7 +94,8 @@ def run(seconds: Positive = 4.0, rounds: Count = 3, sizes: tuple[str, ...] = tup
     rows: dict[tuple[str, str], list[dict[str, float]]] = {(size, kind): [] for size in sizes for kind in KINDS}
     for _ in range(rounds):
         for (size, kind), measured in rows.items():
-            measured.append(loop.run(measure(*SIZES[size], *KINDS[kind], seconds)))
+            with sparing():
+                measured.append(loop.run(measure(*SIZES[size], *KINDS[kind], seconds)))
     table = {
         key: {name: statistics.median(one[name] for one in measured) for name in measured[0]}
         for key, measured in rows.items()

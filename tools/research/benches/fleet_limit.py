@@ -28,7 +28,7 @@ from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.fleet import CAPACITY
 from scheduler.journal import Journal
 from scheduler.services import Shop
-from scheduler.survivors import Survivors
+from scheduler.survivors import sparing
 from scheduler.text import Text
 from tools.inspecting.figures import panels, save
 from tools.inspecting.runs import Curve
@@ -147,7 +147,6 @@ class Fleet:
         self.counts = {"generate": actors, "judge.any": judges, "retrieve": FEW, OUTCOME: FEW}
         self.grown, self.nodes, self.lags, self._numbers = 0, 0, list[float](), itertools.count()
         self._tasks: list[asyncio.Task[Any]] = []
-        self._survivors = Survivors()
 
     async def __aenter__(self) -> "Fleet":
         await self.dispatcher.start()
@@ -155,12 +154,9 @@ class Fleet:
             self.workers.join(service, count)
             await self.dispatcher.wait_for(service, count, 60.0)
         self._tasks += [asyncio.create_task(work) for work in (self.workers.beat(), self._watch())]
-        gc.callbacks.append(self._survivors)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        gc.callbacks.remove(self._survivors)
-        gc.unfreeze()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -238,7 +234,8 @@ def run(
     everything measured with a sixteenth, an eighth, a quarter, a half and all of them (0: none, only heartbeats). texts: the run folder whose texts
     are sampled and found. figure: the SVG or PNG file that gets the curves."""
     trees = [max(1, most // share) for share in (16, 8, 4, 2, 1)]
-    found = loop.run(_all(actors, judges, trees, seconds, heartbeat_s, texts))
+    with sparing():
+        found = loop.run(_all(actors, judges, trees, seconds, heartbeat_s, texts))
     idle, few = found[0]["cpu_share"], found[trees[0]]
     if not few["trees_per_hour"]:
         raise RuntimeError(f"no tree has ended within {seconds} s: expected more of them; set seconds higher")

@@ -45,6 +45,8 @@ TOKEN_BYTES = 2 * 4 * HIDDEN * LAYERS + 4
 """Bytes of the keys and values of one token in float32, and of its id."""
 AT_ONCE = 4
 """The number of requests whose samples an engine decodes together."""
+BATCH = AT_ONCE * CANDIDATES
+"""Samples that an actor decodes together."""
 RUNNING = AT_ONCE * (512 + CANDIDATES * ACTION)
 """Tokens that an engine holds for these requests beside its prefix cache: 512 per prompt and ACTION per sample."""
 JUDGE = "bench"
@@ -131,7 +133,7 @@ def engines(model: Path, setting: Setting) -> list[LocalEngine]:
     tokens = 2**19 if setting.tokens is None else setting.tokens / setting.actors
     gib = (tokens + RUNNING) * TOKEN_BYTES / 2**30
     config = ActorsConfig(
-        dtype="float32", max_batch=AT_ONCE * CANDIDATES, capacity=setting.questions, kv_cache_gib=gib, max_context=512
+        dtype="float32", max_batch=BATCH, capacity=setting.questions, kv_cache_gib=gib, max_context=512
     )
     return [LocalEngine(str(model), config, seed) for seed in range(setting.actors)]
 

@@ -20,7 +20,7 @@ QUESTIONS, ACTORS = 32, 2
 SCALES = (1.0, 0.5, 0.25)
 Way = Literal["ours", "arrival", "round_robin", "home", "router", "router_at_0.7"]
 WAYS: dict[Way, Callable[[], Fleet]] = {
-    "ours": lambda: Fleet(fleet_shape.STEPS),
+    "ours": lambda: Fleet(fleet_shape.STEPS, fleet_shape.BATCH),
     "arrival": Arrival,
     "round_robin": RoundRobin,
     "home": Home,

@@ -2,7 +2,8 @@
 
 ``tools/bench recorded_fleet --json --set run=RUN`` replays the journal of RUN; without one, trees that the real scheduler grows here on a tiny
 engine. A call becomes possible when the one above it in its tree is done; new trees begin as trees end. No server computes anything: each is a
-prefix cache (``scheduler.residency``), one prefill at a time, and a decoding time, so that the counts are the same each time.
+prefix cache (``scheduler.residency``), one prefill at a time, and a decoding time, so that the counts are the same each time. As in an engine, what is being
+computed takes room in the cache, and calls that find none wait there, first in, first out.
 
 Calls of one actor a server (ours, arrival, round robin) go out whole. Behind a router the engine sends a call as it does to SGLang's: its prefix, and
 when that is computed each sample as a request of its own.
@@ -14,7 +15,7 @@ import itertools
 import math
 import random
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,13 @@ PREFILL_S, DECODE_S, JUDGE_S, LOOK_S = 1 / 8000, 0.02, 0.1, 0.05
 """Simulated seconds of a prompt token, of a step of decoding, between an answer and the next call (the median; log-normal, sigma 1), and until held-back calls are tried again."""
 CAPACITY_CALLS = 16
 """Calls that a server takes at once; more wait at the scheduler. A router holds nothing back."""
+BATCH = 64
+"""Samples that a server decodes together."""
 TREES, WAVES = 8, 3
 """Trees at once for each server, and how many come one after the other."""
 GOAL = 1.1
 WAYS: dict[str, tuple[Callable[[], Fleet], bool]] = {
-    "ours": (Fleet, False),
+    "ours": (lambda: Fleet(batch=BATCH), False),
     "arrival, least loaded": (Arrival, False),
     "round robin": (RoundRobin, False),
     "router, round robin": (RoundRobin, True),
@@ -123,21 +126,32 @@ def copies(trees: Sequence[list[Call]], count: int) -> list[list[Call]]:
     return [[moved(call, at % each * 2**20) for call in trees[at // each]] for at in range(count)]
 
 
-class Server:
-    """A simulated server: its worker as the dispatcher sees it, what its cache holds, and when its prefills end."""
-
-    def __init__(self, name: str, tokens: float, capacity: int):
-        self.worker = Worker(b"", Register(name, ["generate"], capacity, 0, ""), 0.0, "")
-        self.worker.ready, self.worker.stats = True, {CAPACITY: tokens}
-        self.cache, self.free_at = Prefixes(tokens), 0.0
-
-
 class Asked:
     """One request: the whole call, its prefix alone (``samples`` empty), or one of its samples."""
 
     def __init__(self, tree: int, call: Call, samples: list[np.ndarray], place: Place, then: Callable[[], None]):
         self.tree, self.call, self.samples, self.place, self.then = tree, call, samples, place, then
         self.tokens = call.prefix.astype(np.int32, copy=False).tobytes()
+        self.number = -1
+
+
+class Server:
+    """A simulated server: its worker as the dispatcher sees it, what its cache holds, when its prefills end, and the requests that it computes and
+    those that wait for cache room."""
+
+    def __init__(self, name: str, tokens: float, capacity: int):
+        self.worker = Worker(b"", Register(name, ["generate"], capacity, 0, ""), 0.0, "")
+        self.worker.ready, self.worker.stats = True, {CAPACITY: tokens}
+        self.cache, self.free_at = Prefixes(tokens), 0.0
+        self.running, self.waiting = list[Asked](), deque[Asked]()
+
+    def has_room(self) -> bool:
+        """Whether the first waiting request fits into the batch and the cache beside those that are computed; alone it always does."""
+        held, together = Prefixes(), (*self.running, self.waiting[0])
+        for asked in together:
+            held.insert(asked.tokens)
+        samples = [len(sample) for asked in together for sample in asked.samples]
+        return not self.running or (len(samples) <= BATCH and held.tokens + sum(samples) <= self.cache.capacity)
 
 
 class World:
@@ -239,6 +253,19 @@ class World:
         self.looking = False
 
     def _start(self, asked: Asked, server: Server) -> None:
+        server.worker.in_flight[number := next(self.ties)] = None  # pyright: ignore[reportArgumentType]
+        asked.number = number
+        self.pool.touch(server.worker)
+        asked.place.started(server.worker.name)
+        server.waiting.append(asked)
+        self._compute(server)
+
+    def _compute(self, server: Server) -> None:
+        while server.waiting and server.has_room():
+            server.running.append(asked := server.waiting.popleft())
+            self._begin(asked, server)
+
+    def _begin(self, asked: Asked, server: Server) -> None:
         if asked.call.version > self.version and self.forgets:
             self.version = asked.call.version
             for name, other in self.servers.items():
@@ -252,16 +279,14 @@ class World:
         self.prefilled += length - cached
         self.requests[name] += max(1, len(asked.samples)) if asked.samples else 0
         self.computed[name] += length - cached + sum(map(len, asked.samples))
-        server.worker.in_flight[number := next(self.ties)] = None  # pyright: ignore[reportArgumentType]
-        self.pool.touch(server.worker)
-        asked.place.started(name)
         server.free_at = max(self.now, server.free_at) + (length - cached) * PREFILL_S
         end = server.free_at + DECODE_S * max(map(len, asked.samples), default=0)
         version = self.version
-        self._at(end, lambda: self._served(asked, server, number, cached, version))
+        self._at(end, lambda: self._served(asked, server, cached, version))
 
-    def _served(self, asked: Asked, server: Server, number: int, cached: int, version: int) -> None:
-        del server.worker.in_flight[number]
+    def _served(self, asked: Asked, server: Server, cached: int, version: int) -> None:
+        server.running.remove(asked)
+        del server.worker.in_flight[asked.number]
         self.pool.touch(server.worker)
         empty = np.zeros(0, np.float32)
         samples = [Sample(s, empty, np.full(len(s), version, np.int32), "stop") for s in asked.samples]
@@ -270,6 +295,7 @@ class World:
                 server.cache.insert(asked.tokens + sample.tokens[:-1].astype(np.int32, copy=False).tobytes())
         asked.place.ended(server.worker.name, GenerateResult(samples, len(asked.call.prefix), cached))
         asked.then()
+        self._compute(server)
 
     def _ended(self, tree: int, call: Call) -> None:
         for below in call.below:
