@@ -17,14 +17,11 @@ from actors.environments.task_files import listed, load_tasks
 from judges.config import JudgeModelConfig, JudgesConfig
 from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from scheduler.config import SchedulerProcess
-from tools.launching import memory, processes, set_up
+from tools.launching import processes, set_up
 from tools.launching.assets import Assets
 from tools.launching.config import Config, ConfigError, convert, load, saved
-from tools.launching.memory import memory_gib, memory_warning
-from tools.launching.number_types import number_type, typed
 from tools.launching.processes import gpus_of
 from tools.launching.rules import doubts
-from wire import hardware
 
 ROOT = Path(__file__).parents[3]
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
@@ -655,117 +652,3 @@ def test_judges_models_take_the_gpus_that_nobody_was_given(
     made = processes.make(load(ROOT / "configs" / "ppr-3b.toml", []), Assets("M", "T", "H", "I"), tmp_path)
     (judges,) = (process for process in made if process.name == "judges")
     assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown
-
-
-def test_the_number_type_its_reason_and_two_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
-    auto = ["model.dtype=auto", "learner.dtype=auto", "actors.dtype=auto"]
-    assert number_type(load(DEFAULT, auto)) == (
-        "number type bfloat16 (there is an NVIDIA GPU; --set model.dtype=float32 changes it)"
-    )
-    for alike in (["learner.dtype=float32", "actors.dtype=float32"], ["model.dtype=float32"]):
-        plain = number_type(load(DEFAULT, [*auto, *alike]))
-        assert plain == "number type float32 (as the config says)"
-    said = number_type(load(DEFAULT, [*auto, "actors.dtype=float32"]))
-    assert said.startswith("warning: the learner computes in bfloat16")
-    assert "set model.dtype, and neither learner.dtype, actors.dtype nor" in said
-
-
-def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_override_it(tmp_path: Path) -> None:
-    def written(*overrides: str) -> list[str]:
-        config = load(DEFAULT, ["learner.dtype=auto", "actors.dtype=auto", *overrides])
-        processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
-        files = [json.loads((tmp_path / "processes" / f"{name}.json").read_text()) for name in ("actor-0", "learner")]
-        return [files[0]["actors"]["dtype"], files[1]["learner"]["dtype"]]
-
-    assert written("model.dtype=bfloat16") == ["bfloat16", "bfloat16"]
-    assert written("model.dtype=bfloat16", "actors.dtype=float32") == ["float32", "bfloat16"]
-    assert written("model.dtype=float32", "learner.dtype=bfloat16") == ["float32", "bfloat16"]
-    assert written("model.dtype=auto") == ["auto", "auto"]
-    kept = saved(load(DEFAULT, ["model.dtype=bfloat16"]))  # a resumed run may change the one key
-    assert json.loads(kept)["learner"]["dtype"] == "auto"
-
-
-def test_sglang_gets_the_number_type_and_one_that_differs_from_the_learners_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
-    sglang = ["model.dtype=auto", "actors.engine=sglang", "actors.kv_cache_gib=1.0"]
-
-    def told(*overrides: str, stored: str = "") -> str:
-        if stored:
-            (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": stored}))
-        return number_type(load(DEFAULT, [*sglang, *overrides]), tmp_path)
-
-    assert "of the SGLang servers is their own" in told()
-    assert told("model.dtype=float32") == "number type float32 (as the config says)"
-    assert "and the actors in float16 (actors.sglang.arguments.dtype)" in told("actors.sglang.arguments.dtype=half")
-    assert told(stored="bfloat16").startswith("number type bfloat16 (there is an NVIDIA GPU")
-    assert "the actors in float16 (SGLang's choice for weights stored in float32)" in told(stored="float32")
-    arguments = typed(load(DEFAULT, [*sglang, "model.dtype=bfloat16"])).actors.sglang.arguments
-    assert arguments["dtype"] == "bfloat16"
-    url = ["actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=1"]
-    assert "of the SGLang servers is their own" in told("model.dtype=bfloat16", *url)
-
-
-@pytest.mark.parametrize(
-    ("processor", "expected"),
-    [
-        ("GenuineIntel avx512_bf16 amx_bf16", "bfloat16"),
-        ("AuthenticAMD avx512_bf16", "bfloat16"),
-        ("GenuineIntel avx512_bf16", "float32"),
-        ("AuthenticAMD avx2", "float32"),
-    ],
-)
-def test_a_processor_computes_in_the_type_that_it_is_faster_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
-) -> None:
-    (tmp_path / "cpuinfo").write_text(processor)
-    monkeypatch.setattr(hardware, "PROCESSOR", tmp_path / "cpuinfo")
-    monkeypatch.setattr(hardware, "visible_gpus", list)
-    assert hardware.compute_dtype("auto") == expected
-
-
-def smol(folder: Path) -> Path:
-    """SmolLM2-135M's shape and size on disk, without its numbers."""
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "dtype": "bfloat16"}
-    (folder / "config.json").write_bytes(msgspec.json.encode(shape))
-    with (folder / "model.safetensors").open("wb") as file:
-        file.truncate(269_060_552)
-    return folder
-
-
-WIDE = ["actors.dtype=float32", "learner.dtype=float32", "actors.count=4", "learner.count=4"]
-
-
-def test_a_plan_beyond_the_free_memory_names_the_largest_that_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, model = load(ROOT / "configs" / "slate-cpu.toml", WIDE), smol(tmp_path)
-    need = memory_gib(config, model)
-    monkeypatch.setattr(hardware, "visible_gpus", list)
-    monkeypatch.setattr(memory, "free_gib", lambda: need + 0.01)
-    assert memory_warning(config, model) == ""
-    monkeypatch.setattr(memory, "free_gib", lambda: need - 0.01)
-    assert "--actors 4 --learner 3 fits" in memory_warning(config, model)
-    monkeypatch.setattr(memory, "free_gib", lambda: 4.0)
-    assert "--actors 1 --learner 1 fits (3." in memory_warning(config, model)
-    monkeypatch.setattr(memory, "free_gib", lambda: 1.0)
-    assert "even --actors 1 --learner 1 needs 3." in (said := memory_warning(config, model))
-    assert "learner.micro_tokens (now 576)" in said
-
-
-def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: Path) -> None:
-    model = smol(tmp_path)
-
-    def gib(*more: str) -> float:
-        return memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
-
-    narrow = ("actors.dtype=bfloat16", "learner.dtype=bfloat16")
-    assert (
-        gib(*narrow)
-        < gib()
-        < gib("learner.micro_tokens=1280")
-        < gib("learner.lora={rank=0}", "learner.micro_tokens=1280")
-    )
-    assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)  # weights, cache, libraries
