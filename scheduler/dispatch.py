@@ -301,7 +301,7 @@ class Dispatcher(Roster):
         elif not pending.done.done():
             self._queue(pending)
 
-    def _expire(self, pending: Pending, deadline: float) -> None:
+    def _expire(self, pending: Pending, deadline: float, answer: str = "did not answer") -> None:
         if pending.done.done():
             return
         self.counters["timeouts"] += 1
@@ -310,7 +310,7 @@ class Dispatcher(Roster):
         states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in here[:_TOLD])
         states += f" and {len(here) - _TOLD} more" if len(here) > _TOLD else ""
         where = (
-            f"on {attempt.worker.name}, which did not answer"
+            f"on {attempt.worker.name}, which {answer}"
             if attempt
             else f"with no free worker: {states or 'none offers it'}"
         )
@@ -392,11 +392,12 @@ class Dispatcher(Roster):
             return
         pending = attempt.pending
         if isinstance(header, Error):
-            if self.clock() >= pending.deadline:  # the worker gave it up there, before this process has looked
-                self._expire(pending, pending.deadline - pending.since)
-                return
-            if self.clock() > pending.deadline - _AT_DEADLINE_S:
-                worker.expires(attempt)
+            if header.kind == "infrastructure":  # a fault of the data is told as such whenever it comes
+                if self.clock() >= pending.deadline:  # the worker gave it up there, before this process has looked
+                    self._expire(pending, pending.deadline - pending.since, f"answered: {header.message}")
+                    return
+                if self.clock() > pending.deadline - _AT_DEADLINE_S:
+                    worker.expires(attempt)
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
         body = decode_body(frames, pending.result_type)

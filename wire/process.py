@@ -1,4 +1,4 @@
-"""What every process of a run does first: it logs, it writes the Python stacks of all its threads to its log on SIGUSR1, and it may open many files."""
+"""What processes of a run do for themselves: they log, write the Python stacks of all threads to the log on SIGUSR1, may open many files, find a port."""
 
 import ctypes
 import faulthandler
@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 
 STACKS = signal.SIGUSR1
@@ -36,3 +37,10 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before
             os._exit(1)
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -6,6 +6,7 @@ A version is the folder ``URL/vNNNNNN``. Its manifest is written last, so a vers
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ _TRIES, _PAUSE_S = 4, 1.0
 def check(url: str) -> None:
     """Refuse a URL whose kind of storage cannot be reached from here. Raises ValueError with the remedy."""
     try:
-        fsspec.url_to_fs(url)
-    except Exception as error:  # noqa: BLE001 each kind of storage has errors of its own
+        _asked(fsspec.url_to_fs, url)
+    except OSError as error:
         raise ValueError(
             f"learner.publish_url = {url!r}: {error}; expected such as 's3://bucket/folder' (pip install s3fs)"
         ) from None
@@ -37,16 +38,16 @@ def put(folder: Path, url: str, keep: int) -> None:
     """Copy a version's folder to ``url`` and remove all but the ``keep`` newest versions there. Raises OSError after several tries."""
     for attempt in range(_TRIES):
         try:
-            store, root = fsspec.url_to_fs(url)
+            store, root = _asked(fsspec.url_to_fs, url)
             place = f"{root}/{folder.name}"
-            store.makedirs(place, exist_ok=True)
+            _asked(store.makedirs, place, exist_ok=True)
             for file in sorted(folder.iterdir(), key=lambda file: file.name == NAME):
-                store.put_file(str(file), f"{place}/{file.name}")
+                _asked(store.put_file, str(file), f"{place}/{file.name}")
             versions = [place for place in _names(store, root) if place.rpartition("/")[2].startswith("v")]
             for old in versions[:-keep]:
-                store.rm(old, recursive=True)
+                _asked(store.rm, old, recursive=True)
             return
-        except Exception as error:
+        except OSError as error:
             if attempt == _TRIES - 1:
                 raise OSError(
                     f"learner.publish_url: version {folder.name} could not be written to {url}: {error}"
@@ -63,14 +64,14 @@ def fetched(path: str, url: str, weights: Path) -> str:
     here = weights / folder.name
     if not here.is_dir():
         try:
-            store, root = fsspec.url_to_fs(url)
+            store, root = _asked(fsspec.url_to_fs, url)
             weights.mkdir(parents=True, exist_ok=True)
             with drafted(here) as draft:
                 for file in _names(store, f"{root}/{folder.name}"):
-                    store.get_file(file, str(draft / file.rpartition("/")[2]))
+                    _asked(store.get_file, file, str(draft / file.rpartition("/")[2]))
                 if not (draft / NAME).is_file():
                     raise FileNotFoundError(f"{NAME} is not there")
-        except Exception as error:  # noqa: BLE001 as above
+        except OSError as error:
             raise InfrastructureFault(f"weights {folder.name} cannot be read from {url}: {error}") from None
         for old in sorted(weights.glob("v??????"))[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -80,4 +81,13 @@ def fetched(path: str, url: str, weights: Path) -> str:
 def _names(store: Any, place: str) -> list[str]:
     """Return the paths in a folder. An earlier listing of this process is not believed, and FTP gives paths only in its details."""
     store.invalidate_cache()
-    return sorted(entry["name"] for entry in store.ls(place, detail=True))
+    return sorted(entry["name"] for entry in _asked(store.ls, place, detail=True))
+
+
+def _asked(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what a call into a kind of storage returns. Raises OSError with the text of whatever the call raises."""
+    try:
+        return call(*arguments, **options)
+    except Exception as error:
+        # The errors of ftplib, botocore, gcsfs and azure are no OSErrors, and most of these packages are not here to be named.
+        raise OSError(str(error) or repr(error)) from error

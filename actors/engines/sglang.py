@@ -96,18 +96,21 @@ class SGLangEngine:
 
     async def _follow(self, fleet: Fleet) -> None:
         """Follow the servers behind a router, every ``LOOK_S`` and whenever a request met one that is not ready. Generation goes on."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look_now.wait(), LOOK_S)
-            self._look_now.clear()
-            async with self._updating:
-                if self._broken:
-                    continue  # the next load decides which servers take part
-                try:
-                    if await fleet.look():
-                        self.facts = await self.way.facts()
-                except (InfrastructureFault, DataFault) as fault:
-                    log.warning("%s", fault)
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._look_now.wait(), LOOK_S)
+                self._look_now.clear()
+                async with self._updating:
+                    if self._broken:
+                        continue  # the next load decides which servers take part
+                    try:
+                        if await fleet.look():
+                            self.facts = await self.way.facts()
+                    except (InfrastructureFault, DataFault) as fault:
+                        log.warning("%s", fault)
+        finally:
+            await fleet.let_go()
 
     async def close(self) -> None:
         """Unload this engine's adapters and end the SGLang that it started."""

@@ -46,6 +46,10 @@ class Fleet:
         await asyncio.gather(*(self._check(server, listed) for server in list(self.way.servers)))
         here = {server.url for server in self.way.servers}
         await asyncio.gather(*(self._take(url, number) for url, number in listed.items() if url not in here))
+        return await self.let_go()
+
+    async def let_go(self) -> bool:
+        """Close the connections to servers that take no part any more. Return whether the fleet has changed since this was last done."""
         before, self._known = self._known, set(self.way.servers)
         for server in before - self._known:
             await server.close()
@@ -86,8 +90,9 @@ class Fleet:
             self.way.servers.append(server)
             count, version = len(self.way.servers), self.weights.named.partition("@")[0]
             log.info("%s has joined with version %s (%s); %d servers", server.name, version, how, count)
-            return
-        await server.close()
+        finally:
+            if server not in self.way.servers:  # also when this actor stops meanwhile
+                await server.close()
 
     async def _expel(self, server: Any, number: str, reason: InfrastructureFault) -> None:
         """Take a server out of the router, which would go on sending requests to it."""

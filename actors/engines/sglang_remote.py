@@ -64,11 +64,14 @@ class Remote:
     async def reached(self, url: str) -> Http:
         """Return a server behind the router, not yet among ``servers``. Raises InfrastructureFault when it does not answer."""
         server = Http(url, self._key, self.timeout_s, 1)
-        await server.start()
-        await self._go_on(server)
-        if not await server.healthy():
+        try:
+            await server.start()
+            await self._go_on(server)
+            if not await server.healthy():
+                raise InfrastructureFault(f"{server.name} does not answer /health")
+        except BaseException:
             await server.close()
-            raise InfrastructureFault(f"{server.name} does not answer /health")
+            raise
         return server
 
     async def _go_on(self, server: Http) -> None:

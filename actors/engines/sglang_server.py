@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any
 from actors.config import ActorsConfig
 from actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Http, arguments
 from wire.faults import InfrastructureFault
+from wire.process import free_port
 
 log = logging.getLogger("actors.sglang.server")
 
@@ -40,7 +40,7 @@ class Launched:
         self.config = config.sglang
         if taken := sorted(set(config.sglang.arguments) & set(_OWN)):
             raise ValueError(f"actors.sglang.arguments: {taken} are set by the actor: remove them")
-        self.port = _free_port()
+        self.port = free_port()
         self._key = key = secrets.token_urlsafe(24)
         self.front = Http(f"http://127.0.0.1:{self.port}", key, config.sglang.request_timeout_s, config.capacity)
         self.servers = [self.front]
@@ -141,9 +141,3 @@ class Launched:
             await self._process.wait()
         if self._reading is not None:
             self._reading.cancel()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

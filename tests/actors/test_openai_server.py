@@ -1,6 +1,7 @@
 """The OpenAI-compatible server over a real engine and real sockets: answers in the protocol's shape, refusals that say why."""
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import AsyncIterator
@@ -267,7 +268,7 @@ async def test_a_client_that_hangs_up_frees_its_samples(client: Client) -> None:
 
 
 async def test_a_body_that_is_too_long_for_the_server_is_refused(client: Client) -> None:
-    async with client.session.post(f"{client.url}/completions", data=b" " * (LARGEST_BODY + 1)) as response:
+    async with client.session.post(f"{client.url}/completions", data=io.BytesIO(b" " * (LARGEST_BODY + 1))) as response:
         assert response.status == 413
 
 

@@ -1,6 +1,7 @@
 """OpenEnv over its WebSocket: sessions, a full server, refusals, and connections that break. COPPICE_OPENENV_PYTHON names a Python with openenv."""
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -103,12 +104,17 @@ async def test_an_episode_is_played_in_a_session_of_its_own(serve: Callable[[int
     assert environment.turns == 4, "no action was played twice"
 
 
-async def test_siblings_are_played_again_and_see_the_same(serve: Callable[[int], Any]) -> None:
+async def test_siblings_are_played_again_and_see_the_same(
+    serve: Callable[[int], Any], recwarn: pytest.WarningsRecorder
+) -> None:
     server = await serve(8)
     environment = server.environment()
     state = (await played(environment, await opened(environment), 1, 2)).state
     siblings = [await played(environment, state, number) for number in (3, 3, 4)]
     assert siblings[0] == siblings[1] != siblings[2]
+    gc.collect()
+    unclosed = [told for told in recwarn.list if issubclass(told.category, ResourceWarning)]
+    assert not unclosed, "where two siblings stand in the same state, one session is kept and the other is closed"
     assert await played(server.environment(), state, 3) == siblings[0], "another process"
 
 

@@ -6,6 +6,7 @@ does. What the real ones do is in tests/sglang_cpu/router_compare.py.
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -352,6 +353,21 @@ async def test_a_server_that_fails_or_dies_in_an_update_does_not_fail_it(fleet: 
     assert not fleet.router.removed
     await fleet.load(3)
     await fleet.sampled(3)
+
+
+async def test_an_engine_that_ends_closes_the_connection_to_a_server_that_it_has_let_go(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(sglang, "LOOK_S", 1e6)
+    fleet.engine._look_now.set()
+    await fleet.until(lambda: not fleet.engine._look_now.is_set())  # the update waits for this look, which is the last
+    fleet.servers[0].fails.add("/pause_generation")
+    await fleet.load(2)
+    assert len(fleet.engine.way.servers) == 1
+    await fleet.engine.close()
+    fleet.engine = None  # pyright: ignore[reportAttributeAccessIssue]
+    gc.collect()
+    assert not [told for told in recwarn.list if issubclass(told.category, ResourceWarning)]
 
 
 async def test_when_an_update_fails_everywhere_nothing_is_served_until_one_succeeds(fleet: Fleet) -> None:

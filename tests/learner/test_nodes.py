@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,17 +17,12 @@ from scheduler.dispatch import Dispatcher
 from tests.services import bench
 from tests.updates import groups, process, trainer
 from wire.messages import TrainGroup, TreeClosed
+from wire.process import free_port
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 LONG_S = 100.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def torchrun(node: int, meeting: list[str], file: Path) -> subprocess.Popen[bytes]:

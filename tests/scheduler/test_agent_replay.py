@@ -256,15 +256,16 @@ async def test_what_an_episode_imports_late_is_there_for_the_next_and_its_own_mo
     tmp_path: Path, stage: Callable[..., Stage]
 ) -> None:
     (tmp_path / "own_module.py").write_text("")
-    s, said = stage(lambda prompt, i: "r", "importing"), []
-    for number in range(1, 4):
-        tree = Tree(number, s.task.id)
-        s.journal.start_tree(tree, number, 0)
-        await s.grow(chain, tree)
-        said.append(s.policy.prompts[-1])
-        await asyncio.gather(*s.environment._closing)
-        await asyncio.sleep(0.5)
-    assert "late False own False" in said[0]
+    s, said = stage(lambda prompt, i: "r", "importing"), [""]
+    async with asyncio.timeout(60):
+        while "late True" not in said[-1]:
+            tree = Tree(len(said), s.task.id)
+            s.journal.start_tree(tree, tree.id, 0)
+            await s.grow(chain, tree)
+            said.append(s.policy.prompts[-1])
+            await asyncio.gather(*s.environment._closing)
+            await asyncio.sleep(0.05)
+    assert "late False own False" in said[1]
     assert "late True own False" in said[-1]
 
 
@@ -275,6 +276,7 @@ async def test_waiting_for_a_reply_is_not_the_agents_time(
 ) -> None:
     s = stage(lambda prompt, i: "r", "slow", seconds=8.0)
     s.task = Task("t", question)
-    s.policy.before = lambda: asyncio.sleep(9.0)
+    waits = iter([9.0])  # before the first reply alone
+    s.policy.before = lambda: asyncio.sleep(next(waits, 0.0))
     tree = await s.grow(chain)
     assert tree.actions()[-1].scores["outcome"] == outcome

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import tempfile
+import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -340,6 +341,28 @@ async def test_an_answer_that_comes_after_its_call_ended_is_counted_and_ignored(
         async with asyncio.timeout(5):
             while not b.dispatcher.counters["late_answers"]:
                 await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (DataFault("no such page"), "^w: no such page$"),
+        (InfrastructureFault("no luck"), "^echo took over 60.0 s on w, which answered: no luck$"),
+    ],
+)
+async def test_an_error_that_comes_after_the_deadline_still_tells_its_reason(
+    fault: Fault, told: str, tmp_path: Path
+) -> None:
+    async with bench(tmp_path, DispatchConfig(dead_after_s=1e6)) as b:
+
+        async def late(request: EchoRequest, call: Call) -> EchoResult:
+            b.dispatcher.clock = lambda: time.monotonic() + 60.0
+            raise fault
+
+        await b.work("w", {"echo": late})
+        with pytest.raises(type(fault), match=told):
+            await b.dispatcher.call("echo", ask(), deadline=60)
+        assert b.dispatcher.counters["timeouts"] == isinstance(fault, InfrastructureFault)
 
 
 async def test_a_rested_worker_is_used_when_its_rest_ends_and_not_only_at_its_next_heartbeat(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -38,6 +37,7 @@ from tests.sglang_cpu import server
 from tools.research.benches import fleet_shape
 from tools.research.benches.routers import Arrival
 from wire.messages import GenerateRequest, Judgement, JudgeRequest, JudgeResult, LoadRequest, Sampling
+from wire.process import free_port
 from wire.service import Call, Service
 
 CONTEXT, TOKENS = 512, 32768
@@ -48,13 +48,6 @@ POLICIES = {
     "cache_aware": ["--policy", "cache_aware"],
     "cache_aware, --balance-abs-threshold 8": ["--policy", "cache_aware", "--balance-abs-threshold", "8"],
 }
-
-
-def free_port() -> int:
-    """One on the loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> str:

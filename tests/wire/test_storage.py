@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fsspec.config
 import pytest
+from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
 from tests import ftp
@@ -88,6 +89,36 @@ def test_a_storage_with_errors_of_its_own_costs_a_try_and_no_task(
         storage.check(url)
 
 
-def test_an_unknown_kind_of_storage_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"learner\.publish_url = 'nosuch://bucket'.*expected such as 's3://"):
-        storage.check("nosuch://bucket")
+@pytest.mark.parametrize(("kind", "reason"), [("nosuch", "Protocol not known: nosuch"), ("absent", "Install absentfs")])
+def test_a_storage_that_cannot_be_opened_is_refused_with_the_remedy(
+    kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kind is unknown, or its package is not installed."""
+    monkeypatch.setitem(known_implementations, "absent", {"class": "absentfs.Store", "err": "Install absentfs"})
+    with pytest.raises(
+        ValueError, match=rf"learner\.publish_url = '{kind}://bucket'.*{reason}.*expected such as 's3://"
+    ):
+        storage.check(f"{kind}://bucket")
+
+
+def test_an_upload_that_fails_and_then_works_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "store").touch()
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: (tmp_path / "store").unlink())
+    storage.put(version(tmp_path / "run", 1), f"file://{tmp_path}/store/run", keep=3)
+    assert len(list((tmp_path / "store" / "run" / "v000001").iterdir())) == 2
+    (said,) = caplog.messages
+    assert "v000001 could not be written to file://" in said
+
+
+def test_an_error_of_our_own_is_not_one_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(store: AbstractFileSystem, place: str) -> list[str]:
+        return [{}["name"]]
+
+    monkeypatch.setattr(storage, "_names", mistaken)
+    with pytest.raises(KeyError):
+        storage.put(version(tmp_path / "run", 1), f"file://{tmp_path}/store", keep=3)
+    with pytest.raises(KeyError):
+        storage.fetched("/x/v000001", f"file://{tmp_path}/store", tmp_path / "weights")
+    assert not list((tmp_path / "weights").iterdir())

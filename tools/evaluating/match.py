@@ -227,9 +227,7 @@ def _engine(flags: argparse.Namespace, settings: Settings, run: Trained | None) 
 def check(flags: argparse.Namespace) -> None:
     """Refuse values out of range and settings without effect. Raises ValueError."""
     positive = ("games", "seeds", "concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
-    players.check_positive(flags, positive)
-    players.check_sampling(flags)
-    players.check_needs(flags)
+    players.check(flags, positive)
     if flags.baseline and (flags.temperature or flags.max_tokens):
         raise ValueError("--temperature and --max-tokens have no effect with --baseline: leave them out")
     if flags.oracle_option and not flags.oracle:

@@ -72,26 +72,18 @@ def add_actions(parser: Any) -> None:
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def check_positive(flags: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises ValueError if one of the flags ``names`` has a value that is not above 0."""
-    for name in names:
+def check(flags: argparse.Namespace, positive: Sequence[str]) -> None:
+    """Refuse values and sampling out of range or without effect, and a flag without its player. Raises ValueError. positive: flags above 0."""
+    for name in positive:
         value = getattr(flags, name)
         if value is not None and value <= 0:
             raise ValueError(f"{flag(name)} {value}: expected more than 0")
-
-
-def check_sampling(flags: argparse.Namespace) -> None:
-    """Raises ValueError for sampling out of range or without effect."""
     if not (flags.temperature == 0 or flags.temperature >= 1e-3):
         raise ValueError(f"--temperature {flags.temperature}: expected 0 (greedy) or at least 0.001")
     if not 0 < flags.top_p <= 1 or flags.top_k < 0 or flags.seed < 0:
         raise ValueError("--top-p: expected above 0 and at most 1; --top-k and --seed: expected 0 or more")
     if flags.temperature == 0 and (flags.top_p, flags.top_k) != (1.0, 0):
         raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
-
-
-def check_needs(flags: argparse.Namespace) -> None:
-    """Raises ValueError for a flag without the player to which it belongs."""
     if flags.endpoint and not flags.endpoint_model:
         raise ValueError("--endpoint needs --endpoint-model, the name of a model served there")
     local = "--model or --run"

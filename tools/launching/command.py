@@ -20,7 +20,9 @@ from tools.launching import environment, jobs, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.disk import existing, no_space
+from tools.launching.memory import estimate, memory_warning
 from tools.launching.nodes import Nodes, reachable
+from tools.launching.number_types import number_type
 from tools.launching.prepare import prepare
 from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
@@ -222,9 +224,8 @@ def _launch(config: Config, assets: Assets, run: Path, screen: Screen, nodes: No
 
 def _announce(config: Config, model: Path, run: Path, screen: Screen) -> None:
     """Show the warnings about a config, its number type and the run folder. model: the policy's folder."""
-    number_type = processes.number_type(config, model)
     lines = [f"warning: {doubt}" for doubt in rules.doubts(config)]
-    for line in [*lines, *filter(None, [processes.memory_warning(config, model)]), number_type]:
+    for line in [*lines, *filter(None, [memory_warning(config, model)]), number_type(config, model)]:
         screen.say(line, "fault" if line.startswith("warning: ") else "detail")
     if config.learner.outside:
         screen.say(processes.torchrun(config.learner, run), "summary")
@@ -242,5 +243,8 @@ def dry_run(config: Config, run: Path) -> int:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
     _announce(config, model, run, Screen(config.scheduler.updates))
-    print(f"processes:\n{processes.describe(plan, config, model)}{known}")
+    print("processes:")
+    for p in plan:
+        print(f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)")
+    print(f"{estimate(config, model)}{known}")
     return 0

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from tools.bootstrap import ROOT
-from tools.launching import rules
+from tools.launching import engine_rules, rules
 from tools.launching.method import option_table
 from tools.launching.settings import Config, with_agent
 from wire.atomic import as_json
@@ -96,7 +96,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
         raise ConfigError(_without_secrets(tree, str(error))) from None
     except (ValueError, FileNotFoundError) as error:  # a name or an option of a plug-in is wrong
         raise ConfigError(_without_secrets(tree, f"config: {error}")) from None
-    return rules.with_adapters(config)
+    return engine_rules.with_adapters(config)
 
 
 def _without_secrets(value: Any, text: str) -> str:

@@ -1,7 +1,7 @@
 """The one check of a method: compare what the scheme reads with what strategy, judge and environment declare that they give."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -56,24 +56,22 @@ def option_table(section: str, key: str) -> str:
     )
 
 
-def check_method(config: Config, served: Served, environment: Environment) -> None:
-    """Raises ValueError if the scheme reads a column that nobody gives, or if choices do not fit; the error names fitting choices."""
+def faults(config: Config, served: Served, environment: Environment) -> Iterator[str]:
+    """Yield a column that the scheme reads and nobody gives, and choices that do not fit, with those that fit."""
     s, w = config.scheduler, config.learner
     scheme, strategy = schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options)
     judge = served.get(f"judge.{s.judge}")
-    _check_judge(s.judge, judge, environment)
-    _check_groups(scheme, strategy)
-    _check_strategy(config, strategy, environment)
-    _check_columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
-    _check_models(config, scheme)
-    _check_rewards(config, scheme, strategy)
+    yield from _judge(s.judge, judge, environment)
+    yield from _groups(scheme, strategy)
+    yield from _strategy(config, strategy, environment)
+    yield from _columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
+    yield from _models(config, scheme)
+    yield from _rewards(config, scheme, strategy)
 
 
-def _check_judge(name: str, judge: Worker | None, environment: Environment) -> None:
+def _judge(name: str, judge: Worker | None, environment: Environment) -> Iterator[str]:
     if isinstance(judge, Judge) and judge.environments and environment.name not in judge.environments:
-        raise ValueError(
-            f"scheduler.judge = {name!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
-        )
+        yield f"scheduler.judge = {name!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
 
 
 def mismatch(needs: SchemeNeeds, gives: StrategyGives) -> str:
@@ -87,7 +85,7 @@ def mismatch(needs: SchemeNeeds, gives: StrategyGives) -> str:
     return ""
 
 
-def _check_groups(scheme: Scheme, strategy: Strategy) -> None:
+def _groups(scheme: Scheme, strategy: Strategy) -> Iterator[str]:
     fault = mismatch(scheme.needs, strategy.gives).format(f"scheduler.strategy = {strategy.name!r}")
     if not fault:
         return
@@ -99,37 +97,35 @@ def _check_groups(scheme: Scheme, strategy: Strategy) -> None:
         name for name, needs in others.items() if not mismatch(needs, strategy.gives) and not needs.columns & elsewhere
     ]
     options = f" (now {strategy.options})" if strategy.options else ""
-    raise ValueError(
+    yield (
         f"learner.scheme = {scheme.name!r} {fault}: expected scheduler.strategy of {fitting}, with options that fit{options}, or"
         f" learner.scheme of {others}"
     )
 
 
-def _check_strategy(config: Config, strategy: Strategy, environment: Environment) -> None:
+def _strategy(config: Config, strategy: Strategy, environment: Environment) -> Iterator[str]:
     s, gives = config.scheduler, strategy.gives
     if gives.group == "step" and gives.size > config.actors.max_batch:
-        raise ValueError(
+        yield (
             f"scheduler.strategy = {s.strategy!r} samples groups of {gives.size}, which cannot decode together in actors.max_batch ="
             f" {config.actors.max_batch}"
         )
     if gives.needs_top and config.actors.engine == "sglang":
-        raise ValueError(
+        yield (
             f"scheduler.strategy = {s.strategy!r} needs the most probable tokens, which actors.engine = 'sglang' does not report: expected"
             " actors.engine = 'local', or scheduler.strategy_options.top = 0 with a strategy that has this option"
         )
     if gives.needs_judge and s.judge == UNJUDGED:
-        raise ValueError(
-            f"scheduler.judge = {UNJUDGED!r} leaves scheduler.strategy = {s.strategy!r} without scores: name a judge"
-        )
+        yield f"scheduler.judge = {UNJUDGED!r} leaves scheduler.strategy = {s.strategy!r} without scores: name a judge"
     if gives.needs_outcome_judge and not environment.outcome_judge:
         fitting = [name for name in strategies.names() if not strategies.load(name).gives.needs_outcome_judge]
-        raise ValueError(
+        yield (
             f"scheduler.strategy = {s.strategy!r} needs an environment whose outcomes a judge gives, such as search_qa:"
             f" data.environment is {environment.name!r}; expected scheduler.strategy of {fitting}"
         )
     idle = sorted(gives.reward_options & set(s.strategy_options))
     if idle and (s.judge == UNJUDGED or environment.rewarded_by_judge):
-        raise ValueError(f"scheduler.strategy_options {idle} have no effect without SLATE's rewards: remove them")
+        yield f"scheduler.strategy_options {idle} have no effect without SLATE's rewards: remove them"
 
 
 def columns_of(config: Config, gives: StrategyGives, served: Served, environment: Environment) -> Columns:
@@ -155,10 +151,10 @@ def columns_of(config: Config, gives: StrategyGives, served: Served, environment
     return Columns({"valid", "truncated", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
 
 
-def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Columns) -> None:
+def _columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Columns) -> Iterator[str]:
     s, reads, gives = config.scheduler, scheme.needs.columns, strategy.gives
     if gives.purpose and not reads & gives.purpose:
-        raise ValueError(
+        yield (
             f"scheduler.strategy = {s.strategy!r} has no effect with learner.scheme = {scheme.name!r}, which reads none of"
             f" {sorted(gives.purpose)}: expected learner.scheme of {_reading(gives.purpose)}, or another strategy"
         )
@@ -178,7 +174,7 @@ def _check_columns(config: Config, scheme: Scheme, strategy: Strategy, columns: 
         name for name in strategies.names() if column in {*(g := strategies.load(name).gives).columns, *g.purpose}
     ]
     offers = f"; scheduler.strategy of {fitting} gives it" if fitting else ""
-    raise ValueError(
+    yield (
         f"learner.scheme = {scheme.name!r} reads column {column!r}, which nobody gives{why}{offers}. scheduler.strategy = {s.strategy!r}"
         f" gives {sorted(columns.strategy)}, scheduler.judge = {s.judge!r} gives {sorted(columns.judge)}, data.environment ="
         f" {config.data.environment!r} gives {sorted(columns.environment)}"
@@ -189,26 +185,22 @@ def _reading(columns: Iterable[str]) -> list[str]:
     return [name for name in schemes.names() if schemes.load(name, {}).needs.columns & set(columns)]
 
 
-def _check_models(config: Config, scheme: Scheme) -> None:
+def _models(config: Config, scheme: Scheme) -> Iterator[str]:
     """Only those of the learner's own models that the scheme reads may have a section."""
     w, needs = config.learner, scheme.needs
     for section, column in (("critic", "value"), ("prm", "prm")):
         if getattr(w, section) is not None and column not in needs.models:
-            raise ValueError(
-                f"learner.{section} has no effect with learner.scheme = {w.scheme!r} and its options: remove the section"
-            )
+            yield f"learner.{section} has no effect with learner.scheme = {w.scheme!r} and its options: remove the section"
     if needs.prm_loss and (w.prm is None or w.prm.loss != needs.prm_loss):
-        raise ValueError(
-            f"learner.scheme = {w.scheme!r} trains its reward model with learner.prm.loss = {needs.prm_loss!r}: set it"
-        )
+        yield f"learner.scheme = {w.scheme!r} trains its reward model with learner.prm.loss = {needs.prm_loss!r}: set it"
     if "kl" in needs.models and w.kl_coef:
-        raise ValueError(
+        yield (
             f"learner.scheme = {w.scheme!r} {_shown(scheme.options)} has the KL in its reward, and learner.kl_coef = {w.kl_coef} would"
             " count it again in the loss: set one of them to 0"
         )
 
 
-def _check_rewards(config: Config, scheme: Scheme, strategy: Strategy) -> None:
+def _rewards(config: Config, scheme: Scheme, strategy: Strategy) -> Iterator[str]:
     """Settings of the reward need a scheme that says which column it is, and dynamic sampling a scheme that compares within a group."""
     s, w, needs = config.scheduler, config.learner, scheme.needs
     keys = {key: getattr(w, key) for key in ("reward_scale", "reward_clip", "soft_overlong", "kl_reward_coef")}
@@ -216,17 +208,17 @@ def _check_rewards(config: Config, scheme: Scheme, strategy: Strategy) -> None:
     if s.dynamic_sampling_budget:
         changed.append(f"scheduler.dynamic_sampling_budget = {s.dynamic_sampling_budget}")
         if needs.group == "batch" or strategy.gives.size < 2:
-            raise ValueError(
+            yield (
                 f"{changed[-1]} has no effect: learner.scheme = {w.scheme!r} and scheduler.strategy = {s.strategy!r} do not compare several"
                 " trajectories of one task or step: set it to 0"
             )
     if changed and not needs.reward_column:
-        raise ValueError(
+        yield (
             f"{changed[0]}: learner.scheme = {w.scheme!r} reads {sorted(needs.columns)} and does not say which column is the reward: declare"
             " SchemeNeeds.reward (docs/extend.md)"
         )
     if w.kl_reward_coef and "kl_coef" in signature(scheme.function).parameters:
-        raise ValueError(
+        yield (
             f"learner.kl_reward_coef = {w.kl_reward_coef}: learner.scheme = {w.scheme!r} charges each token its own KL: set"
             " learner.scheme_options.kl_coef instead"
         )

@@ -1,7 +1,6 @@
 """The processes of a run: name, module, process file and environment of each."""
 
 import secrets
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,9 @@ from scheduler.tracking import KEYS
 from tools.launching.assets import Assets
 from tools.launching.config import Config
 from tools.launching.judge_model import JudgeModelProcess
+from tools.launching.number_types import typed
 from wire import hardware, shards
+from wire.process import free_port
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     services += ["retrieve"] if assets.retriever else []
     judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
     served = config.judges.model and JudgeModelProcess(
-        "judge-model", run, assets.judge_model, _free_port(), config.judges.model
+        "judge-model", run, assets.judge_model, free_port(), config.judges.model
     )
     if served:
         judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
@@ -217,12 +218,6 @@ def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
     return own[first : first + each]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def torchrun(learner: LearnerConfig, run: Path) -> str:
     """Say how the ranks of a learner from outside are started (docs/learner.md, "Several machines")."""
     return (
@@ -230,138 +225,3 @@ def torchrun(learner: LearnerConfig, run: Path) -> str:
         f"  torchrun --nnodes N --node-rank I --nproc-per-node {learner.count}/N --master-addr FIRST --master-port PORT"
         f" -m learner.main {run}/processes/learner.json"
     )
-
-
-def describe(plan: list[Process], config: Config, model: Path) -> str:
-    """Describe the plan and estimate its memory for --dry-run. model: the policy's folder."""
-    uncounted = ", without the judges' model" if config.judges.model else ""
-    lines = [f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)" for p in plan]
-    need, free = memory_gib(config, model), free_gib()
-    estimate = f"memory: about {need:.1f} GiB of {free:.1f} GiB free (weights, caches, activations{uncounted})"
-    return "\n".join([*lines, estimate])
-
-
-def memory_warning(config: Config, model: Path) -> str:
-    """Return a warning that names the largest plan that fits, if a run on CPUs needs more memory than is free; "" otherwise."""
-    need, free = memory_gib(config, model), free_gib()
-    if need <= free or hardware.visible_gpus() or config.cluster.on:
-        return ""
-    warning = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
-    fewest = config.scheduler.shards
-    sizes = [(a, w) for a in range(fewest, config.actors.count + 1) for w in range(1, config.learner.count + 1)]
-    fitting = [size for size in sizes if memory_gib(_sized(config, *size), model) <= free]
-    if fitting:
-        actors, ranks = max(fitting, key=lambda size: (sum(size), size[0]))
-        less = memory_gib(_sized(config, actors, ranks), model)
-        return f"{warning}--actors {actors} --learner {ranks} fits ({less:.1f} GiB)"
-    least = memory_gib(_sized(config, fewest, 1), model)
-    return (
-        f"{warning}even --actors {fewest} --learner 1 needs {least:.1f} GiB. Set a smaller actors.kv_cache_gib"
-        f" (now {config.actors.kv_cache_gib}) or learner.micro_tokens (now {config.learner.micro_tokens}), or take a smaller model"
-    )
-
-
-def _sized(config: Config, actors: int, ranks: int) -> Config:
-    replace = msgspec.structs.replace
-    return replace(config, actors=replace(config.actors, count=actors), learner=replace(config.learner, count=ranks))
-
-
-def typed(config: Config) -> Config:
-    """Return the config with model.dtype written to the rooms that name no number type, and to the arguments of SGLang where actors start it."""
-    dtype, a, w, replace = config.model.dtype, config.actors, config.learner, msgspec.structs.replace
-    w = replace(w, dtype=dtype if w.dtype == "auto" else w.dtype)
-    if a.engine != "sglang":
-        a = replace(a, dtype=dtype if a.dtype == "auto" else a.dtype)
-    elif a.sglang.way != "url" and dtype != "auto":
-        a = replace(a, sglang=replace(a.sglang, arguments={"dtype": dtype} | a.sglang.arguments))
-    return replace(config, actors=a, learner=w)
-
-
-def number_type(config: Config, model: Path | None = None) -> str:
-    """Describe the number type in which the run computes, the reason for it, and the setting that changes it. model: the policy's folder."""
-    config = typed(config)
-    learner, why = hardware.dtype_and_reason(config.learner.dtype)
-    actors, reason = _acting(config, model)
-    if not actors:
-        return f"number type of the learner: {learner} ({why}; model.dtype); that of the SGLang servers is their own and must be the same"
-    if actors != learner:
-        return (
-            f"warning: the learner computes in {learner} ({why}) and the actors in {actors} ({reason}): the log-probabilities of the same"
-            " tokens then differ by rounding, which the correction cannot tell from staleness; set model.dtype, and neither learner.dtype,"
-            " actors.dtype nor actors.sglang.arguments.dtype"
-        )
-    chosen = learner == "bfloat16" and config.learner.dtype == "auto"
-    change = "; --set model.dtype=float32 changes it" if chosen else ""
-    return f"number type {learner} ({why}{change})"
-
-
-def _acting(config: Config, model: Path | None) -> tuple[str, str]:
-    """Return the number type of the actors and the reason; "" if only a server that runs elsewhere, or a model not yet here, could tell."""
-    a = config.actors
-    if a.engine != "sglang":
-        return hardware.dtype_and_reason(a.dtype)
-    argument = str(a.sglang.arguments.get("dtype", "auto"))
-    if argument != "auto":
-        return {"half": "float16", "float": "float32"}.get(argument, argument), "actors.sglang.arguments.dtype"
-    stored = "" if model is None or a.sglang.way == "url" else model_shape(model).get("dtype", "")
-    if not stored:
-        return "", ""
-    return "bfloat16" if stored == "bfloat16" else "float16", f"SGLang's choice for weights stored in {stored}"
-
-
-def model_shape(model: Path) -> dict[str, Any]:
-    """Return the settings of a model's folder, with the number type of its weights as "dtype"; {} if it is not on this disk yet."""
-    settings = model / "config.json"
-    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
-    return {"dtype": shape["torch_dtype"]} | shape if "torch_dtype" in shape else shape
-
-
-_PROCESS_GIB, _REST_GIB = 0.4, 0.6
-"""GiB that a process with torch takes beside weights, caches and activations (libraries, buffers, memory that the allocator keeps), and GiB
-that the retriever, launcher, scheduler and judges take together. See docs/performance.md."""
-_SAVED = 9, 4
-"""Numbers kept for the backward pass per token and layer, as multiples of the hidden width and of the intermediate width."""
-
-
-def memory_gib(config: Config, model: Path) -> float:
-    """Estimate the most main memory that all processes hold together, in GiB. The weights of a model not yet on disk count as 0."""
-    shape = model_shape(model)
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    weights = size / (4 if shape.get("dtype") == "float32" else 2)
-    return sum(count * each for count, each in memory_parts(config, shape, weights).values())
-
-
-def memory_parts(config: Config, shape: dict[str, Any], weights: float) -> dict[str, tuple[int, float]]:
-    """Estimate the main memory of each kind of process, as (how many, GiB of each). shape: a model's config.json; weights: their number."""
-    config = typed(config)
-    a, w, served = config.actors, config.learner, config.judges.model
-    acting, learning = (4 if hardware.compute_dtype(d) == "float32" else 2 for d in (a.dtype, w.dtype))
-    frozen, own = rank_gib(w, shape, weights, learning)
-    parts = {"actor": (a.count, weights * acting / 2**30 + a.kv_cache_gib + _PROCESS_GIB)}
-    parts["learner rank"] = w.here, own + _PROCESS_GIB
-    if frozen and w.here:  # the ranks of one machine share them
-        parts["frozen weights"] = 1, frozen
-    parts |= {"judges' model": (1, served.kv_cache_gib + 1.1)} if served else {}
-    return parts | {"all others": (config.scheduler.shards, _REST_GIB)}
-
-
-def rank_gib(w: LearnerConfig, shape: dict[str, Any], weights: float, size: int) -> tuple[float, float]:
-    """Estimate what a learner rank holds of a model, in GiB: its frozen weights, and the rest. size: bytes of a number in which it computes.
-
-    A trained weight takes 16 bytes (with its gradient and moments), also one of a critic or reward model, and adapters with theirs take a fifth of
-    the frozen weights at most. A policy whose weights all train is kept as it began, too, if a KL is measured to it.
-    """
-    needs = schemes.load(w.scheme, w.scheme_options).needs.models
-    kept = size if needs & {"kl"} or w.kl_coef or w.kl_reward_coef else 0
-    hidden, inner, layers = (shape.get(name, 0) for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    layer = _SAVED[0] * hidden + _SAVED[1] * inner
-    saved = w.micro_tokens * (layer + layers * hidden if w.gradient_checkpointing else layers * layer)
-    parts = w.shards
-    frozen, trained = (weights * size, weights * 0.8) if w.lora.rank else (0.0, weights * (16 + kept))
-    trained += sum(16 * weights for model in (w.critic, w.prm) if model is not None and model.lora is None)
-    return frozen / parts / 2**30, (trained / parts + saved * (4 if size == 4 else 3)) / 2**30
-
-
-def free_gib() -> float:
-    """Return the GiB that a run may take on this machine."""
-    return hardware.free_memory() / 2**30

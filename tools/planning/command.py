@@ -11,8 +11,8 @@ import msgspec
 
 from scheduler import strategies
 from tools.inspecting import runs
-from tools.launching import processes
 from tools.launching.config import DEFAULT_CONFIG, Config, load
+from tools.launching.memory import memory_parts
 from tools.planning import formulas, prediction
 from tools.planning.formulas import GPUS, Assumed
 from tools.planning.growth import Work, work_of
@@ -105,7 +105,7 @@ def plan(options: argparse.Namespace, given: dict[str, Any]) -> Plan:
         source, lengths = prediction.made_up(config, assumed)
         texts = ", ".join(f"{k} {v:g}{'' if k in given else ' (assumed)'}" for k, v in lengths.items())
     if not on_gpus:
-        memory = processes.memory_parts(config, msgspec.structs.asdict(model), model.weights)
+        memory = memory_parts(config, msgspec.structs.asdict(model), model.weights)
         assumed = prediction.reached(options.run) if options.run else assumed
     work, timed = work_of(config, source), on_gpus or options.run
     splits = prediction.splits(config, model, work, assumed, options.gpus) if timed else []

@@ -10,8 +10,9 @@ from actors.environments import registry
 from tools.defaults.models import OURS, ensure_model
 from tools.defaults.settings import cache_folder
 from tools.inspecting import runs
-from tools.launching import processes
 from tools.launching.config import Config, ConfigError, convert
+from tools.launching.memory import rank_gib
+from tools.launching.number_types import model_shape, typed
 from tools.planning import formulas
 from tools.planning.formulas import Assumed, Dense, Speed
 from tools.planning.growth import Work, work_of
@@ -49,7 +50,7 @@ def model_of(config: Config, given: Path | None = None) -> Dense:
     """
     name = config.model.name
     folder = given or (ensure_model(name, cache_folder()) if name in OURS else Path(name))
-    if shape := processes.model_shape(folder):
+    if shape := model_shape(folder):
         return Dense.of(shape, str(folder))
     known = [shape for start, shape in formulas.SHAPES.items() if name.rpartition("/")[2].startswith(start)]
     if known and not given:
@@ -133,7 +134,7 @@ def reached(run: Path) -> Assumed:
 def split(config: Config, model: Dense, work: Work, reach: Assumed, actors: int, ranks: int, gpus: bool) -> Split:
     """Return what follows if so many devices generate and so many train."""
     a, s = config.actors, config.scheduler
-    learner = msgspec.structs.replace(processes.typed(config).learner, count=ranks)
+    learner = msgspec.structs.replace(typed(config).learner, count=ranks)
     size = 4 if not gpus and hardware.compute_dtype(learner.dtype) == "float32" else 2
     each = max(1, a.sglang.gpus) if gpus else 1
     engines, held = actors // each, model.weights * size / 2**30
@@ -145,7 +146,7 @@ def split(config: Config, model: Dense, work: Work, reach: Assumed, actors: int,
     hours = timed.period * s.updates / 3600
     if not gpus:
         return Split(actors, ranks, engines, timed, hours, cache)
-    rank, lacks = sum(processes.rank_gib(learner, msgspec.structs.asdict(model), model.weights, size)) + CUDA_GIB, ""
+    rank, lacks = sum(rank_gib(learner, msgspec.structs.asdict(model), model.weights, size)) + CUDA_GIB, ""
     if cache < a.max_context:
         lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache, less than actors.max_context = {a.max_context}"
     elif rank > reach.memory:

@@ -192,9 +192,11 @@ class Mutable(Environment):
 
     def keep(self, state: Played, live: "Live") -> None:
         """Keep an object that stands in ``state``."""
+        key = state.seed, state.actions
         with _ONE:
-            self._cache[state.seed, state.actions] = live
-            self._cache.move_to_end((state.seed, state.actions))
+            if key in self._cache:  # a sibling has played the same
+                self.forget(self._cache.pop(key))
+            self._cache[key] = live
             while len(self._cache) > self.kept:
                 self.forget(self._cache.popitem(last=False)[1])
 

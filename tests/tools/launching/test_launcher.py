@@ -57,8 +57,8 @@ def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
 def test_a_dry_run_prints_the_doubts_that_a_start_prints(
     dry: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.processes.free_gib", lambda: 0.0)
-    monkeypatch.setattr("tools.launching.processes.hardware.visible_gpus", lambda: [])
+    monkeypatch.setattr("tools.launching.memory.free_gib", lambda: 0.0)
+    monkeypatch.setattr("tools.launching.memory.hardware.visible_gpus", lambda: [])
     correction = ["--set", "learner.correction=gspo", "--set", "learner.aggregation=token"]
     assert main(["--run-folder", str(tmp_path / "run"), *correction, *dry]) == status
     told = capsys.readouterr().out

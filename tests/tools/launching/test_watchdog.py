@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +181,13 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(t
 
 def test_a_process_that_has_not_begun_is_not_killed_by_the_question_for_its_stacks(tmp_path: Path) -> None:
     (tmp_path / "log").touch()
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    lives = "print(flush=True); input(); print('alive')"
+    process = subprocess.Popen([sys.executable, "-c", lives], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         process.stdout.readline()
         assert stacks(process.pid, tmp_path / "log") == ""
-        time.sleep(0.1)
-        assert process.poll() is None
+        assert process.communicate(b"\n")[0] == b"alive\n"
     finally:
         process.kill()
         process.communicate()

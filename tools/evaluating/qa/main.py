@@ -82,9 +82,7 @@ def parser() -> argparse.ArgumentParser:
 def check(flags: argparse.Namespace) -> None:
     """Refuse values out of range and settings without effect. Raises ValueError."""
     counts = ("questions", "concurrency", "topk", "timeout", "attempts", "max_tokens", "threads", "max_context")
-    players.check_positive(flags, counts)
-    players.check_sampling(flags)
-    players.check_needs(flags)
+    players.check(flags, counts)
     names = [name for name, _ in flags.budget]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--budget is given twice{f' for {twice[0]}' if twice[0] else ''}: give it once")

@@ -11,14 +11,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 
-from scheduler.dispatch import Dispatcher
+from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.fleet import CAPACITY
 from scheduler.journal import Journal
 from scheduler.tree import Tree
@@ -111,6 +111,28 @@ class Journaled:
         self.journal.save_nodes(self._tree)
 
 
+@contextlib.asynccontextmanager
+async def served(
+    service: str, workers: int, capacity: int, journaled: bool
+) -> AsyncIterator[tuple[Dispatcher, Callable[[], None]]]:
+    """A dispatcher with ``workers`` that answer at once, and what has to be called for each answer: it writes the answer, if there is a journal."""
+    dispatcher = Dispatcher("tcp://127.0.0.1:0", None, DispatchConfig(dead_after_s=600.0))
+    await dispatcher.start()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
+        journal = Journal(Path(folder) / "journal.sqlite") if journaled else None
+        if journal is not None:
+            closing.callback(journal.close)
+        async with answering(dispatcher.endpoint, service, workers, capacity):
+            await dispatcher.wait_for(service, workers, 300.0)
+            yield dispatcher, Journaled(journal).write if journal is not None else lambda: None
+        await dispatcher.close()
+
+
+def percentiles(lags: list[float]) -> dict[str, float]:
+    """Return the lag's percentiles in milliseconds."""
+    return {f"lag_p{share}": 1e3 * float(np.percentile(lags, share)) for share in (50, 99)}
+
+
 async def watch(lags: list[float]) -> None:
     """Note how late the loop comes to a timer, in seconds, until cancelled."""
     while True:
@@ -122,9 +144,8 @@ async def watch(lags: list[float]) -> None:
 class _Load:
     """Calls at a rate, from ``run``'s start to its end. done: calls that have returned."""
 
-    def __init__(self, dispatcher: Dispatcher, journal: Journal | None):
-        self.dispatcher = dispatcher
-        self.journaled = Journaled(journal) if journal is not None else None
+    def __init__(self, dispatcher: Dispatcher, write: Callable[[], None]):
+        self.dispatcher, self.write = dispatcher, write
         self.done, self.lags = 0, list[float]()
         self._open: set[asyncio.Task[None]] = set()
 
@@ -147,32 +168,23 @@ class _Load:
     async def _call(self) -> None:
         await self.dispatcher.call(SERVICE, REQUEST, deadline=300.0)
         self.done += 1
-        if self.journaled is not None:
-            self.journaled.write()
+        self.write()
 
 
 async def measure(workers: int, rate: int, seconds: float, journaled: bool) -> dict[str, float]:
     """Return calls a second, the lag's percentiles in milliseconds, microseconds of the scheduler's processor time a call, and its share of a core."""
-    dispatcher = Dispatcher("tcp://127.0.0.1:0", None)
-    await dispatcher.start()
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder) / "journal.sqlite") if journaled else None
-        async with answering(dispatcher.endpoint, SERVICE, workers, SIZES[workers]):
-            await dispatcher.wait_for(SERVICE, workers, 120.0)
-            load = _Load(dispatcher, journal)
-            await load.run(min(rate, 500), 0.5)  # a first run imports and connects
-            load.done = 0
-            load.lags.clear()
-            begun, spent = time.perf_counter(), time.process_time()
-            await load.run(rate, seconds)
-            done, took, spent = load.done, time.perf_counter() - begun, time.process_time() - spent
-            lags = load.lags
-            await load.end()
-        await dispatcher.close()
-        if journal is not None:
-            journal.close()
-    p50, p99 = (1e3 * float(np.quantile(lags, share)) for share in (0.5, 0.99))
-    return {"calls_s": done / took, "lag_p50": p50, "lag_p99": p99, "lag_max": 1e3 * max(lags), "us": 1e6 * spent / max(done, 1), "core": spent / took}  # fmt: skip
+    async with served(SERVICE, workers, SIZES[workers], journaled) as (dispatcher, write):
+        load = _Load(dispatcher, write)
+        await load.run(min(rate, 500), 0.5)  # a first run imports and connects
+        load.done = 0
+        load.lags.clear()
+        begun, spent = time.perf_counter(), time.process_time()
+        await load.run(rate, seconds)
+        done, took, spent = load.done, time.perf_counter() - begun, time.process_time() - spent
+        lags = load.lags
+        await load.end()
+    told = {"calls_s": done / took, "lag_max": 1e3 * max(lags), "us": 1e6 * spent / max(done, 1), "core": spent / took}
+    return told | percentiles(lags)
 
 
 def run(

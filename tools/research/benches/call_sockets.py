@@ -8,19 +8,17 @@ of the event loop is measured alone, too: the rest is ZeroMQ's, which reads and 
 import asyncio
 import gc
 import statistics
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from scheduler.dispatch import DispatchConfig, Dispatcher
+from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
-from scheduler.journal import Journal
 from scheduler.survivors import sparing
 from tools.research.benches.call_cost import Callers
-from tools.research.benches.call_lag import Journaled, answering, watch
+from tools.research.benches.call_lag import percentiles, served, watch
 from tools.research.benches.overhead import SERVICE
 from wire import loop
 from wire.numbers import Count, Positive
@@ -45,17 +43,16 @@ KINDS = {"": (False, False), "place": (True, False), "journal": (False, True)}
 
 
 class _Writing(Callers):
-    """Callers that write each answer to a journal."""
+    """Callers that write each answer."""
 
-    def __init__(self, dispatcher: Dispatcher, fleet: Fleet | None, journaled: Journaled | None):
+    def __init__(self, dispatcher: Dispatcher, fleet: Fleet | None, write: Callable[[], None]):
         super().__init__(dispatcher, fleet)
-        self.journaled = journaled
+        self.write = write
 
     def answered(self) -> None:
         """Count an answer and write it."""
         super().answered()
-        if self.journaled is not None:
-            self.journaled.write()
+        self.write()
 
 
 def _spent() -> np.ndarray:
@@ -67,44 +64,26 @@ async def measure(
     workers: int, capacity: int, callers: int, placed: bool, journaled: bool, seconds: float
 ) -> dict[str, float]:
     """Return microseconds of a call in the process and in the loop's thread, the lag's percentiles in milliseconds, calls a second and the share of a core that heartbeats take."""
-    service = "generate" if placed else SERVICE
-    dispatcher = Dispatcher("tcp://127.0.0.1:0", None, DispatchConfig(dead_after_s=600.0))
-    await dispatcher.start()
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder) / "journal.sqlite") if journaled else None
-        async with answering(dispatcher.endpoint, service, workers, capacity):
-            await dispatcher.wait_for(service, workers, 300.0)
-            gc.collect()
-            began = _spent()
-            await asyncio.sleep(min(4.0, seconds))
-            wall, *idle = _spent() - began
-            idle = np.array(idle) / wall
-            writing = Journaled(journal) if journal is not None else None
-            calling = _Writing(dispatcher, Fleet() if placed else None, writing)
-            tasks = [asyncio.create_task(calling.call()) for _ in range(callers)]
-            while calling.done < callers / 2:  # all have begun
-                await asyncio.sleep(0.05)
-            lags = list[float]()
-            tasks.append(asyncio.create_task(watch(lags)))
-            before, began = calling.done, _spent()
-            await asyncio.sleep(seconds)
-            done, (passed, *spent) = calling.done - before, _spent() - began
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await dispatcher.close()
-        if journal is not None:
-            journal.close()
-    p50, p99 = (1e3 * float(np.quantile(lags, share)) for share in (0.5, 0.99))
+    async with served("generate" if placed else SERVICE, workers, capacity, journaled) as (dispatcher, write):
+        gc.collect()
+        began = _spent()
+        await asyncio.sleep(min(4.0, seconds))
+        wall, *idle = _spent() - began
+        idle = np.array(idle) / wall
+        calling = _Writing(dispatcher, Fleet() if placed else None, write)
+        tasks = [asyncio.create_task(calling.call()) for _ in range(callers)]
+        while calling.done < callers / 2:  # all have begun
+            await asyncio.sleep(0.05)
+        lags = list[float]()
+        tasks.append(asyncio.create_task(watch(lags)))
+        before, began = calling.done, _spent()
+        await asyncio.sleep(seconds)
+        done, (passed, *spent) = calling.done - before, _spent() - began
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     process, thread = 1e6 * (np.array(spent) - idle * passed) / max(done, 1)
-    told = {
-        "us": process,
-        "loop_us": thread,
-        "lag_p50": p50,
-        "lag_p99": p99,
-        "calls_s": done / passed,
-        "heartbeats": idle[0],
-    }
+    told = {"us": process, "loop_us": thread, "calls_s": done / passed, "heartbeats": idle[0]} | percentiles(lags)
     return {name: float(value) for name, value in told.items()}
 
 

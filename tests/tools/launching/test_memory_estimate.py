@@ -1,0 +1,58 @@
+"""The estimate of a run's memory: what it adds up, and the warning that names the largest plan that fits."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tools.launching import memory
+from tools.launching.config import load
+from tools.launching.memory import memory_gib, memory_warning
+from wire import hardware
+
+ROOT = Path(__file__).parents[3]
+
+
+def smol(folder: Path) -> Path:
+    """SmolLM2-135M's shape and size on disk, without its numbers."""
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "dtype": "bfloat16"}
+    (folder / "config.json").write_bytes(msgspec.json.encode(shape))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(269_060_552)
+    return folder
+
+
+WIDE = ["actors.dtype=float32", "learner.dtype=float32", "actors.count=4", "learner.count=4"]
+
+
+def test_a_plan_beyond_the_free_memory_names_the_largest_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = load(ROOT / "configs" / "slate-cpu.toml", WIDE), smol(tmp_path)
+    need = memory_gib(config, model)
+    monkeypatch.setattr(hardware, "visible_gpus", list)
+    monkeypatch.setattr(memory, "free_gib", lambda: need + 0.01)
+    assert memory_warning(config, model) == ""
+    monkeypatch.setattr(memory, "free_gib", lambda: need - 0.01)
+    assert "--actors 4 --learner 3 fits" in memory_warning(config, model)
+    monkeypatch.setattr(memory, "free_gib", lambda: 4.0)
+    assert "--actors 1 --learner 1 fits (3." in memory_warning(config, model)
+    monkeypatch.setattr(memory, "free_gib", lambda: 1.0)
+    assert "even --actors 1 --learner 1 needs 3." in (said := memory_warning(config, model))
+    assert "learner.micro_tokens (now 576)" in said
+
+
+def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: Path) -> None:
+    model = smol(tmp_path)
+
+    def gib(*more: str) -> float:
+        return memory_gib(load(ROOT / "configs" / "slate-cpu.toml", [*WIDE, *more]), model)
+
+    narrow = ("actors.dtype=bfloat16", "learner.dtype=bfloat16")
+    assert (
+        gib(*narrow)
+        < gib()
+        < gib("learner.micro_tokens=1280")
+        < gib("learner.lora={rank=0}", "learner.micro_tokens=1280")
+    )
+    assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)  # weights, cache, libraries

@@ -1,0 +1,83 @@
+"""The number type of a run: one key sets it, each room may override it, and a run says which it is and why."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.launching import processes
+from tools.launching.assets import Assets
+from tools.launching.config import load, saved
+from tools.launching.number_types import number_type, typed
+from wire import hardware
+
+DEFAULT = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
+
+
+def test_the_number_type_its_reason_and_two_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
+    auto = ["model.dtype=auto", "learner.dtype=auto", "actors.dtype=auto"]
+    assert number_type(load(DEFAULT, auto)) == (
+        "number type bfloat16 (there is an NVIDIA GPU; --set model.dtype=float32 changes it)"
+    )
+    for alike in (["learner.dtype=float32", "actors.dtype=float32"], ["model.dtype=float32"]):
+        plain = number_type(load(DEFAULT, [*auto, *alike]))
+        assert plain == "number type float32 (as the config says)"
+    said = number_type(load(DEFAULT, [*auto, "actors.dtype=float32"]))
+    assert said.startswith("warning: the learner computes in bfloat16")
+    assert "set model.dtype, and neither learner.dtype, actors.dtype nor" in said
+
+
+def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_override_it(tmp_path: Path) -> None:
+    def written(*overrides: str) -> list[str]:
+        config = load(DEFAULT, ["learner.dtype=auto", "actors.dtype=auto", *overrides])
+        processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
+        files = [json.loads((tmp_path / "processes" / f"{name}.json").read_text()) for name in ("actor-0", "learner")]
+        return [files[0]["actors"]["dtype"], files[1]["learner"]["dtype"]]
+
+    assert written("model.dtype=bfloat16") == ["bfloat16", "bfloat16"]
+    assert written("model.dtype=bfloat16", "actors.dtype=float32") == ["float32", "bfloat16"]
+    assert written("model.dtype=float32", "learner.dtype=bfloat16") == ["float32", "bfloat16"]
+    assert written("model.dtype=auto") == ["auto", "auto"]
+    kept = saved(load(DEFAULT, ["model.dtype=bfloat16"]))  # a resumed run may change the one key
+    assert json.loads(kept)["learner"]["dtype"] == "auto"
+
+
+def test_sglang_gets_the_number_type_and_one_that_differs_from_the_learners_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
+    sglang = ["model.dtype=auto", "actors.engine=sglang", "actors.kv_cache_gib=1.0"]
+
+    def told(*overrides: str, stored: str = "") -> str:
+        if stored:
+            (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": stored}))
+        return number_type(load(DEFAULT, [*sglang, *overrides]), tmp_path)
+
+    assert "of the SGLang servers is their own" in told()
+    assert told("model.dtype=float32") == "number type float32 (as the config says)"
+    assert "and the actors in float16 (actors.sglang.arguments.dtype)" in told("actors.sglang.arguments.dtype=half")
+    assert told(stored="bfloat16").startswith("number type bfloat16 (there is an NVIDIA GPU")
+    assert "the actors in float16 (SGLang's choice for weights stored in float32)" in told(stored="float32")
+    arguments = typed(load(DEFAULT, [*sglang, "model.dtype=bfloat16"])).actors.sglang.arguments
+    assert arguments["dtype"] == "bfloat16"
+    url = ["actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=1"]
+    assert "of the SGLang servers is their own" in told("model.dtype=bfloat16", *url)
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ("GenuineIntel avx512_bf16 amx_bf16", "bfloat16"),
+        ("AuthenticAMD avx512_bf16", "bfloat16"),
+        ("GenuineIntel avx512_bf16", "float32"),
+        ("AuthenticAMD avx2", "float32"),
+    ],
+)
+def test_a_processor_computes_in_the_type_that_it_is_faster_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(processor)
+    monkeypatch.setattr(hardware, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware, "visible_gpus", list)
+    assert hardware.compute_dtype("auto") == expected
