@@ -198,7 +198,8 @@ class Run:
             if name not in ("", UNJUDGED)
         }
         expected = ", ".join(f"{count} x {name}" for name, count in {**services, "train": 1}.items())
-        print(f"waiting for workers: {expected}", flush=True)
+        own = f" of {self.process.name}, one of {self.shard.count}" if self.shard.count > 1 else ""
+        print(f"waiting for workers{own}: {expected}", flush=True)
         self.attendance.needed = [*services, "train"]
         for service, count in services.items():
             await self._wait_for(service, count)
@@ -232,6 +233,8 @@ class Run:
         self.stream.told |= recorded | set(range(checkpoint.version + 1))
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
+        if not self.pacing.finished:  # resumed for more updates, it has not ended any more
+            (self.folder / report.SUMMARY).unlink(missing_ok=True)
         self.metrics.counters(self.dispatcher.workers())
         first, idle, self.training_since = self.pacing.version, self.forest.phases.spent("no trees"), self._clock()
         self.forest.begin(self.pacing, newest)
