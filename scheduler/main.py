@@ -25,7 +25,7 @@ from scheduler.examination import WORK, Examination
 from scheduler.exporter import Exporter
 from scheduler.fleet import Fleet
 from scheduler.forest import Forest
-from scheduler.health import PAUSED, Reporter, Standing
+from scheduler.health import PAUSED, Health, Reporter, Standing, joined, read_all
 from scheduler.journal import Journal, JournalError
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
@@ -87,7 +87,7 @@ class Run:
         self.dispatcher = Dispatcher(
             self._address(), keys, self.settings.dispatch, process.seed, router=router, clock=clock
         )
-        self.metrics = Metrics(self.folder)
+        self.metrics = Metrics(self.folder, process.shard.count > 1 and not process.shard.number)
         self.dispatcher.on_event = self.metrics.event
         self.dispatcher.on_join = self._joined
         self.dispatcher.on_leave = self._left
@@ -102,7 +102,7 @@ class Run:
         s, paused = self.settings, self.home / PAUSED
         self.reporter = Reporter(self.folder, self.dispatcher, self._standing, s.watchdog_s, s.stall_s, paused)
         self.trackers = Trackers(self.folder, self.settings.trackers)
-        self.exporter = Exporter(self.folder, lambda: self.metrics.newest, lambda: self.reporter.newest)
+        self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
         self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.totals: Counter[str] = Counter()
@@ -167,7 +167,8 @@ class Run:
         self.phases.enter("stopping")
         await self.stream.settle(LEAVE_S)  # answers of the last update that had to be asked for again
         await self.dismiss()
-        await self._workers_left(LEAVE_S)
+        await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
+        await self._until(self.metrics.look, LEAVE_S)
         spent = self.phases.seconds()
         report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
         self.finished = True
@@ -196,7 +197,8 @@ class Run:
             if name not in ("", UNJUDGED)
         }
         expected = ", ".join(f"{count} x {name}" for name, count in {**services, "train": 1}.items())
-        print(f"waiting for workers: {expected}", flush=True)
+        own = f" of {self.process.name}, one of {self.shard.count}" if self.shard.count > 1 else ""
+        print(f"waiting for workers{own}: {expected}", flush=True)
         self.attendance.needed = [*services, "train"]
         for service, count in services.items():
             await self._wait_for(service, count)
@@ -230,6 +232,8 @@ class Run:
         self.stream.told |= recorded | set(range(checkpoint.version + 1))
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
+        if not self.pacing.finished:  # resumed for more updates, it has not ended any more
+            (self.folder / report.SUMMARY).unlink(missing_ok=True)
         self.metrics.counters(self.dispatcher.workers())
         first, idle, self.training_since = self.pacing.version, self.forest.phases.spent("no trees"), self._clock()
         self.forest.begin(self.pacing, newest)
@@ -252,7 +256,8 @@ class Run:
         )
 
     def _check(self) -> None:
-        """Raise the error of a background task that died; the error ends the run."""
+        """Show what the other schedulers have recorded, and raise the error of a background task that died; the error ends the run."""
+        self.metrics.look()
         for failure in (self.dispatcher.failure(), self.stream.failure(), self.journal.failure, self.forest.failure):
             if failure is not None:
                 raise failure
@@ -264,6 +269,11 @@ class Run:
             self.phases.now(), self.spread.weights.version, self.settings.updates, len(self.forest.growing), self.forest.done,
             len(self.journal.evaluations()), self.journal.changes(),
         )  # fmt: skip
+
+    def _health(self) -> Health | None:
+        """The newest report of this scheduler, or of all if this is the first of several. The exporter's thread asks."""
+        own = self.reporter.newest
+        return joined([own, *read_all(self.home)[1:]]) if own is not None else None
 
     def _faulted(self, service: str, fault: Fault, caller: str) -> None:
         self.faults.failed(service, fault, caller)
@@ -324,9 +334,10 @@ class Run:
             worker.hello.services, reason, {service for other in staying for service in other.hello.services}
         )
 
-    async def _workers_left(self, timeout: float) -> None:
+    async def _until(self, done: Callable[[], bool], timeout: float) -> None:
+        """Wait at most ``timeout`` seconds until ``done``."""
         end = self._clock() + timeout
-        while self.dispatcher.workers() and self._clock() < end:
+        while not done() and self._clock() < end:
             await asyncio.sleep(0.05)
 
     # ------------------------------------------------------------------------------------------ end

@@ -1,5 +1,8 @@
 """One record per update and per evaluation: a line of RUN/metrics.jsonl, which is the source of truth, TensorBoard scalars, and a line for the
-launcher, which shows it. The trackers (scheduler/tracking.py) read the file; scheduler/exporter.py reads ``Metrics.newest``."""
+launcher, which shows it. The trackers (scheduler/tracking.py) read the file; scheduler/exporter.py reads ``Metrics.newest``.
+
+Of several schedulers, each writes its own file, and the first one shows the run: TensorBoard and ``newest`` have an update's record when all
+schedulers have recorded that update."""
 
 import time
 from collections import defaultdict
@@ -11,6 +14,7 @@ import msgspec
 from scheduler.board import Board
 from scheduler.calls import STARTED, Event, Worker
 from scheduler.catalogue import UPDATE
+from scheduler.records import Reader
 from wire.atomic import write_whole
 from wire.frontier import Frontier
 
@@ -53,9 +57,10 @@ def _rate(seen: Sequence[Seen], counter: str) -> float | None:
 
 class Metrics:
     """Writes the records of a run until ``close``. ``counters`` turns worker statistics into differences between updates. newest: the newest value
-    of each metric."""
+    of each metric. whole: whether this is the first of several schedulers, whose updates' records are joined; ``look`` must then be called
+    now and then."""
 
-    def __init__(self, run: Path):
+    def __init__(self, run: Path, whole: bool = False):
         self.run, self._path = run, run / "metrics.jsonl"
         self._file = self._path.open("ab")
         if self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
@@ -77,6 +82,8 @@ class Metrics:
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._watched: defaultdict[str, float] = defaultdict(float)
         self.newest: dict[str, float] = {}
+        self._reader = Reader(run) if whole else None
+        self._unshown: set[int] = set()
 
     def last(self, names: Sequence[str]) -> dict[str, int]:
         """The newest counts of the given names that earlier starts of this run recorded; 0 if there are none."""
@@ -118,13 +125,26 @@ class Metrics:
         """Write one record."""
         values = {"version": float(version), "time/run": time.monotonic() - self._start, **values}
         line = msgspec.json.encode(values)
-        self.newest = (
-            self.newest | values
-        )  # another object, because the exporter's thread may be reading the one before
         self._file.write(line + b"\n")
         self._file.flush()
-        self._board.record(version, values)
+        if self._reader is not None and UPDATE in values:
+            self._unshown.add(version)
+        else:
+            self._show(values)
+        self.look()
         print(line.decode(), flush=True)
+
+    def look(self) -> bool:
+        """Show the updates that all schedulers have recorded by now. Return whether none is left that the others have yet to record."""
+        for record in self._reader.new() if self._reader is not None and self._unshown else ():
+            if int(record["version"]) in self._unshown:
+                self._unshown.discard(int(record["version"]))
+                self._show(record)
+        return not self._unshown
+
+    def _show(self, record: dict[str, float]) -> None:
+        self.newest = self.newest | record  # another object: the exporter's thread may be reading the one before
+        self._board.record(int(record["version"]), record)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats that came since the last call.
@@ -190,6 +210,7 @@ class Metrics:
 
     def close(self) -> None:
         """Flush and close all files."""
+        self.look()
         self._file.close()
         self._trace.close()
         self._board.close()

@@ -40,14 +40,20 @@ class Reader:
 
     def read(self) -> list[Record]:
         """Return the updates' records in order; of one that is there twice, the last. What is cut off or no number is left out."""
+        self.new()
+        return [record for _, record in sorted(self._records.items())]
+
+    def new(self) -> list[Record]:
+        """Return the records that have become whole since the last call, or all of them if a file was written anew."""
         paths = [home / "metrics.jsonl" for home in shards.homes(self.run)]
         if self._joined.parts != len(paths) or any(map(self._rewritten, paths)):
             self._joined, self._records, self._files = Joined(len(paths)), {}, {}
-        new = [(part, record) for part, path in enumerate(paths) for record in self._new(path)]
-        for part, record in sorted(new, key=lambda one: one[1]["version"]):
-            for whole in self._joined.add(part, record):
-                self._records[int(whole["version"])] = {name: whole[name] for name in whole if self._keep(name)}
-        return [record for _, record in sorted(self._records.items())]
+        parts = [(part, record) for part, path in enumerate(paths) for record in self._new(path)]
+        parts.sort(key=lambda one: one[1]["version"])
+        wholes = [whole for part, record in parts for whole in self._joined.add(part, record)]
+        kept = [{name: value for name, value in whole.items() if self._keep(name)} for whole in wholes]
+        self._records |= {int(whole["version"]): record for whole, record in zip(wholes, kept, strict=True)}
+        return kept
 
     def _rewritten(self, path: Path) -> bool:
         """Whether a file that was read is another one by now, as when the run is resumed."""

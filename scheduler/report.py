@@ -11,6 +11,9 @@ from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
 from scheduler.terminal import conclude, say
 
+SUMMARY = "summary.json"
+"""This file of the run's folder says that the run has ended."""
+
 
 def heldout_line(name: str, result: HeldOut, seconds: float) -> str:
     """One line for the terminal, with the headline first."""
@@ -41,7 +44,7 @@ def write(
     kept = best.read(run)
     if kept is not None:
         summary["best"] = msgspec.to_builtins(kept[0])
-    (run / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+    (run / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
     conclude("\nsummary")
     if "start" in evaluations and "end" in evaluations:
         start, end = (msgspec.convert(evaluations[name][1], HeldOut) for name in ("start", "end"))
@@ -68,7 +71,7 @@ def write(
     if counts["outgrown_trajectories"]:
         say(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
     if summary["quarantined"]:
-        say(f"  {len(summary['quarantined'])} tasks quarantined: see summary.json")
+        say(f"  {len(summary['quarantined'])} tasks quarantined: see {SUMMARY}")
     conclude("\n".join(phases.table(spent, training)))
     files = ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "best", "logs")
     for name in files:

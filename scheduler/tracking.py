@@ -1,7 +1,8 @@
 """Trackers follow RUN/metrics.jsonl, each in a process of its own: ``python -m scheduler.tracking NAME RUN`` follows it until its stdin ends.
 
 The run never waits for a tracker: the file is the source of truth, and a tracker that hangs or dies takes only its own process along. Invariant:
-each record is given to a tracker at most once, and only when a checkpoint holds its update, because a crash takes later updates back.
+each record is given to a tracker at most once, and only when a checkpoint holds its update, because a crash takes later updates back. Of several
+schedulers an update's record is that of all of them, and given when all have recorded it.
 """
 
 import fcntl
@@ -20,6 +21,8 @@ from typing import Any
 import msgspec
 
 from scheduler import terminal
+from scheduler.catalogue import UPDATE
+from scheduler.records import Reader, Record
 from wire.atomic import write_whole
 from wire.process import die_with
 
@@ -92,28 +95,35 @@ def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
         place = msgspec.json.decode(state.read_bytes(), type=Place) if state.exists() else Place(secrets.token_hex(4))
         write_whole(state, msgspec.json.encode(place))
         tracked = TRACKERS[name](run, place.identity, msgspec.json.decode((run / "config.json").read_bytes()))
+        reader = Reader(run)
         with (run / "metrics.jsonl").open("rb") as file:
             for _ in range(place.records):
                 file.readline()
             last = False
             while not last:
                 last = ended(LOOK_S)
-                place = _pass_on(file, place, tracked, durable(run), state)
+                newest, wholes = durable(run), {int(record["version"]): record for record in reader.read()}
+                place = _pass_on(file, place, tracked, newest, wholes, state)
         tracked.finish()
 
 
-def _pass_on(file: Any, place: Place, tracked: Tracked, newest: int, state: Path) -> Place:
-    """Give the records of versions up to ``newest`` to the tracker, and return its new place. The file then stands at the next record."""
+def _pass_on(
+    file: Any, place: Place, tracked: Tracked, newest: int, wholes: Mapping[int, Record], state: Path
+) -> Place:
+    """Give the records of versions up to ``newest`` to the tracker, and return its new place. The file then stands at the next record. wholes: the
+    updates' records, by version."""
     while True:
         start, line = file.tell(), file.readline()
         record = msgspec.json.decode(line, type=dict[str, float | None]) if line.endswith(b"\n") else {}
-        version = record.pop("version", None)
-        if version is None or version > newest:
+        version = record.get("version")
+        whole = wholes.get(int(version or 0)) if UPDATE in record else record
+        if version is None or version > newest or whole is None:
             file.seek(start)
             return place
         place = Place(place.identity, place.records + 1)
         write_whole(state, msgspec.json.encode(place))  # before it is given, so that no crash lets it be given twice
-        tracked.log({key: value for key, value in record.items() if value is not None}, step=int(version))
+        values = {key: value for key, value in whole.items() if value is not None and key != "version"}
+        tracked.log(values, step=int(version))
 
 
 class Trackers:

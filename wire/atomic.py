@@ -1,6 +1,7 @@
 """A folder or a file that appears whole or not at all: it is written as a draft beside its place, then renamed.
 
-``drafted`` and ``write_whole`` are the whole of it; ``begin`` and ``finish`` are for folders that several processes write together.
+``drafted`` and ``write_whole`` are the whole of it; ``begin`` and ``finish`` are for folders that several processes write together. ``fresh`` makes
+a folder that no other command has.
 """
 
 import contextlib
@@ -14,6 +15,18 @@ import msgspec
 
 DRAFT = ".draft"
 """The end of a file's or folder's name until it is complete."""
+
+
+def fresh(folder: Path) -> Path:
+    """Make ``folder``, or the first of folder-2, folder-3, ... that nobody has, and return it: two commands may begin in one second. Raises OSError."""
+    place, number = folder, 1
+    while True:
+        try:
+            place.mkdir(parents=True)
+            return place
+        except FileExistsError:
+            number += 1
+            place = folder.with_name(f"{folder.name}-{number}")
 
 
 def draft_of(out: Path, alone: bool = False) -> Path:

@@ -135,7 +135,7 @@ class Service:
 
     async def run(self, endpoint: str, keys: PeerKeys | None, signals: bool = True) -> None:
         """Serve until drained. Raises Rejected when the scheduler refuses this worker or does not answer for ``give_up_s`` seconds."""
-        # Nobody can take over the connection of a worker that was cut off, because nobody can guess its identity.
+        # Nobody can take over a worker's connection (wire/sockets.py lets its own new one do so), because nobody can guess its identity.
         identity = f"{self.name}/{os.getpid()}/{os.urandom(8).hex()}".encode()
         self._dealer = Dealer(endpoint, keys, identity, self.limits)
         if signals:

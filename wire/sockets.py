@@ -126,6 +126,8 @@ class Router(Pump):
         self.keys = keys
         self.authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         _configure(self.socket, limits)
+        # A worker whose connection broke is back before this side has let the old connection go. ZeroMQ would never read from the new one.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
             # A thread of its own: a stopped AsyncioAuthenticator later removes its descriptor from the loop, which may be another socket's by then.
             authenticator = self.authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)

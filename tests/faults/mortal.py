@@ -1,7 +1,7 @@
 """A process of a run that does as it is told: ``python -m tests.faults.mortal RUN/processes/NAME.json``.
 
 The file holds a list of acts; each start does the next one. An act is a list of words: "checkpoint" makes one; "ready" is said by the
-scheduler; "kill", "leave", "freeze", "wait" (some seconds) and "stay" end it, or not; "report" stays as a scheduler whose run has not begun to train, "training" as
+scheduler; "deaf" ignores the signals that ask it to end; "kill", "leave", "freeze", "wait" (some seconds) and "stay" end it, or not; "report" stays as a scheduler whose run has not begun to train, "training" as
 one whose run has; anything else is the message of the exception that ends it.
 """
 
@@ -42,6 +42,9 @@ def main() -> None:
                 (home / "endpoint").touch()
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "deaf":
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
             case "leave":
                 sys.exit(0)
             case "freeze":

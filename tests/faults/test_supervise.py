@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.calls import DispatchConfig
-from tools.launching import children, failures, record, watchdog
+from tools.launching import children, failures, record, supervisor, watchdog
 from tools.launching.processes import Process
 from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
@@ -280,6 +280,30 @@ def test_a_signal_stops_a_live_run(number: signal.Signals, tmp_path: Path, capsy
         f"stopped; go on with: tools/launch --resume {tmp_path}",
     ]
     assert (record.read(tmp_path) or pytest.fail("no record")).state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("acts", "grace_s", "within_s"), [(["ready", "freeze", "stay"], 60.0, 50.0), (["deaf", "ready", "stay"], 1.0, 9.0)]
+)
+def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_hang(
+    acts: list[str], grace_s: float, within_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", grace_s)
+    crew = Crew(tmp_path, scheduler=[acts], scheduler_1=[acts], learner_0=[["freeze", "stay"]])
+    asked: list[float] = []
+
+    def stopped() -> bool:
+        launched = record.read(tmp_path)
+        member = launched.members.get("learner-0") if launched is not None else None
+        return member is not None and "state T" in watchdog.state(member.pid)
+
+    def stop() -> None:
+        asked.append(time.monotonic())
+        terminate()
+
+    with once(stopped, stop):
+        assert crew.launch() == 130
+    assert time.monotonic() - asked[0] < within_s
 
 
 def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(

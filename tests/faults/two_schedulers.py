@@ -7,6 +7,7 @@ whole run, then everything at once. At last the run is stopped as by Ctrl-C, and
 import json
 import signal
 import sys
+import urllib.request
 from pathlib import Path
 
 from scheduler import health
@@ -15,7 +16,9 @@ from tools.research.chaos import world
 from tools.research.chaos.run import Run
 from wire import shards
 
-SETTINGS = ("scheduler.shards=2", "scheduler.questions_per_update=4", "learner.count=1", "actors.count=2")
+SETTINGS = (
+    "scheduler.shards=2", "scheduler.questions_per_update=4", "learner.count=1", "actors.count=2", "scheduler.prometheus=127.0.0.1:0",
+)  # fmt: skip
 OTHERS = ("scheduler", "learner-0", "actor-0", "actor-1", "judges-1", "retriever-1")
 
 
@@ -29,6 +32,12 @@ def paused(run: Run, wanted: bool) -> None:
     """Wait until both schedulers say that they are paused, or that they are not."""
     homes = [shards.folder(run.folder, number) for number in range(2)]
     run.wait(lambda: all((r := health.read(home)) is not None and r.paused == wanted for home in homes), "pause", 20.0)
+
+
+def scraped(run: Run, *samples: str) -> None:
+    """Wait until Prometheus gets these samples."""
+    url = (run.folder / "prometheus").read_text()
+    run.wait(lambda: set(urllib.request.urlopen(url).read().decode().splitlines()) >= {*samples}, f"{samples}", 60.0)
 
 
 def main() -> None:
@@ -53,6 +62,7 @@ def main() -> None:
         said = run.out.read_text()
         run.resume()
         moved(run, 2)
+        scraped(run, 'coppice_busy_engines{run="run"} 2.0', 'coppice_health_workers{run="run",service="generate"} 2.0')
         seen = {
             "untouched": [name for name in OTHERS if before[name] == after[name]],
             "replaced": before["scheduler-1"] != after["scheduler-1"],

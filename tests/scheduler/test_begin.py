@@ -134,9 +134,12 @@ async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_
     tmp_path: Path, llama: Path
 ) -> None:
     grown: list[int] = []
+    ended = tmp_path / "summary.json"
+    ended.write_text("{}")  # of an end with fewer updates
 
     def held(house: House) -> bool:
         if house.run.stream.version:
+            assert not ended.exists()
             grown.append(len(house.run.journal.trees("split='train'")))
         return not house.run.stream.version  # until the scheduler knows of version 1
 
@@ -144,6 +147,7 @@ async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_
     await house.live(until=lambda house: False)
     check(tmp_path)
     assert grown[0] == QUESTIONS  # the trees of one update, no more
+    assert ended.exists()
     assert house.loads == [(1, ["start"]), (2, ["start"])]
 
 

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import msgspec
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scheduler.dispatch import Worker
 from scheduler.metrics import Metrics
+from wire import shards
 from wire.frontier import Frontier
 from wire.messages import Register
 
@@ -49,6 +51,44 @@ def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_p
     assert [line.get("learner/loss") for line in lines] == [None, 1.0, 2.0, -1.0, 4.0, None, 50.0]
     assert lines[3]["time/run"] == lines[2]["time/run"]  # the restored record has the time of the one before
     assert all(line["learner/groups"] == 3.0 for line in lines if "heldout/em" not in line)
+
+
+def drawn(run: Path, name: str) -> list[tuple[int, float]]:
+    """What TensorBoard draws of a metric: its steps and values."""
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [(point.step, point.value) for point in board.Scalars(name)]
+
+
+def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(tmp_path: Path) -> None:
+    home = shards.folder(tmp_path, 1)
+    home.mkdir(parents=True)
+    first, second = Metrics(tmp_path, whole=True), Metrics(home)
+    first.record(0, {"heldout/em": 0.5})
+    first.record(1, {"learner/groups": 4.0, "count/calls": 10.0})
+    assert not first.look()
+    assert first.newest["version"] == 0
+    second.record(1, {"learner/groups": 4.0, "count/calls": 5.0})
+    assert first.look()
+    assert (first.newest["count/calls"], first.newest["learner/groups"], first.newest["heldout/em"]) == (15, 4, 0.5)
+    second.record(2, {"learner/groups": 4.0, "count/calls": 7.0})
+    first.record(2, {"learner/groups": 4.0, "count/calls": 20.0})
+    for metrics in (first, second):
+        metrics.close()
+    assert drawn(tmp_path, "count/calls") == [(1, 15.0), (2, 27.0)]
+    assert drawn(tmp_path, "heldout/em") == [(0, 0.5)]
+    assert drawn(home, "count/calls") == [(1, 5.0), (2, 7.0)]
+    again = Metrics(tmp_path, whole=True)  # a crash took back an update 3 that only the second one had recorded
+    again.resume(Frontier(2), 2)
+    second = Metrics(home)
+    second.record(3, {"learner/groups": 4.0, "count/calls": 1000.0})
+    again.look()
+    second.resume(Frontier(2), 2)
+    again.record(3, {"learner/groups": 4.0, "count/calls": 30.0})
+    assert not again.look()
+    second.record(3, {"learner/groups": 4.0, "count/calls": 9.0})
+    for metrics in (again, second):
+        metrics.close()
+    assert drawn(tmp_path, "count/calls") == [(1, 15.0), (2, 27.0), (3, 39.0)]
 
 
 # ------------------------------------------------------------------------------------------ busy shares

@@ -16,6 +16,7 @@ from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttri
 
 from scheduler import tracking
 from scheduler.tracking import Place, Trackers, follow
+from wire import shards
 
 Point = tuple[int, float | None]
 """Step and loss of a record; None for an evaluation."""
@@ -152,6 +153,26 @@ def test_a_half_written_line_waits_and_a_record_is_never_given_twice(
     kept.fault = None
     follow("wandb", run, lambda _: True)
     assert [step for step, _ in kept.points] == [1, 2, 4]  # 3 was being given when the tracker failed
+
+
+def test_a_tracker_gets_the_whole_update_of_several_schedulers_when_all_have_recorded_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, float]] = []
+    kept = Kept()
+    monkeypatch.setattr(kept, "log", lambda values, step: given.append({"step": step, **values}))
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda *_: kept)  # pyright: ignore[reportArgumentType]
+    write(run, [(0, None), (1, 0.1), (1, None), (2, 0.2)], checkpoint=9)
+    other = shards.folder(run, 1)
+    other.mkdir(parents=True)
+    (other / "metrics.jsonl").write_text('{"version":1.0,"learner/groups":1.0,"count/calls":5.0}\n')
+    follow("wandb", run, lambda _: True)
+    evaluation, first = {"heldout/em": 0.5}, {"learner/groups": 1.0, "learner/surrogate": 0.1, "count/calls": 5.0}
+    assert given == [{"step": 0, **evaluation}, {"step": 1, **first}, {"step": 1, **evaluation}]
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write('{"version":2.0,"learner/groups":1.0,"count/calls":8.0}\n')
+    follow("wandb", run, lambda _: True)
+    assert given[3:] == [{"step": 2, "learner/groups": 1.0, "learner/surrogate": 0.2, "count/calls": 8.0}]
 
 
 def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

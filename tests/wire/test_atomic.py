@@ -1,13 +1,14 @@
 """What appears whole or not at all: folders and files that are written beside their place and renamed."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from wire.atomic import draft_of, drafted, write_whole
+from wire.atomic import draft_of, drafted, fresh, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -28,6 +29,16 @@ def test_a_folder_appears_at_the_end_and_nothing_is_left_of_work_that_failed(tmp
         assert not (tmp_path / "out").exists()
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == ["whole"]
+
+
+def test_commands_that_begin_in_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as commands:
+        made = list(commands.map(fresh, [tmp_path / "runs" / "slate-20261124-120000"] * 8))
+    assert sorted(path.name for path in made) == names(tmp_path / "runs")
+    assert set(names(tmp_path / "runs")) == {
+        "slate-20261124-120000",
+        *(f"slate-20261124-120000-{n}" for n in range(2, 9)),
+    }
 
 
 def test_a_folder_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from wire.arrays import Frame, decode_header, encode
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import Cancel, Drain, Error, Goodbye, Heartbeat, Message, Register, Registered, Request, Result
 from wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Rejected, Service
-from wire.sockets import Router
+from wire.sockets import Dealer, Router
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -229,6 +229,24 @@ async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> 
         await scheduler.admit("first")
         gate.set()
         assert (await scheduler.next(Result)).id == 1
+
+
+async def test_a_worker_whose_connection_broke_is_heard_before_the_scheduler_has_let_the_old_one_go() -> None:
+    scheduler, heard = Scheduler(), asyncio.Queue[list[Frame]]()
+    old = Dealer(scheduler.router.endpoint, None, b"w/1/a")
+    old.send(encode(Heartbeat(1, {}, [], 0)))
+    assert (await scheduler.next(Heartbeat)).in_flight == 1
+    new = Dealer(scheduler.router.endpoint, None, b"w/1/a")  # the old connection stands
+    new.listen(heard.put_nowait)
+    new.send(encode(Heartbeat(2, {}, [], 0)))
+    try:
+        assert (await scheduler.next(Heartbeat)).in_flight == 2
+        scheduler.send(Goodbye("for the new connection"))
+        async with asyncio.timeout(10):
+            assert decode_header(await heard.get()) == Goodbye("for the new connection")
+    finally:
+        for socket in (old, new, scheduler.router):
+            socket.close()
 
 
 async def test_an_old_worker_that_is_asked_to_register_again_has_the_whole_time_to_do_so() -> None:

@@ -19,7 +19,7 @@ import msgspec
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 from wire import loop
-from wire.atomic import DRAFT, write_whole
+from wire.atomic import DRAFT, fresh, write_whole
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import Sample
 
@@ -82,6 +82,15 @@ def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msg
         lock.close()
         raise
     return lock
+
+
+def own_folder(name: str) -> Path:
+    """Make a folder for an evaluation that was given none: its name, and the time. Raises ValueError if it cannot be made."""
+    out = Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        return fresh(out)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror or error}): choose another folder") from None
 
 
 def locked(path: Path, subject: str) -> Any:

@@ -8,7 +8,6 @@ import functools
 import random
 import shlex
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from scheduler.services import Shop
 from scheduler.together import together
 from scheduler.tree import Tree
 from tools.evaluating import players
-from tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct
+from tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct, own_folder
 from tools.evaluating.in_process import InProcess, Seat, config_of, without_model
 from tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
 from wire.atomic import write_whole
@@ -259,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser().parse_args(arguments)
     try:
         match = prepare(flags)
-        out = flags.out or Path("evaluations") / time.strftime(f"{match.environment.name}-%Y%m%d-%H%M%S")
+        out = flags.out or own_folder(match.environment.name)
         lock = claim(out, match.settings)
     except (OSError, ValueError, MemoryError) as error:
         print(f"tools/evaluate: {error}", file=sys.stderr)

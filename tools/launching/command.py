@@ -26,7 +26,7 @@ from tools.launching.number_types import number_type
 from tools.launching.prepare import prepare
 from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
-from wire.atomic import write_whole
+from wire.atomic import fresh, write_whole
 from wire.options import command_parser
 
 _EXAMPLES = """\
@@ -153,8 +153,9 @@ def main(command: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
             return 130
-        run = run.resolve()
         try:
+            named = options.resume is not None or options.run_folder is not None
+            run = (run if named else fresh(run)).resolve()
             return _launch(config, assets, run, screen, nodes)
         except (OSError, ValueError) as error:
             print(f"tools/launch: {_told(error, run)}", file=sys.stderr)

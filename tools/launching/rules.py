@@ -99,4 +99,10 @@ def doubts(config: Config) -> list[str]:
             f"actors.max_context = {config.actors.max_context} is more than learner.micro_tokens = {w.micro_tokens}: no path is divided over forwards"
             " or ranks, so the activations of a longer one must fit into one rank; raise micro_tokens if they do, or lower max_context"
         )
+    s, urls = config.scheduler, config.actors.sglang.urls
+    if urls and (s.top_p < 1 or s.top_k):  # only the actor, which asks it, knows whether a URL is a router
+        doubts.append(
+            f"scheduler.top_p = {s.top_p} and top_k = {s.top_k} with actors.sglang.urls = {urls}: a router among them would refuse every call; give each server's"
+            " own URL, or set top_p = 1 and top_k = 0"
+        )
     return doubts

@@ -123,6 +123,7 @@ class Supervisor:
                     signal.signal(number, signal.SIG_DFL)
                 self._signal(self.schedulers, signal.SIGINT)
                 self._wait(self.schedulers, GRACE_S)
+                self._signal(self.schedulers, signal.SIGKILL)  # ``stop`` does not wait again for one that hangs
                 return None
             dead = self._tend(time.monotonic())
             if dead is not None:
@@ -246,6 +247,7 @@ class Supervisor:
         first = [*self.schedulers, "learner-0"]
         self._signal(first, signal.SIGTERM)
         self._wait(first, GRACE_S)
+        self._signal(self.schedulers, signal.SIGKILL)  # one that hangs shall not hold up the rest
         rest = list(self.children)
         self._signal(rest, signal.SIGTERM)
         self._wait(rest, 10.0)
@@ -254,9 +256,11 @@ class Supervisor:
         leftovers.sweep(self._segments)
 
     def _signal(self, names: list[str], number: signal.Signals) -> None:
+        """Send a signal to those that live. A stopped process (SIGSTOP) is continued, or it could not end in order."""
         for name in names:
-            if name in self.children and self.children[name].process.poll() is None:
-                self.children[name].process.send_signal(number)
+            if name in self.children and (process := self.children[name].process).poll() is None:
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)
 
     def _wait(self, names: list[str], seconds: float) -> None:
         end, awaited = (

@@ -237,6 +237,20 @@ def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -
     assert not [one for one in doubts(load(DEFAULT, [*changes, "learner.micro_tokens=4096"])) if "max_context" in one]
 
 
+def test_top_p_for_a_url_that_may_be_a_router_is_doubted_before_a_call_is_refused() -> None:
+    url = [
+        "actors.engine=sglang",
+        "actors.kv_cache_gib=null",
+        "actors.sglang.way=url",
+        'actors.sglang.urls=["http://router:30000"]',
+        "actors.count=1",
+    ]
+    told = "scheduler.top_p = 0.9 and top_k = 0 with actors.sglang.urls = ['http://router:30000']: a router among them"
+    assert [one for one in doubts(load(DEFAULT, [*url, "scheduler.top_p=0.9"])) if one.startswith(told)]
+    assert not [one for one in doubts(load(DEFAULT, url)) if "router" in one]
+    assert not [one for one in doubts(load(DEFAULT, ["scheduler.top_p=0.9"])) if "router" in one]
+
+
 def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(tmp_path: Path) -> None:
     config = load(DEFAULT, ["learner.sharding=hybrid", "learner.count=8", "learner.outside=true"])
     plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", ""), tmp_path)

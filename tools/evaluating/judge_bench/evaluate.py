@@ -8,7 +8,6 @@ import argparse
 import functools
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from scheduler.evaluation import estimate
-from tools.evaluating.folder import Measured, claim, conduct
+from tools.evaluating.folder import Measured, claim, conduct, own_folder
 from tools.evaluating.judge_bench import judging, record
 from tools.evaluating.judge_bench.judging import Answers, Asked
 from tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
@@ -261,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         items = record.read(flags.bench, Item, "--bench")
         asked, kinds = judges_of(flags), baselines_of(flags)
         lasting = judging.lasting(asked)
-        out = flags.out or Path("evaluations") / time.strftime("nvprocess-%Y%m%d-%H%M%S")
+        out = flags.out or own_folder("nvprocess")
         lock = claim(out, Settings(record.digest(flags.bench), flags.threshold, lasting))
     except (OSError, ValueError) as error:
         print(f"{COMMAND}: {error}", file=sys.stderr)

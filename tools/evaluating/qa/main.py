@@ -3,13 +3,12 @@
 import argparse
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import msgspec
 
 from tools.evaluating import players
-from tools.evaluating.folder import claim, conduct
+from tools.evaluating.folder import claim, conduct, own_folder
 from tools.evaluating.qa import methods
 from tools.evaluating.qa.evaluation import Evaluation, Result, settings_of
 from tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
@@ -122,7 +121,7 @@ def main(arguments: list[str]) -> int:
         sets, rows, retriever = prepare(flags)
         for note in [note for one in sets for note in one.notes]:
             print(note, file=sys.stderr)
-        out = flags.out or Path("evaluations") / time.strftime("qa-%Y%m%d-%H%M%S")
+        out = flags.out or own_folder("qa")
         settings = settings_of(sets, flags.seed)
         lock = claim(out, settings, [(row.name, row.settings) for row in rows])
     except (OSError, ValueError, MemoryError) as error:
