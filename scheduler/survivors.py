@@ -9,9 +9,8 @@ THAW_S = 3600.0
 """The longest time, in seconds, between two collections that look at every object."""
 MORE, ROOM = 1.5, 100_000
 """Every object is also looked at as soon as more than ``MORE`` times the objects of the last such collection, and ``ROOM``, are spared."""
-
 YOUNG = 50_000
-"""Objects that may be made before the collector looks at them, so many more than Python's 700 that most of them, such as those of an open call, are gone by then.
+"""Objects that may be made before the collector looks at them, so many more than Python's default (700 in 3.11) that most of them, such as those of an open call, are gone by then.
 With 20,000 open calls, looking at each of their objects takes a third of a call's processor time otherwise."""
 RARELY = 100
 """The spared objects are counted again after this many times the time that counting them took."""
