@@ -232,11 +232,12 @@ def planted(fault: Planted) -> Iterator[None]:
 
 
 def first_violation(fault: Planted, most: int, first: int = 0) -> tuple[int, str] | None:
-    """The first of ``most`` seeds, beginning with ``first``, that finds the fault, with the violated invariant; None if none does."""
-    with planted(fault):
-        for seed in range(first, first + most):
+    """The first of ``most`` seeds, beginning with ``first``, that finds the fault and nothing without it, with the violated invariant; None if none does."""
+    for seed in range(first, first + most):
+        with planted(fault), quiet():
+            history = World(seed).play()
+        if history.failures:
             with quiet():
-                history = World(seed).play()
-            if history.failures:
-                return seed, history.failures[0]
+                clean = not World(seed).play().failures
+            return (seed, history.failures[0]) if clean else None
     return None
