@@ -32,16 +32,19 @@ def shown(evidence: str, observations: list[str]) -> bool:
 
 
 def finds(query: str, evidence: str) -> float:
-    """Return +1 if the query would find the passage (it names the field together with the title or the value), 0 if it names only a part of
-    this, and -1 if it names nothing of it."""
+    """Return +1 if the query would find the passage, 0 if it names only a part of what finds it, and -1 if it names nothing of it.
+
+    A query finds the passage if it names every word of the field, together with the title or the value. One word of the field is not
+    enough: "Estonia main religion" does not find the main export partner of Estonia.
+    """
     title, field, value = (content_words(part) for part in parts(evidence))
     asked = content_words(query)
-    names_field = bool(field & asked)
+    names_field = bool(field) and field <= asked
     names_title = bool(title) and title <= asked
     names_value = bool(value) and len(value & asked) >= _HALF * len(value)
     if names_field and (names_title or names_value):
         return 1.0
-    return 0.0 if names_field or names_title or names_value else -1.0
+    return 0.0 if field & asked or names_title or names_value else -1.0
 
 
 def passages(observation: str) -> list[str]:

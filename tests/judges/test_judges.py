@@ -105,6 +105,22 @@ async def test_a_query_is_scored_by_the_next_supporting_passage(
     assert made.scores["query"] == expected
 
 
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("Estonia main export partner", 1),
+        ("partner for the main export of Estonia", 1),  # in any order, with function words
+        ("Estonia main religion", 0),  # another field that shares a word with it
+        ("Estonia main export", 0),
+        ("main export partner", 0),
+        ("Latvia", -1),
+    ],
+)
+async def test_a_query_must_name_every_word_of_the_field(query: str, expected: float) -> None:
+    evidence = ["Estonia\nMain export partner: Finland"]
+    assert (await judged(SlateRules(), query=query, evidence=evidence)).scores["query"] == expected
+
+
 async def test_once_everything_is_shown_another_query_is_bad() -> None:
     seen = [SHOWN, "<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>"]
     assert (await judged(SlateRules(), query="Bulgaria capital", past_observations=seen, evidence=EVIDENCE)).scores[
