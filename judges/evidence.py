@@ -37,8 +37,8 @@ def finds(query: str, evidence: str) -> float:
     A query finds the passage if it names every word of the field, together with the title or the value. One word of the field is not
     enough: "Estonia main religion" does not find the main export partner of Estonia.
     """
-    title, field, value = (content_words(part) for part in parts(evidence))
-    asked = content_words(query)
+    title, field, value = (content_words(part) or set(normalize(part).split()) for part in parts(evidence))
+    asked = set(normalize(query).split())  # with function words, because ".at" may be all that a value has
     names_field = bool(field) and field <= asked
     names_title = bool(title) and title <= asked
     names_value = bool(value) and len(value & asked) >= _HALF * len(value)

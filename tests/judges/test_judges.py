@@ -121,6 +121,12 @@ async def test_a_query_must_name_every_word_of_the_field(query: str, expected: f
     assert (await judged(SlateRules(), query=query, evidence=evidence)).scores["query"] == expected
 
 
+async def test_a_value_that_is_a_function_word_can_be_searched_for() -> None:
+    evidence = ["Austria\nInternet code: .at"]
+    assert (await judged(SlateRules(), query="internet code .at", evidence=evidence)).scores["query"] == 1
+    assert (await judged(SlateRules(), query="internet code .be", evidence=evidence)).scores["query"] == 0
+
+
 async def test_once_everything_is_shown_another_query_is_bad() -> None:
     seen = [SHOWN, "<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>"]
     assert (await judged(SlateRules(), query="Bulgaria capital", past_observations=seen, evidence=EVIDENCE)).scores[
