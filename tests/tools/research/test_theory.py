@@ -51,6 +51,11 @@ def test_slate_theorem_1_equation_8_fails_when_the_second_step_is_minus_the_firs
     assert slate.negated_variances(rng, GROUPS).near([0.8 * slate.NOISE.var(), 0])
 
 
+def test_slate_theorem_1_equation_8_fails_for_prefixes_that_slate_itself_extends(rng: np.random.Generator) -> None:
+    assert slate.chosen_share() == pytest.approx(0.89943, abs=1e-5)  # 0.5 under the policy
+    assert slate.extended_variances(rng, GROUPS).near([7.2 * slate.chosen_share(), 4.4])
+
+
 @pytest.mark.parametrize("horizon", slate.HORIZONS)
 def test_slate_a_full_trajectory_advantage_correlates_as_one_over_root_t_with_the_step(
     horizon: int, rng: np.random.Generator

@@ -4,6 +4,7 @@ Every step reward comes from independent noise in {-1, 0, 1} with probabilities 
 reward depends on earlier steps. Source: SLATE section 4 and appendix A.4-A.7; methods.md 5.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ Process = Callable[[list[Array], list[Array], Array], Array]  # (earlier noise, 
 NOISE = np.array([-1.0, 0.0, 1.0, 1.0])
 HORIZONS = (2, 4, 8)
 GROUP = 5
+SELECTION = 0.7  # SLATE's eta: the temperature of the softmax by which a candidate is continued
 DEPENDENCE = 0.5  # the share of each earlier step's noise that is added to the mean of a later reward
 
 
@@ -116,6 +118,36 @@ def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estima
     return estimate(both, rng)
 
 
+def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """Estimate the truncated variance at step 2 of prefixes extended as SLATE extends them, and the full variance, [2].
+
+    r_1 is +1 or -1 with equal probability. r_2 is +3 or -3 after r_1 = +1, and 0 after r_1 = -1. The continued candidate is
+    drawn by softmax(A / 0.7) (SLATE Algorithm 1), so prefixes with r_1 = +1 are more frequent than under the policy.
+    """
+
+    def both(rng: np.random.Generator) -> list[float]:
+        shape = (groups // BATCHES, GROUP)
+        first, second = rng.choice((-1.0, 1.0), shape), rng.choice((-3.0, 3.0), shape)
+        spread = first.std(axis=1, ddof=1, keepdims=True)
+        advantage = centred(first) / (spread + 1e-6)
+        chosen = np.argmax(advantage / SELECTION + rng.gumbel(size=shape), axis=1)  # a draw from the softmax
+        after = np.take_along_axis(first, chosen[:, None], axis=1) > 0
+        truncated, full = centred(second * after), centred(first + second * (first > 0))
+        return [float((truncated**2).mean()), float((full**2).mean())]
+
+    return estimate(both, rng)
+
+
+def chosen_share(k: int = GROUP) -> float:
+    """Return the exact probability that SLATE continues a candidate of r_1 = +1 in ``extended_variances``."""
+    share = 0.0
+    for good in range(k + 1):
+        rewards = np.repeat((1.0, -1.0), (good, k - good))
+        weights = np.exp(centred(rewards) / (rewards.std(ddof=1) + 1e-6) / SELECTION)
+        share += math.comb(k, good) / 2**k * float(weights[:good].sum() / weights.sum())
+    return share
+
+
 def mean_advantage_ratio(horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000) -> Estimate:
     """Estimate (1/k) truncated over (1/G) full variance at k = G/T for independent steps (Proposition 2 claims 1)."""
     k = group // horizon
@@ -154,7 +186,7 @@ def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) 
 def rows(seed: int = 0) -> list[Row]:
     """Return SLATE's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
-    return [*_theorem_1(rng), *_scope(rng), *_proposition_2(rng)]
+    return [*_theorem_1(rng), *_scope(rng), *_proposition_2(rng), _selection(rng)]
 
 
 def _theorem_1(rng: np.random.Generator) -> list[Row]:
@@ -178,6 +210,13 @@ def _theorem_1(rng: np.random.Generator) -> list[Row]:
     expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
     claim = "SLATE Thm 1: r_2 = -r_1, truncated (step 1) and full variance: eq. 8 fails"
     return [*results, Row(claim, str(both), show(expected), both.near(expected))]
+
+
+def _selection(rng: np.random.Generator) -> Row:
+    extended = extended_variances(rng)
+    expected = [(1 - 1 / GROUP) * 9 * chosen_share(), (1 - 1 / GROUP) * (1 + 9 / 2)]
+    claim = "SLATE Thm 1: prefixes extended by softmax(A / 0.7), truncated (step 2) and full: eq. 8 fails"
+    return Row(claim, str(extended), show(expected), extended.near(expected))
 
 
 def _scope(rng: np.random.Generator) -> list[Row]:
