@@ -47,7 +47,9 @@ def advantages(
         once = tree.first()[tree.of] == table.per_token(trajectories.of)
         trained &= once & drawn(tree, trajectories.tree, gain, most)[tree.of]
     advantage = gain[tree.of]
-    return Estimate(whiten_tokens(advantage, trained, ddof=1) if whiten else np.where(trained, advantage, 0.0), trained=trained)
+    return Estimate(
+        whiten_tokens(advantage, trained, ddof=1) if whiten else np.where(trained, advantage, 0.0), trained=trained
+    )
 
 
 def drawn(tree: Segments, questions: np.ndarray, gain: np.ndarray, most: int) -> np.ndarray:

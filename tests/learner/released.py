@@ -4,6 +4,7 @@ Every result is a push: what an update multiplies the score function of a token 
 the same prefix of the same question). ``python -m tests.learner.released`` measures how far this project's forms are from them.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -100,36 +101,40 @@ def ours(questions: Sequence[Node], scheme: str, **options: object) -> Push:
     return push
 
 
-def _summed(terms: Sequence[tuple[Key, float]], parts: int = 1) -> Push:
-    """Whiten and average the terms of tokens, in ``parts`` micro-batches of their own."""
-    push = defaultdict[Key, float](float)
-    for part in np.array_split(np.arange(len(terms)), parts):
-        values = np.array([terms[i][1] for i in part])
+def _summed(edges: Sequence[list[tuple[Key, float]]], size: int = 0) -> Push:
+    """Whiten and average the terms of the tokens of edges, or of every micro-batch of ``size`` of them in random order on its own."""
+    push, order = defaultdict[Key, float](float), np.random.default_rng(0).permutation(len(edges))
+    parts = np.array_split(order, max(1, len(edges) // size) if size else 1)
+    for part in parts:
+        terms = [term for i in part for term in edges[i]]
+        values = np.array([value for _, value in terms])
         white = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
-        for i, value in zip(part, white, strict=True):
-            push[terms[i][0]] += value / len(part) / parts
+        for (key, _), value in zip(terms, white, strict=True):
+            push[key] += value / len(terms) / len(parts)
     return push
 
 
-def spo(questions: Sequence[Node], parts: int = 1) -> Push:
-    """SPO-tree: ``extract_edges_from_tree`` and the trainer's probability mask. parts: micro-batches that are whitened on their own."""
-    terms: list[tuple[Key, float]] = []
+def spo(questions: Sequence[Node], size: int = 0) -> Push:
+    """SPO-tree: ``extract_edges_from_tree`` and the trainer's probability mask. size: the edges of a micro-batch that is whitened on its own."""
+    edges: list[list[tuple[Key, float]]] = []
 
     def value(node: Node) -> float:
         return float(np.mean([value(child) for child in node.children])) if node.children else node.outcome
 
     def walk(node: Node, key: Key) -> None:
         for child in node.children:
-            gain, at = value(child) - value(node), key
+            gain, at, edge = value(child) - value(node), key, []
             for token in child.tokens:
                 at = (*at, token)
-                if abs(gain) > 1e-12 and unsure(token):
-                    terms.append((at, gain))
+                if unsure(token):
+                    edge.append((at, gain))
+            if abs(gain) > 1e-12:
+                edges.append(edge)
             walk(child, at)
 
     for number, root in enumerate(questions):
         walk(root, (number,))
-    return _summed(terms, parts)
+    return _summed(edges, size)
 
 
 def treerl(questions: Sequence[Node]) -> Push:
@@ -143,7 +148,7 @@ def treerl(questions: Sequence[Node]) -> Push:
             return float(np.mean(compared)) / math.sqrt(len(compared))
 
         for path in paths(root):
-            gains = [own(node) - own(before) for before, node in zip(path, path[1:], strict=False)]
+            gains = [own(node) - own(before) for before, node in itertools.pairwise(path)]
             for i in range(1, len(gains)):
                 gains[i] = gains[i - 1] if abs(gains[i]) < 1e-8 else gains[i]
             key: Key = (number,)
@@ -168,7 +173,7 @@ def treepo(questions: Sequence[Node], sizes: bool = False) -> Push:
             for token in (x for node in path for x in node.tokens):
                 key = (*key, token)
                 terms.append((key, float(advantage)))
-    return _summed(terms)
+    return _summed([terms])
 
 
 def cosine(a: Push, b: Push) -> float:
@@ -178,21 +183,24 @@ def cosine(a: Push, b: Push) -> float:
 
 
 def main() -> None:
-    """Print the median cosine over 100 batches of 16 random questions for each departure of docs/methods-table.md."""
-    peaked = (0.6, 0.2, 0.1, 0.1)
-    apart, pooled = (
-        [[grown(np.random.default_rng([i, j]), (3, 2, 2), 8, chances) for j in range(16)] for i in range(100)]
-        for chances in (None, peaked)
+    """Print the median cosine over 12 batches of two random questions (with its 10% and 90% quantiles) for each departure of
+    docs/methods-table.md. Trees are SPO's 6-6-6 in segments of 8 tokens; tokens are all different, or one of four has a probability of 0.6 or 0.9."""
+    chances = (None, (0.6, 0.2, 0.1, 0.1), (0.9, 0.05, 0.03, 0.02))
+    apart, even, peaked = (
+        [[grown(np.random.default_rng([i, j]), (6, 6, 6), 8, chance) for j in range(2)] for i in range(12)]
+        for chance in chances
     )
     departures: dict[str, tuple[list[list[Node]], Callable[[list[Node]], tuple[Push, Push]]]] = {
-        "spo: equal tokens of siblings pooled": (pooled, lambda q: (ours(q, "spo", most=1000), spo(q))),
-        "spo: every leaf's path": (apart, lambda q: (ours(q, "spo", form="paper"), spo(q))),
-        "spo: whitened over the batch, not over 16 micro-batches": (apart, lambda q: (spo(q), spo(q, 16))),
-        "treerl: equal tokens of siblings pooled": (pooled, lambda q: (ours(q, "treerl"), treerl(q))),
-        "treerl: form = 'paper'": (apart, lambda q: (ours(q, "treerl", form="paper"), treerl(q))),
-        "treepo: equal tokens of siblings pooled": (pooled, lambda q: (ours(q, "treepo"), treepo(q))),
-        "treepo: weighting = 'size'": (apart, lambda q: (ours(q, "treepo", weighting="size"), treepo(q))),
+        "spo, every leaf's path (form = 'paper')": (apart, lambda q: (ours(q, "spo", form="paper"), spo(q))),
+        "spo, whitened over the batch and not by 8 edges": (apart, lambda q: (spo(q), spo(q, 8))),
+        "treerl, form = 'paper'": (apart, lambda q: (ours(q, "treerl", form="paper"), treerl(q))),
+        "treepo, weighting = 'size'": (apart, lambda q: (ours(q, "treepo", weighting="size"), treepo(q))),
     }
+    for name, batches in (("0.6", even), ("0.9", peaked)):
+        pooled = f"equal tokens of siblings pooled, {name}"
+        departures[f"spo, {pooled}"] = (batches, lambda q: (ours(q, "spo", most=10**6), spo(q)))
+        departures[f"treerl, {pooled}"] = (batches, lambda q: (ours(q, "treerl"), treerl(q)))
+        departures[f"treepo, {pooled}"] = (batches, lambda q: (ours(q, "treepo"), treepo(q)))
     for name, (batches, both) in departures.items():
         low, median, high = np.quantile([cosine(*both(batch)) for batch in batches], [0.1, 0.5, 0.9])
         print(f"{name}: {median:.2f} ({low:.2f} to {high:.2f})")
