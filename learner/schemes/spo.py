@@ -1,11 +1,13 @@
 """SPO-tree: a segment earns the value at its end minus the value at its start (arXiv 2505.23564).
 
-V(node) is the mean over its children, down to the outcome at a leaf: a mean over the leaves weighted by the column ``weight`` of the strategy
-``spo`` (equal weights without it). A(segment) = V(end) - V(start), whitened over the trained tokens of the batch if ``whiten``. Tokens that
-the policy sampled with a probability of ``certain`` or more are not trained.
+V(node) is the mean over its children, down to the outcome at a leaf: a mean over the leaves
+weighted by the column ``weight`` of the strategy ``spo`` (equal weights without it). A(segment) =
+V(end) - V(start), whitened over the trained tokens of the batch if ``whiten``. Tokens that the
+policy sampled with a probability of ``certain`` or more are not trained.
 
-form = "released" trains as the authors' trainer does: each segment once, none of advantage 0, at most ``most`` of a question, drawn
-uniformly. "paper" has every leaf train its whole path (docs/methods-table.md names the functions of the released code).
+form = "released" trains as the authors' trainer does: each segment once, none of advantage 0, at
+most ``most`` of a question, drawn uniformly. "paper" has every leaf train its whole path
+(docs/methods-table.md names the functions of the released code).
 """
 
 import math

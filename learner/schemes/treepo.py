@@ -1,9 +1,11 @@
 """TreePO: a leaf's outcome against the mean of every subtree that it lies in (arXiv 2508.17445).
 
-A(leaf) = the mean over its ancestors a of R - mean(R below a), on all tokens of the path, then whitened over the tokens of the batch.
-Below the root, ancestors with a single leaf are left out. weighting: all ancestors equally ("average", as the released script sets), or by the
-leaves below them ("size"). Questions whose leaves all score the same are left out, as by the script's filter of groups
-(multimodal-art-projection/TreePO: ``compute_tree_reinforce_plus_plus_baseline_outcome_advantage``, recipe/treepo/run_treepo_train.sh).
+A(leaf) = the mean over its ancestors a of R - mean(R below a), on all tokens of the path, then
+whitened over the tokens of the batch. Below the root, ancestors with a single leaf are left out.
+weighting: all ancestors equally ("average", as the released script sets), or by the leaves below
+them ("size"). Questions whose leaves all score the same are left out, as by the script's filter of
+groups (multimodal-art-projection/TreePO:
+``compute_tree_reinforce_plus_plus_baseline_outcome_advantage``, recipe/treepo/run_treepo_train.sh).
 """
 
 from typing import Literal

@@ -1,9 +1,11 @@
 """TreeRL: what a step gained over the whole question and over the step before it (arXiv 2506.11902).
 
-A leaf's outcome minus the mean of the question's other leaves is averaged over the leaves below each step: V, which is 0 at the root.
-form = "paper": A(s) = [(V(s) - V(root)) + (V(s) - V(parent))] / sqrt(leaves below s). form = "released" divides each value by the root of its
-own leaves: with U(s) = V(s) / sqrt(leaves below s), A(s) = U(s) + gain(s) and gain(s) = U(s) - U(parent). A gain of 0 is that of the step
-before (THUDM/TreeRL: ``compute_weighted_update``, ``path_from_root_to_node`` and ``fill_in_paths``).
+A leaf's outcome minus the mean of the question's other leaves is averaged over the leaves below
+each step: V, which is 0 at the root. form = "paper": A(s) = [(V(s) - V(root)) + (V(s) - V(parent))]
+/ sqrt(leaves below s). form = "released" divides each value by the root of its own leaves: with
+U(s) = V(s) / sqrt(leaves below s), A(s) = U(s) + gain(s) and gain(s) = U(s) - U(parent). A gain of
+0 is that of the step before (THUDM/TreeRL: ``compute_weighted_update``, ``path_from_root_to_node``
+and ``fill_in_paths``).
 """
 
 from typing import Literal

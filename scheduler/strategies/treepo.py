@@ -1,10 +1,13 @@
 """TreePO's sampling (arXiv 2508.17445): segments of fixed length; after each one, every unfinished path divides until there are ``leaves``.
 
-A segment is ``segment`` sampled tokens of a trajectory, over the ends of turns; observations do not count. The number of the first paths is
-drawn uniformly from ``divergence`` to ``first_divergence``, or ``leaves`` if these are fewer. After a segment, ``divergence`` children of each unfinished path, and of each path
-that ended within the segment, are shared evenly among the unfinished paths; the last one gets the remainder. When all paths have ended
-before there are enough leaves, further ones fork by ``divergence`` from random segment ends of the paths in random order. All leaves form
-one group. The numbers are those of multimodal-art-projection/TreePO (``generate_sequences_tree_deepth_first_vanilla_mode``).
+A segment is ``segment`` sampled tokens of a trajectory, over the ends of turns; observations do not
+count. The number of the first paths is drawn uniformly from ``divergence`` to ``first_divergence``,
+or ``leaves`` if these are fewer. After a segment, ``divergence`` children of each unfinished path,
+and of each path that ended within the segment, are shared evenly among the unfinished paths; the
+last one gets the remainder. When all paths have ended before there are enough leaves, further ones
+fork by ``divergence`` from random segment ends of the paths in random order. All leaves form one
+group. The numbers are those of multimodal-art-projection/TreePO
+(``generate_sequences_tree_deepth_first_vanilla_mode``).
 """
 
 from scheduler.context import Context

@@ -1,7 +1,8 @@
 """The advantages of SPO-tree, TreeRL and TreePO as their released code computes them, written on trees with float64 recursion.
 
-Every result is a push: what an update multiplies the score function of a token by, summed over all copies of that token (the same token after
-the same prefix of the same question). ``python -m tests.learner.released`` measures how far this project's forms are from them.
+Every result is a push: what an update multiplies the score function of a token by, summed over all
+copies of that token (the same token after the same prefix of the same question). ``python -m
+tests.learner.released`` measures how far this project's forms are from them.
 """
 
 import itertools
