@@ -30,6 +30,13 @@ class Segments(msgspec.Struct, frozen=True):
         total, weight = (np.bincount(of, x[owner], len(self.parent)) for x in (values * weights, weights))
         return total / weight
 
+    def first(self) -> np.ndarray:
+        """Return the first trajectory through each segment, int64 [segments]."""
+        first = np.zeros(len(self.parent), np.int64)
+        for trajectory in reversed(range(len(self.paths))):
+            first[self.paths[trajectory]] = trajectory
+        return first
+
     def above(self, values: np.ndarray) -> np.ndarray:
         """Return the value of each segment's parent, and at a root its own [segments]."""
         return np.where(self.parent < 0, values, values[self.parent])

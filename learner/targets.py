@@ -18,10 +18,14 @@ Kind = Literal["gae", "vtrace", "retrace"]
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's targets, if the scheme has a critic."""
+    """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's targets, if the scheme has a critic.
+
+    trained: bool [tokens], the sampled tokens that the objective counts; None for all of them. The others have no weight in any mean.
+    """
 
     advantages: np.ndarray
     returns: np.ndarray | None = None
+    trained: np.ndarray | None = None
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:

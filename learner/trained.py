@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from learner.statistics import within
 from learner.table import TurnTable
 from learner.targets import Estimate
 
@@ -22,6 +23,23 @@ def scored(name: str) -> Rule:
     def rule(table: TurnTable, **options: object) -> np.ndarray:
         trajectories = table.trajectories()
         return ~np.isnan(trajectories.total(table.column(str(options.get(name, name)))))[trajectories.of]
+
+    return rule
+
+
+def spread(name: str) -> Rule:
+    """Return the rule of ``scored``, which also leaves a question out whose trajectories all score the same, if the option
+    ``leave_out_equal`` is True: whitening over a batch would give it an advantage that compares nothing."""
+
+    def rule(table: TurnTable, leave_out_equal: bool, **options: object) -> np.ndarray:
+        kept = scored(name)(table, **options)
+        if not leave_out_equal:
+            return kept
+        trajectories = table.trajectories()
+        totals = trajectories.total(table.column(str(options.get(name, name))))
+        known, differs = ~np.isnan(totals), np.zeros(len(totals), bool)
+        differs[known] = within(trajectories.tree[known], totals[known], lambda x: np.full(len(x), np.ptp(x))) > 0
+        return kept & differs[trajectories.of]
 
     return rule
 
@@ -53,7 +71,8 @@ def trains_on(rule: Rule) -> Callable[[Callable[Concatenate[TurnTable, P], R]], 
             if not isinstance(result, Estimate):
                 return cast(R, _placed(result, tokens))
             returns = None if result.returns is None else _placed(result.returns, tokens)
-            return cast(R, Estimate(_placed(result.advantages, tokens), returns))
+            trained = None if result.trained is None else _placed(result.trained, tokens).astype(bool)
+            return cast(R, Estimate(_placed(result.advantages, tokens), returns, trained))
 
         restricted.trains = trains  # pyright: ignore[reportAttributeAccessIssue]
         return restricted

@@ -129,7 +129,7 @@ class Trainer:
         column, shapes = self.scheme.needs.reward_column, c.reward_scale != 1 or c.reward_clip or c.soft_overlong
         estimate = self.scheme(rewards.shaped(table, column, c) if shapes or c.kl_reward_coef else table)
         _check_finite(self.scheme.name, estimate)
-        trained = rows.sampled
+        trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
             trained = trained & ~table.per_token(rewards.truncated(table))
         weights = token_weights(table, trained, questions, self.aggregation, c.mean_over_steps, c.constant_tokens)
@@ -253,11 +253,11 @@ def _check_finite(scheme: str, estimate: Estimate) -> None:
 
 
 def _table_metrics(table: TurnTable, rows: Rows, known: Known, version: int) -> dict[str, float]:
-    stale = version - rows.versions
+    stale, trained = version - rows.versions, known.weights > 0
     metrics = {
         "learner/turns": float(len(table)),
-        "learner/trained_tokens": float((known.weights > 0).sum()),
-        "learner/zero_advantage_share": float(np.mean(known.advantages == 0)),
+        "learner/trained_tokens": float(trained.sum()),
+        "learner/zero_advantage_share": float(np.mean(known.advantages[trained] == 0)) if trained.any() else 1.0,
         "learner/staleness_mean": float(stale.mean()),
         "learner/staleness_max": float(stale.max()),
     }

@@ -97,7 +97,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "learner/trained_tokens": ("tokens", "tokens with a loss weight"),
     "learner/trunk_repeat": ("ratio", "tokens forwarded over the tokens of the trees"),
     "learner/turns": ("turns", "turns of the update"),
-    "learner/zero_advantage_share": ("share", "tokens with advantage 0"),
+    "learner/zero_advantage_share": ("share", "trained tokens with advantage 0"),
     "ppr/process_reward": ("reward", "mean of what a judged turn earns"),
     "ppr/turn_pay_*": ("reward", "what a judged turn of correct or of wrong trajectories earns"),
     "ppr/turns_*": ("turns", "mean length of correct or of wrong trajectories"),

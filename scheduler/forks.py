@@ -45,19 +45,9 @@ def cut(actions: Sequence[Node], tokens: int) -> Fork | None:
     return None
 
 
-async def widened(
-    tree: Tree, ctx: Context, leaves: Leaves, tokens: int, more: int, most: int | None = None
-) -> list[int]:
-    """Fork ``more`` trajectories from each one that goes on after ``tokens`` sampled tokens, until there are ``most``. Adds them to ``leaves``.
-
-    Returns the numbers of the trajectories that went on.
-    """
-    onward = {number: fork for number, actions in leaves.items() if (fork := cut(actions, tokens)) is not None}
-    forks = [fork for fork in onward.values() for _ in range(more)]
-    first = max(leaves) + 1
-    forks = forks if most is None else forks[: max(0, most - first)]
-    leaves |= await grown(tree, ctx, dict(enumerate(forks, first)))
-    return list(onward)
+def onward(leaves: Leaves, tokens: int) -> dict[int, Fork]:
+    """The fork after ``tokens`` sampled tokens of each trajectory that goes on after them, by the trajectory's number."""
+    return {number: fork for number, actions in leaves.items() if (fork := cut(actions, tokens)) is not None}
 
 
 def emit(tree: Tree, ctx: Context, groups: Iterable[Iterable[Sequence[Node]]]) -> None:

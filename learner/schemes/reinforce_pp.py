@@ -1,6 +1,7 @@
 """REINFORCE++: the return minus the mean return of its question, whitened over all tokens of the batch (methods.md 4.3).
 
-With baseline = "none" the return itself is whitened, which is the original method without groups (Hu et al. 2025).
+With baseline = "none" the return itself is whitened, which is the original method without groups (Hu et al. 2025). ``leave_out_equal``
+leaves a question out whose trajectories all earn the same, which whitening would otherwise push; released code trains it too.
 """
 
 from typing import Literal
@@ -9,19 +10,30 @@ import numpy as np
 
 from learner.statistics import Ddof, centre, whiten, within
 from learner.table import TurnTable
-from learner.trained import scored, trains_on
+from learner.trained import spread, trains_on
 from wire.declared import SchemeNeeds
 
 
-def needs(column: str, baseline: str, **_: object) -> SchemeNeeds:
+def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
     """The scheme compares the trajectories of a task if the task's mean is the baseline, else those of the batch."""
-    grouped = baseline == "group"
-    return SchemeNeeds(columns=frozenset({column}), group="task" if grouped else "batch", least=2 if grouped else 1)
+    if baseline == "none" and leave_out_equal:
+        raise ValueError(
+            "learner.scheme_options.leave_out_equal = true with baseline = 'none': the batch is compared, not a question;"
+            " remove it, or set baseline = 'group'"
+        )
+    if baseline == "none":
+        return SchemeNeeds(columns=frozenset({column}), group="batch")
+    unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike)
 
 
-@trains_on(scored("column"))
+@trains_on(spread("column"))
 def advantages(
-    table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group", whiten_ddof: Ddof = 0
+    table: TurnTable,
+    column: str = "reward",
+    baseline: Literal["group", "none"] = "group",
+    whiten_ddof: Ddof = 0,
+    leave_out_equal: bool = False,
 ) -> np.ndarray:
     """Return float64 [tokens]."""
     trajectories = table.trajectories()

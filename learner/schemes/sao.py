@@ -31,7 +31,7 @@ def advantages(
     )
     result, returns = np.zeros_like(rewards), np.zeros_like(rewards)
     for span in table.token_spans():
-        lam = max(0.0, 1 - 1 / (alpha * len(span)))
+        lam = max(0.0, 1 - 1 / (alpha * max(1, table.mask()[span].sum())))
         result[span] = gae(rewards[span], values[span], gamma, lam)[0]
         returns[span] = gae(rewards[span], values[span], gamma, 1.0)[1]
     return Estimate(whiten_tokens(result, table.mask()) if whiten else result, returns)

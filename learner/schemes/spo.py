@@ -1,33 +1,64 @@
-"""SPO: a segment earns the difference of the values at its end and at its start (SPO-tree, arXiv 2505.23564).
+"""SPO-tree: a segment earns the value at its end minus the value at its start (arXiv 2505.23564).
 
-V(node) is the mean over its children, down to the outcome at a leaf: a mean over the leaves weighted by the column ``weight`` of the strategy
-``spo`` (equal weights without it). A(segment) = V(end) - V(start). Tokens that the policy sampled with a probability of ``certain`` or more
-get 0 (released code: 0.9); the others are whitened over the batch (released code) if ``whiten``.
+V(node) is the mean over its children, down to the outcome at a leaf: a mean over the leaves
+weighted by the column ``weight`` of the strategy ``spo`` (equal weights without it). A(segment) =
+V(end) - V(start), whitened over the trained tokens of the batch if ``whiten``. Tokens that the
+policy sampled with a probability of ``certain`` or more are not trained.
+
+form = "released" trains as the authors' trainer does: each segment once, none of advantage 0, at
+most ``most`` of a question, drawn uniformly. "paper" has every leaf train its whole path
+(docs/methods-table.md names the functions of the released code).
 """
 
 import math
+from typing import Literal
 
 import numpy as np
 
-from learner.segments import segments
+from learner.segments import Segments, segments
 from learner.statistics import whiten as whiten_tokens
 from learner.table import TurnTable
+from learner.targets import Estimate
 from learner.trained import scored, trains_on
 from wire.declared import SchemeNeeds
-from wire.numbers import Positive
+from wire.numbers import Count, Positive
 
 
-def needs(column: str, **_: object) -> SchemeNeeds:
+def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
+    unlike = "learner.scheme_options.form = 'released'" if form == "paper" and whiten else ""
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike)
 
 
 @trains_on(scored("column"))
-def advantages(table: TurnTable, column: str = "outcome", certain: Positive = 0.9, whiten: bool = True) -> np.ndarray:
-    """Return float64 [tokens]. certain: more than 1 masks no token."""
-    edges, trajectories = segments(table), table.trajectories()
+def advantages(
+    table: TurnTable,
+    column: str = "outcome",
+    form: Literal["released", "paper"] = "released",
+    most: Count = 32,
+    certain: Positive = 0.9,
+    whiten: bool = True,
+) -> Estimate:
+    """Return advantages and which tokens are trained. certain: more than 1 trains the tokens of every probability."""
+    tree, trajectories = segments(table), table.trajectories()
     leaf_weights = trajectories.total(table.scores["weight"]) if "weight" in table.scores else None
-    value = edges.mean(trajectories.total(table.column(column)), leaf_weights)
-    advantage = (value - edges.above(value))[edges.of]
-    chosen = table.mask() & (np.concatenate([turn.logprobs for turn in table.actions]) < math.log(certain))
-    return whiten_tokens(advantage, chosen) if whiten else np.where(chosen, advantage, 0.0)
+    value = tree.mean(trajectories.total(table.column(column)), leaf_weights)
+    gain = value - tree.above(value)
+    trained = table.mask() & (np.concatenate([turn.logprobs for turn in table.actions]) < math.log(certain))
+    if form == "released":
+        once = tree.first()[tree.of] == table.per_token(trajectories.of)
+        trained &= once & drawn(tree, trajectories.tree, gain, most)[tree.of]
+    advantage = gain[tree.of]
+    return Estimate(
+        whiten_tokens(advantage, trained, ddof=1) if whiten else np.where(trained, advantage, 0.0), trained=trained
+    )
+
+
+def drawn(tree: Segments, questions: np.ndarray, gain: np.ndarray, most: int) -> np.ndarray:
+    """Return, as bool [segments], at most ``most`` segments of each question among those of a gain. questions: int64 [trajectories]."""
+    kept, question = np.abs(gain) > 1e-12, questions[tree.first()]
+    for number in np.unique(question):
+        own = np.flatnonzero(kept & (question == number))
+        if len(own) > most:
+            kept[np.random.default_rng(number).choice(own, len(own) - most, replace=False)] = False
+    return kept

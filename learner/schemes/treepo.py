@@ -1,7 +1,11 @@
 """TreePO: a leaf's outcome against the mean of every subtree that it lies in (arXiv 2508.17445).
 
-A(leaf) = the mean over its ancestors a of R - mean(R below a), weighted by the leaves below a (weighting = "size") or equally ("plain"), on
-all tokens of the path, then whitened over the tokens of the batch. Below the root, ancestors with a single leaf are left out.
+A(leaf) = the mean over its ancestors a of R - mean(R below a), on all tokens of the path, then
+whitened over the tokens of the batch. Below the root, ancestors with a single leaf are left out.
+weighting: all ancestors equally ("average", as the released script sets), or by the leaves below
+them ("size"). Questions whose leaves all score the same are left out, as by the script's filter of
+groups (multimodal-art-projection/TreePO:
+``compute_tree_reinforce_plus_plus_baseline_outcome_advantage``, recipe/treepo/run_treepo_train.sh).
 """
 
 from typing import Literal
@@ -11,17 +15,23 @@ import numpy as np
 from learner.segments import segments
 from learner.statistics import whiten
 from learner.table import TurnTable
-from learner.trained import scored, trains_on
+from learner.trained import spread, trains_on
 from wire.declared import SchemeNeeds
 
 
-def needs(column: str, **_: object) -> SchemeNeeds:
+def needs(column: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
+    unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike)
 
 
-@trains_on(scored("column"))
-def advantages(table: TurnTable, column: str = "outcome", weighting: Literal["size", "plain"] = "size") -> np.ndarray:
+@trains_on(spread("column"))
+def advantages(
+    table: TurnTable,
+    column: str = "outcome",
+    weighting: Literal["average", "size"] = "average",
+    leave_out_equal: bool = True,
+) -> np.ndarray:
     """Return float64 [tokens]."""
     nodes, trajectories = segments(table), table.trajectories()
     returns = trajectories.total(table.column(column))
@@ -30,4 +40,4 @@ def advantages(table: TurnTable, column: str = "outcome", weighting: Literal["si
         above = path[(nodes.leaves[path] > 1) | (nodes.parent[path] < 0)]
         weights = nodes.leaves[above] if weighting == "size" else np.ones(len(above))
         result[leaf] = np.average(returns[leaf] - mean[above], weights=weights)
-    return whiten(table.per_token(result[trajectories.of]), table.mask())
+    return whiten(table.per_token(result[trajectories.of]), table.mask(), ddof=1)

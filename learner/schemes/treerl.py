@@ -1,8 +1,14 @@
 """TreeRL: what a step gained over the whole question and over the step before it (arXiv 2506.11902).
 
-A leaf's outcome minus the mean of the question's other leaves is averaged over the leaves below each step: V, which is 0 at the root. Then
-A = [(V(s) - V(root)) + (V(s) - V(parent))] / sqrt(leaves below s). A step whose A is 0 takes that of the step before it.
+A leaf's outcome minus the mean of the question's other leaves is averaged over the leaves below
+each step: V, which is 0 at the root. form = "paper": A(s) = [(V(s) - V(root)) + (V(s) - V(parent))]
+/ sqrt(leaves below s). form = "released" divides each value by the root of its own leaves: with
+U(s) = V(s) / sqrt(leaves below s), A(s) = U(s) + gain(s) and gain(s) = U(s) - U(parent). A gain of
+0 is that of the step before (THUDM/TreeRL: ``compute_weighted_update``, ``path_from_root_to_node``
+and ``fill_in_paths``).
 """
+
+from typing import Literal
 
 import numpy as np
 
@@ -19,11 +25,17 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 @trains_on(scored("column"))
-def advantages(table: TurnTable, column: str = "outcome") -> np.ndarray:
+def advantages(
+    table: TurnTable, column: str = "outcome", form: Literal["released", "paper"] = "released"
+) -> np.ndarray:
     """Return float64 [tokens]."""
     steps, trajectories = segments(table), table.trajectories()
     value = steps.mean(within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out))
-    advantage = np.where(steps.parent < 0, 0.0, (2 * value - steps.above(value)) / np.sqrt(steps.leaves))
-    for step in np.flatnonzero((np.abs(advantage) < 1e-12) & (steps.parent >= 0)):
-        advantage[step] = advantage[steps.parent[step]]
-    return advantage[steps.of]
+    root = np.sqrt(steps.leaves)
+    if form == "paper":
+        return np.where(steps.parent < 0, 0.0, (2 * value - steps.above(value)) / root)[steps.of]
+    own = np.where(steps.parent < 0, 0.0, value / root)
+    gain = own - steps.above(own)
+    for step in np.flatnonzero((np.abs(gain) < 1e-8) & (steps.parent >= 0)):
+        gain[step] = gain[steps.parent[step]]
+    return (own + gain)[steps.of]

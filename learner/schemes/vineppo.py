@@ -21,4 +21,4 @@ def advantages(table: TurnTable, value: str = "mc_value", outcome: str = "outcom
     """Return float64 [tokens]. A turn next to a missing value has no difference: it enters no statistic and gets 0."""
     differences = table.per_token(temporal_differences(table, value, outcome))
     known = ~np.isnan(differences)
-    return whiten_tokens(differences, table.mask() & known) if whiten else np.where(known, differences, 0.0)
+    return whiten_tokens(differences, table.mask() & known, ddof=1) if whiten else np.where(known, differences, 0.0)

@@ -8,7 +8,7 @@ node is the mean over its children, also where some paths end early.
 import math
 
 from scheduler.context import Context
-from scheduler.forks import emit, grown, widened
+from scheduler.forks import emit, grown, onward
 from scheduler.tree import Tree
 from wire.declared import StrategyGives
 from wire.numbers import Count
@@ -28,10 +28,11 @@ async def grow(tree: Tree, ctx: Context, branching: tuple[Count, ...] = (6, 6, 6
     leaves = await grown(tree, ctx, dict.fromkeys(range(branching[0])))
     weight = dict.fromkeys(leaves, 1 / branching[0])
     for level, width in enumerate(branching[1:], 1):
-        onward = await widened(tree, ctx, leaves, level * segment, width - 1)
-        shared = {number: weight[number] / width for number in onward}
-        new = list(leaves)[len(weight) :]
-        weight |= shared | {number: shared[onward[i // (width - 1)]] for i, number in enumerate(new)}
+        forks, first = onward(leaves, level * segment), len(leaves)
+        left = [number for number in forks for _ in range(width - 1)]
+        leaves |= await grown(tree, ctx, dict(enumerate([forks[number] for number in left], first)))
+        shared = {number: weight[number] / width for number in forks}
+        weight |= shared | {new: shared[number] for new, number in enumerate(left, first)}
     for number, actions in leaves.items():
         if actions:
             actions[-1].scores["weight"] = weight[number]

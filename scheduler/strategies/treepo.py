@@ -1,34 +1,58 @@
 """TreePO's sampling (arXiv 2508.17445): segments of fixed length; after each one, every unfinished path divides until there are ``leaves``.
 
-A segment is ``segment`` sampled tokens of a trajectory, over the ends of turns; observations do not count. When all paths have ended before
-there are enough leaves, further ones fork from random segment ends of random paths. All leaves form one group.
+A segment is ``segment`` sampled tokens of a trajectory, over the ends of turns; observations do not
+count. The number of the first paths is drawn uniformly from ``divergence`` to ``first_divergence``,
+or ``leaves`` if these are fewer. After a segment, ``divergence`` children of each unfinished path,
+and of each path that ended within the segment, are shared evenly among the unfinished paths; the
+last one gets the remainder. When all paths have ended before there are enough leaves, further ones
+fork by ``divergence`` from random segment ends of the paths in random order. All leaves form one
+group. The numbers are those of multimodal-art-projection/TreePO
+(``generate_sequences_tree_deepth_first_vanilla_mode``).
 """
 
 from scheduler.context import Context
-from scheduler.forks import cut, emit, grown, widened
-from scheduler.tree import Tree
+from scheduler.forks import cut, emit, grown, onward
+from scheduler.tree import Fork, Tree
 from wire.declared import StrategyGives
 from wire.numbers import Count
 
 
-def gives(leaves: int, **_: object) -> StrategyGives:
-    """Declare ``leaves`` whole trajectories per task."""
+def gives(leaves: int, divergence: int, first_divergence: int, **_: object) -> StrategyGives:
+    """Declare ``leaves`` whole trajectories per task. Raises ValueError if fewer paths may begin than each of them divides into."""
+    if first_divergence < divergence:
+        raise ValueError(
+            f"scheduler.strategy_options.first_divergence = {first_divergence}: expected at least divergence = {divergence}"
+        )
     return StrategyGives(group="task", size=leaves)
 
 
 async def grow(
-    tree: Tree, ctx: Context, leaves: Count = 16, segment: Count = 512, depth: Count = 14, divergence: Count = 2
+    tree: Tree,
+    ctx: Context,
+    leaves: Count = 16,
+    segment: Count = 512,
+    depth: Count = 14,
+    divergence: Count = 2,
+    first_divergence: Count = 8,
 ) -> None:
     """Grow the tree to its leaves, then emit them as one group. depth: after how many segments no path divides any more."""
-    paths = await grown(tree, ctx, dict.fromkeys(range(min(leaves, divergence))))
+    most = max(divergence, min(leaves, first_divergence))
+    first = ctx.aside("first divergence").rng.randint(divergence, most)
+    paths = await grown(tree, ctx, dict.fromkeys(range(min(leaves, first))))
+    unfinished = len(paths)
     for level in range(1, depth):
-        if len(paths) >= leaves or not await widened(tree, ctx, paths, level * segment, divergence - 1, leaves):
+        places = [*onward(paths, level * segment).values()]
+        if not places or len(paths) >= leaves:
             break
-    late = {}
-    for number in range(len(paths), leaves):
-        rng = ctx.aside(f"fork {number}").rng
-        path = rng.choice([*paths.values()])
-        ends = range(min(depth - 1, max(0, sum(len(action.tokens) for action in path) - 1) // segment) + 1)
-        late[number] = cut(path, segment * rng.choice(ends))
-    paths |= await grown(tree, ctx, late)
+        room = leaves - (len(paths) - len(places))
+        each, spare = divmod(max(len(places), min(room, divergence * unfinished)), len(places))
+        forks = [fork for fork in places for _ in range(each - 1)] + places[-1:] * spare
+        unfinished = len(places) + len(forks)
+        paths |= await grown(tree, ctx, dict(enumerate(forks, len(paths))))
+    rng, late = ctx.aside("late forks").rng, list[Fork | None]()
+    for number in rng.sample([*paths], len(paths)) * leaves:
+        length = sum(len(action.tokens) for action in paths[number])
+        end = segment * rng.randint(0, min(depth - 1, max(0, length - 1) // segment))
+        late += [cut(paths[number], end)] * divergence
+    paths |= await grown(tree, ctx, dict(zip(range(len(paths), leaves), late, strict=False)))
     emit(tree, ctx, [paths.values()])

@@ -1,18 +1,22 @@
 """The tree methods' schemes: every expected number was worked by hand beside its test."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner import schemes
 from learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
 from learner.segments import segments
-from learner.table import TurnTable, TurnTokens
+from learner.table import TurnTable, TurnTokens, build
 from learner.targets import Estimate
+from tests.learner import released
+from tests.learner.released import Node, grown, ours
+from tests.updates import episodes, trainer
 
 SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
 
@@ -102,40 +106,108 @@ def test_tree_grpo_takes_a_lone_leaf_of_a_tree_with_mean_0_and_std_1() -> None:
     np.testing.assert_allclose(tree_grpo.advantages(table), [1.7071, -0.7071], atol=1e-4)
 
 
-def test_treerl_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> None:
+def test_treerl_by_its_equation_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> None:
     # Leave one out: wins 1 - 1/3 = 2/3, losses -2/3. V: (A, B) 0, (A, B, C) 2/9, C 2/3, D -2/3.
     # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B: -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
     a, b, c = [0.2566, -0.1571, 1.3333, 1.3333], [0.2566, -0.1571, -1.3333], [0.2566, 1.1111]
+    np.testing.assert_allclose(
+        treerl.advantages(leaves(TREE, OUTCOMES), form="paper"), [*a, *b, *c, -1.3333], atol=1e-4
+    )
+
+
+def test_treerl_as_released_divides_each_value_by_the_root_of_its_own_leaves() -> None:
+    # U: (A, B, C) 2/9 / sqrt 3 = 0.1283, (A, B) 0, A 2/3, B -2/3, C 2/3, D -2/3. A = 2 U(s) - U(parent):
+    # ABC 0.2566, AB -0.1283, A 4/3, B -4/3, C 4/3 - 0.1283 = 1.2050, D -4/3.
+    a, b, c = [0.2566, -0.1283, 1.3333, 1.3333], [0.2566, -0.1283, -1.3333], [0.2566, 1.2050]
     np.testing.assert_allclose(treerl.advantages(leaves(TREE, OUTCOMES)), [*a, *b, *c, -1.3333], atol=1e-4)
 
 
-def test_treerl_gives_a_step_without_any_gain_the_advantage_of_the_step_before() -> None:
-    # Leave one out of 1, 0, 2, -3 (mean 0) is 4/3 of each. V: ABC 4/3, AB 2/3, so 2 V(AB) - V(ABC) = 0 and AB takes ABC's 8/3 / sqrt 3.
-    # A: 8/3 - 2/3 = 2; B: 0 - 2/3; C: 16/3 - 4/3 = 4; D: -8.
-    shared = 8 / 3 / 3**0.5
-    expected = [shared, shared, 2, 2, shared, shared, -2 / 3, shared, 4, -8]
-    np.testing.assert_allclose(treerl.advantages(leaves(TREE, [1.0, 0.0, 2.0, -3.0])), expected, atol=1e-12)
+def test_treerl_as_released_gives_a_step_without_a_gain_the_gain_of_the_step_before() -> None:
+    # Leave one out: A 1, B 0, C c, D -1 - c. U(AB) = 1 / 2 sqrt 2, and c is such that U(ABC) = (1 + c) / 3 sqrt 3 is the same: AB's gain is ABC's.
+    step = 1 / 8**0.5
+    c = step * 27**0.5 - 1
+    result = treerl.advantages(leaves(TREE, [0.75, 0.0, 0.75 * c, -0.75 * (1 + c)]))
+    shared, a = 2 * step, 2 - step
+    np.testing.assert_allclose(
+        result, [shared, shared, a, a, shared, shared, -step, shared, 2 * c - step, -2 * (1 + c)], atol=1e-12
+    )
 
 
 def test_treepo_averages_the_differences_to_all_subtrees_by_size_and_whitens() -> None:
     # Differences to the means of root (1/2, 4 leaves), ABC (2/3, 3 leaves), AB (1/2, 2 leaves), each weighted by its leaves:
     # A: (4 (1/2) + 3 (1/3) + 2 (1/2)) / 9 = 4/9; B: (-2 - 2 - 1) / 9 = -5/9; C: (2 + 1) / 7 = 3/7; D: -1/2.
     raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [3 / 7] * 2 + [-1 / 2])
-    np.testing.assert_allclose(treepo.advantages(leaves(TREE, OUTCOMES)), (raw - raw.mean()) / raw.std(), atol=1e-6)
+    result = treepo.advantages(leaves(TREE, OUTCOMES), weighting="size")
+    np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-6)
 
 
-def test_treepo_with_equal_weights() -> None:
+def test_treepo_as_released_averages_them_equally() -> None:
     # A: (1/2 + 1/3 + 1/2) / 3 = 4/9; B: (-1/2 - 2/3 - 1/2) / 3 = -5/9; C: (1/2 + 1/3) / 2 = 5/12; D: -1/2.
     raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [5 / 12] * 2 + [-1 / 2])
-    result = treepo.advantages(leaves(TREE, OUTCOMES), weighting="plain")
-    np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(), atol=1e-6)
+    result = treepo.advantages(leaves(TREE, OUTCOMES))
+    np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-6)
 
 
 def test_spo_gives_a_segment_the_gain_of_its_end_over_its_start() -> None:
     # V: root 1/2, ABC 2/3, AB 1/2. A(1) = 1/6, A(2) = -1/6, A(3, 5) = 1/2, B: -1/2, C: 1/3, D: -1/2.
-    result = spo.advantages(leaves(TREE, OUTCOMES), whiten=False)
+    result = spo.advantages(leaves(TREE, OUTCOMES), form="paper", whiten=False)
     expected = [1 / 6, -1 / 6, 1 / 2, 1 / 2, 1 / 6, -1 / 6, -1 / 2, 1 / 6, 1 / 3, -1 / 2]
-    np.testing.assert_allclose(result, expected, atol=1e-12)
+    np.testing.assert_allclose(result.advantages, expected, atol=1e-12)
+
+
+def test_spo_as_released_trains_a_segment_once_and_none_without_a_gain() -> None:
+    # V: root 1/2, ABC (1 + 1 + 1) / 3 = 1, so the step to AB gains nothing. Tokens 1, 2 of B and 1 of C are those of A again.
+    result = spo.advantages(leaves(TREE, [1.0, 1.0, 1.0, 0.0]), whiten=False)
+    assert result.trained is not None
+    np.testing.assert_allclose(result.advantages, [1 / 4, 0, 0, 0, 0, 0, 0, 0, 0, -3 / 4], atol=1e-12)
+    assert result.trained.tolist() == [True, *[False] * 8, True]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_spo_as_released_draws_at_most_so_many_segments_of_each_question(most: int) -> None:
+    questions = [grown(np.random.default_rng([5, i]), (3, 3)) for i in range(3)]
+    batch = released.table(questions)
+    result = schemes.load("spo", {"most": most, "certain": 1.1})(batch)
+    assert result.trained is not None
+    drawn = [segments(batch).of[result.trained & batch.per_token(batch.tree == number)] for number in range(3)]
+    assert [len(set(of.tolist())) for of in drawn] == [most] * 3
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_the_released_forms_are_those_of_a_recursion_over_the_sampled_tree(seed: int) -> None:
+    questions = [grown(np.random.default_rng([seed, i]), (3, 2, 2)) for i in range(3)]
+    for theirs, (name, options) in {
+        released.spo: ("spo", {"most": 1000}),
+        released.treerl: ("treerl", {}),
+        released.treepo: ("treepo", {}),
+    }.items():
+        expected, push = theirs(questions), ours(questions, name, **options)
+        for key in {*expected, *push}:
+            assert push.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("spo", {}), ("treepo", {}), ("reinforce_pp", {"column": "outcome", "leave_out_equal": True})],
+)
+def test_a_question_whose_leaves_are_equal_is_left_out_of_the_whitening(name: str, options: dict[str, Any]) -> None:
+    equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
+    other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
+    both, alone = (ours(questions, name, **options) for questions in ([other, equal], [other]))
+    assert {key: value for key, value in both.items() if value} == {key: value for key, value in alone.items() if value}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("spo", {"form": "paper"}), ("treepo", {"leave_out_equal": False}), ("reinforce_pp", {"column": "outcome"})],
+)
+def test_a_scheme_that_pushes_equal_questions_says_so(name: str, options: dict[str, Any]) -> None:
+    equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
+    other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
+    push = ours([other, equal], name, **options)
+    assert any(value for (number, *_), value in push.items() if number == 1)
+    assert schemes.load(name, options).needs.pushes_equal
 
 
 def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
@@ -143,16 +215,19 @@ def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
     # V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
     table = leaves(TREE, OUTCOMES)
     table.scores["weight"] = np.where(np.isnan(table.scores["outcome"]), np.nan, [0, 1 / 8, 1 / 8, 1 / 4, 1 / 2])
-    result = spo.advantages(table, whiten=False)
+    result = spo.advantages(table, form="paper", whiten=False).advantages
     expected = [3 / 8, -1 / 4, 1 / 2, 1 / 2, 3 / 8, -1 / 4, -1 / 2, 3 / 8, 1 / 4, -3 / 8]
     np.testing.assert_allclose(result, expected, atol=1e-12)
 
 
 def test_spo_leaves_tokens_out_that_the_policy_was_sure_of_and_whitens_the_others() -> None:
     table = leaves([[[1, -2]], [[3, 4]]], [1.0, 0.0])
-    # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest: 1/2, -1/2, -1/2, mean -1/6, std .4714.
-    np.testing.assert_allclose(spo.advantages(table), [1.4142, 0, -0.7071, -0.7071], atol=1e-4)
-    np.testing.assert_allclose(spo.advantages(table, certain=1.1, whiten=False), [0.5, 0.5, -0.5, -0.5])
+    # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest: 1/2, -1/2, -1/2, mean -1/6, std .5774.
+    result = spo.advantages(table)
+    np.testing.assert_allclose(result.advantages, [1.1547, 0, -0.5774, -0.5774], atol=1e-4)
+    assert result.trained is not None
+    assert result.trained.tolist() == [True, False, True, True]
+    np.testing.assert_allclose(spo.advantages(table, certain=1.1, whiten=False).advantages, [0.5, 0.5, -0.5, -0.5])
 
 
 def test_arpo_is_grpo_over_the_leaves_or_its_mean_on_shared_tokens() -> None:
@@ -167,8 +242,8 @@ def test_vineppo_takes_the_differences_of_monte_carlo_values() -> None:
     table = leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0])
     table.scores["mc_value"] = np.array([0.25, 0.75, 0.5])
     np.testing.assert_allclose(vineppo.advantages(table, whiten=False), [0.5, 0.5, 0.25, -0.5])
-    # Whitened over the four tokens: mean 3/16, std 0.4100.
-    np.testing.assert_allclose(vineppo.advantages(table), [0.7625, 0.7625, 0.1525, -1.6775], atol=1e-3)
+    # Whitened over the four tokens: mean 3/16, std of the sample 0.4732.
+    np.testing.assert_allclose(vineppo.advantages(table), [0.6604, 0.6604, 0.1321, -1.4529], atol=1e-3)
 
 
 def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
@@ -176,6 +251,17 @@ def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
     table.scores["mc_value"] = np.array([0.25, np.nan, 0.5])
     np.testing.assert_allclose(vineppo.advantages(table, whiten=False), [0, 0, 0, -0.5])
     assert np.isfinite(vineppo.advantages(table)).all()
+
+
+def test_tokens_that_a_scheme_leaves_out_are_in_no_mean_of_the_update(tmp_path: Path, llama: Path) -> None:
+    some = episodes(1, 0)
+    table = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})[0]
+    options = {"most": 2, "certain": 1.1}
+    trained = schemes.load("spo", options)(table).trained
+    assert trained is not None
+    metrics = trainer(llama, tmp_path, scheme="spo", scheme_options=options, aggregation="token").update(some)
+    assert metrics["learner/trained_tokens"] == trained.sum() < table.tokens.sum()
+    assert metrics["learner/zero_advantage_share"] == 0
 
 
 def sao_estimate(paths: list[list[list[int]]], outcomes: list[float], values: list[float], **options: Any) -> Estimate:
@@ -195,6 +281,13 @@ def test_saos_value_after_a_turn_is_that_before_the_next_turn() -> None:
     # alpha = 1/4: lambda = max(0, 1 - 1) = 0, so A is the one-step difference: .4 - .1, .6 - .4 over the observation, 1 - .6.
     estimate = sao_estimate([[[1, 2], [3]]], [1.0], [0.1, 0.4, 0.6], alpha=0.25)
     np.testing.assert_allclose(estimate.advantages, [0.3, 0.2, 0.4])
+
+
+def test_saos_lambda_counts_the_tokens_that_the_policy_sampled_alone() -> None:
+    # alpha = 1, three tokens of which the second was forced: lambda = 1 - 1/2. Values 0, outcome 1 at the end: A = 1/4, 1/2, 1.
+    table = leaves([[[1, 2, 3]]], [1.0])
+    table = msgspec.structs.replace(table, sampled=np.array([True, False, True]), token_scores={"value": np.zeros(3)})
+    np.testing.assert_allclose(sao.advantages(table, alpha=1.0, whiten=False).advantages, [1 / 4, 1 / 2, 1])
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo"])

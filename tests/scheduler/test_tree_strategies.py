@@ -210,7 +210,7 @@ async def test_treerl_counts_kept_tokens_once(tmp_path: Path, llama: Path) -> No
 async def test_treepo_divides_every_unfinished_path_after_each_segment(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [GOOD], budget=3)  # all paths have three turns
     segment = len(stage.shop.text.encode(GOOD)) + 5
-    await grow(stage, "treepo", leaves=8, segment=segment, divergence=2)
+    await grow(stage, "treepo", leaves=8, segment=segment, divergence=2, first_divergence=2)
     check_emitted(stage, groups=1)
     assert numbers(stage) == list(range(8))
     begins = [
@@ -221,10 +221,36 @@ async def test_treepo_divides_every_unfinished_path_after_each_segment(tmp_path:
     assert begins == [0, 0, segment, segment, *[2 * segment] * 4]
 
 
+async def test_treepo_draws_how_many_paths_begin(tmp_path: Path, llama: Path) -> None:
+    begun = set[int]()
+    for seed in range(16):
+        (tmp_path / str(seed)).mkdir()
+        stage = played(tmp_path / str(seed), llama, [GOOD], budget=1)
+        stage.context = Context(stage.shop, TASK, stage.tree, random.Random(seed))
+        await grow(stage, "treepo", leaves=5, segment=9, first_divergence=4)
+        assert numbers(stage) == list(range(5))
+        begun.add(sum(node.kind == "action" and node.step == 1 and not node.kept for node in stage.tree.nodes.values()))
+        if len(begun) == 3:
+            break
+    assert begun == {2, 3, 4}
+
+
+async def test_treepo_gives_the_children_of_paths_that_ended_to_those_that_go_on(tmp_path: Path, llama: Path) -> None:
+    stage = played(tmp_path, llama, [GOOD, RIGHT], budget=3)
+    segment = max(len(stage.shop.text.encode(says)) for says in (GOOD, RIGHT)) + 2  # inside the second turn of a search
+    await grow(stage, "treepo", leaves=16, segment=segment, depth=2, divergence=4, first_divergence=4)
+    going = {n: first(stage.tree, n).id for n in range(4) if first(stage.tree, n).text == GOOD}
+    assert 0 < len(going) < 4
+    # The four paths have 16 children. Those that ended keep their own leaf, and the others share the rest; the last gets the remainder.
+    each, spare = divmod(16 - (4 - len(going)), len(going))
+    forks = Counter(stage.tree.nodes[first(stage.tree, n).parent].parent for n in range(4, 16))
+    assert [forks[node] for node in going.values()] == [each - 1] * (len(going) - 1) + [each - 1 + spare]
+
+
 async def test_treepo_fills_up_its_leaves_from_segment_ends_of_paths_that_ended(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [RIGHT, WRONG])  # every path ends in its first turn
     segment = 9
-    await grow(stage, "treepo", leaves=9, segment=segment, depth=3)
+    await grow(stage, "treepo", leaves=9, segment=segment, depth=3, first_divergence=2)
     check_emitted(stage, groups=1)
     assert numbers(stage) == list(range(9))
     assert {first(stage.tree, n).kept for n in range(9)} <= {0, 9, 18}
@@ -347,6 +373,7 @@ async def test_a_trajectory_whose_outcome_is_unknown_is_left_out(
             r"branching = \[6, 0\]: expected a list, each member a whole number, at least 1",
         ),
         ("treepo", {"segment": 0}, r"segment = 0: expected a whole number, at least 1"),
+        ("treepo", {"first_divergence": 1}, r"first_divergence = 1: expected at least divergence = 2"),
         ("tree_grpo", {"rounds": -1}, r"rounds = -1: expected a whole number, at least 0"),
         ("treerl", {"token": 2}, r"\['token'\] unknown to strategy 'treerl'"),
     ],

@@ -33,7 +33,7 @@ LEARNING = {
     "learner/entropy": "entropy (nats)",
     "learner/kl": "KL to the initial policy (nats)",
     "learner/surrogate": "surrogate objective",
-    "learner/zero_advantage_share": "share of turns with advantage 0",
+    "learner/zero_advantage_share": "share of trained tokens with advantage 0",
     "learner/trained_tokens": "trained tokens per update",
     "learner/turns": "trained turns per update",
 }

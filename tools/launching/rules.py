@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from judges.config import RetrieverConfig
-from learner import corrections
+from learner import corrections, schemes
 from scheduler.tracking import TRACKERS
 from tools.launching import engine_rules, learner_rules, plug_in_rules
 from tools.launching.settings import Config
@@ -90,6 +90,12 @@ def doubts(config: Config) -> list[str]:
     """Warnings, printed when a run starts, about legal settings that do not do what their names promise."""
     w = config.learner
     doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
+    remedy = schemes.load(w.scheme, w.scheme_options).needs.pushes_equal
+    if remedy and not config.scheduler.dynamic_sampling_budget:
+        doubts.append(
+            f"learner.scheme = {w.scheme!r} whitens over the batch, so a question whose trajectories all earn the same still gets an advantage other"
+            f" than 0, though it compares nothing: set {remedy} to leave it out, or scheduler.dynamic_sampling_budget to replace it"
+        )
     if w.kl_estimator == "k1" and w.kl_coef:
         doubts.append(
             "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation; take 'k2' or 'k3', or learner.kl_reward_coef"

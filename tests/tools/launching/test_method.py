@@ -138,6 +138,20 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+def test_a_scheme_that_pushes_questions_without_a_spread_is_told_with_the_setting_that_ends_it() -> None:
+    def told(path: Path, *overrides: str) -> list[str]:
+        return [doubt for doubt in rules.doubts(load(path, list(overrides))) if "though it compares nothing" in doubt]
+
+    (doubt,) = told(SPO, "learner.scheme_options.form=paper")
+    assert "set learner.scheme_options.form = 'released' to leave it out" in doubt
+    group = ["learner.scheme=reinforce_pp", "learner.scheme_options.column=outcome"]
+    assert "leave_out_equal = true" in told(SPO, *group)[0]
+    assert not told(SPO, *group, "learner.scheme_options.leave_out_equal=true")
+    assert not told(SPO, *group, "scheduler.dynamic_sampling_budget=8")
+    for name in ("spo", "treepo", "treerl", "tree-grpo", "vineppo"):
+        assert not told(ROOT / "configs" / f"{name}-tiny.toml")
+
+
 def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
     assert rules.doubts(load(SLATE, [])) == []
     gspo = ["learner.correction=gspo", "learner.correction_options={}"]
