@@ -12,6 +12,7 @@ from judges.base import Judge
 from judges.serve import Worker
 from learner import corrections, schemes
 from learner.config import LearnerConfig
+from learner.plan import plan_of
 from learner.schemes import Scheme
 from scheduler import strategies
 from scheduler.config import UNJUDGED
@@ -188,8 +189,8 @@ def _reading(columns: Iterable[str]) -> list[str]:
 def _models(config: Config, scheme: Scheme) -> Iterator[str]:
     """Only those of the learner's own models that the scheme reads may have a section."""
     w, needs = config.learner, scheme.needs
-    for section, column in (("critic", "value"), ("prm", "prm")):
-        if getattr(w, section) is not None and column not in needs.models:
+    for section in ("critic", "prm"):
+        if getattr(w, section) is not None and section not in plan_of(w).models:
             yield f"learner.{section} has no effect with learner.scheme = {w.scheme!r} and its options: remove the section"
     if needs.prm_loss and (w.prm is None or w.prm.loss != needs.prm_loss):
         yield f"learner.scheme = {w.scheme!r} trains its reward model with learner.prm.loss = {needs.prm_loss!r}: set it"
