@@ -126,7 +126,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ("replicate"), all ranks together hold one copy ("fsdp"), or some neighbours do ("hybrid"). shard_ranks: how many neighbours hold a copy of a
     hybrid learner (0: the ranks of one machine). scheme: a module of learner/schemes; correction: a function of learner/corrections.py; scheme_options, correction_options: their keyword arguments.
     aggregation: how token terms are weighted (learner/objective.py); "auto" is the aggregation with which the correction is defined ("trajectory"
-    for gspo), and "turn" for the others. constant_tokens: the divisor of aggregation "constant".
+    for gspo, none for the others), else that of the scheme's source (docs/learner.md). constant_tokens: the divisor of aggregation "constant".
     mean_over_steps: divide the weight of each token by the number of its question's groups, such as SLATE's steps.
     epochs, minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the questions. target_kl: the update's
     remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0: never). kl_coef, kl_estimator: weight and

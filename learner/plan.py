@@ -64,8 +64,17 @@ def plan_of(config: LearnerConfig) -> LearnerPlan:
         models["critic"] = ModelPlan(critic.lora or lora, 1, config.epochs * critic.steps, vocabulary=False)
     if prm is not None:
         models["prm"] = ModelPlan(prm.lora or lora, _scorings(prm), prm.epochs)
-    aggregation = correct.aggregation(config.aggregation)
-    return LearnerPlan(scheme, correct, models, critic, prm, kl, reference, proximal, aggregation)
+    return LearnerPlan(
+        scheme, correct, models, critic, prm, kl, reference, proximal, _aggregation(config, scheme, correct)
+    )
+
+
+def _aggregation(config: LearnerConfig, scheme: Scheme, correct: Corrected) -> Aggregation:
+    """Return how the tokens are weighed. For "auto" a correction that declares it comes before the scheme: the correction's surrogate is defined by
+    it, while a scheme's advantages are defined without it."""
+    if config.aggregation != "auto":
+        return config.aggregation
+    return correct.declared.aggregation or scheme.needs.aggregation
 
 
 def _scorings(prm: PrmConfig) -> float:

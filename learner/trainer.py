@@ -101,14 +101,14 @@ class Trainer:
             else:
                 with self.timed("pack"):
                     rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
-                metrics |= self._train(table.only(kept), rows, batch.questions)
+                metrics |= self._train(table.only(kept), rows)
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
         self.version = batch.version + 1
         self._busy_s, self._since = self.busy_s, None
         metrics |= self.timed.take() | {"learner/seconds": time.monotonic() - start}
         return metrics
 
-    def _train(self, table: TurnTable, rows: Rows, questions: int) -> dict[str, float]:
+    def _train(self, table: TurnTable, rows: Rows) -> dict[str, float]:
         c = self.config
         with self.timed("pack"):
             everything = plan(rows.trie, range(len(rows.paths)), c.micro_tokens, self.ranks)
@@ -124,7 +124,7 @@ class Trainer:
         trained = rows.sampled
         if c.overlong_filter:
             trained = trained & ~table.per_token(rewards.truncated(table))
-        weights = token_weights(table, trained, questions, self.plan.aggregation, c.mean_over_steps, c.constant_tokens)
+        weights = token_weights(table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
         metrics = _table_metrics(table, rows, known, self.version) | prm_metrics
         metrics |= self.scheme.metrics(table) | watch.explained_variance(table)

@@ -18,7 +18,7 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     (divergence from the initial policy), "log_ratio" (log-probability under the policy at the start of the update minus that under the
     policy that sampled). prm_loss: the loss that must train the implicit reward model; "" allows any loss. reward: the one of several
     columns that is the reward. equal: which trajectories of a group teach nothing by comparison: those with equal "returns" (sums of rewards),
-    or only those whose "turns" have equal rewards.
+    or only those whose "turns" have equal rewards. aggregation: how the source of the method weighs the tokens of its loss (learner/objective.py).
     """
 
     columns: frozenset[str]
@@ -28,6 +28,7 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     prm_loss: str = ""
     reward: str = ""
     equal: Equal = "returns"
+    aggregation: Literal["turn", "trajectory", "token"] = "turn"
 
     @property
     def reward_column(self) -> str:

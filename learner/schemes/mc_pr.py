@@ -16,7 +16,7 @@ from wire.numbers import Count, Positive
 
 def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:
     """The scheme needs all turns of whole trajectories, with Monte Carlo values."""
-    return SchemeNeeds(columns=frozenset({value, outcome}), reward=outcome, group="batch")
+    return SchemeNeeds(columns=frozenset({value, outcome}), reward=outcome, group="batch", aggregation="token")
 
 
 @trains_on(scored("outcome"))

@@ -29,6 +29,7 @@ def needs(
         reward=outcome,
         group="batch",
         models=frozenset(target_needs(targets, kl_coef, rho_max, c_max)),
+        aggregation="token",
     )
 
 

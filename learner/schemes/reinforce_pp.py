@@ -16,7 +16,12 @@ from wire.declared import SchemeNeeds
 def needs(column: str, baseline: str, **_: object) -> SchemeNeeds:
     """The scheme compares the trajectories of a task if the task's mean is the baseline, else those of the batch."""
     grouped = baseline == "group"
-    return SchemeNeeds(columns=frozenset({column}), group="task" if grouped else "batch", least=2 if grouped else 1)
+    return SchemeNeeds(
+        columns=frozenset({column}),
+        group="task" if grouped else "batch",
+        least=2 if grouped else 1,
+        aggregation="token",
+    )
 
 
 @trains_on(scored("column"))
