@@ -213,15 +213,16 @@ def _rewards(config: Config, scheme: Scheme, strategy: Strategy) -> Iterator[str
                 f"{changed[-1]} has no effect: learner.scheme = {w.scheme!r} and scheduler.strategy = {s.strategy!r} do not compare several"
                 " trajectories of one task or step: set it to 0"
             )
-    if changed and not needs.reward_column:
-        yield (
-            f"{changed[0]}: learner.scheme = {w.scheme!r} reads {sorted(needs.columns)} and does not say which column is the reward: declare"
-            " SchemeNeeds.reward (docs/extend.md)"
-        )
     if w.kl_reward_coef and "kl_coef" in signature(scheme.function).parameters:
         yield (
             f"learner.kl_reward_coef = {w.kl_reward_coef}: learner.scheme = {w.scheme!r} charges each token its own KL: set"
             " learner.scheme_options.kl_coef instead"
+        )
+    if changed and not needs.reward_column:
+        yield (
+            f"{changed[0]}: learner.scheme = {w.scheme!r} makes the rewards of turns from {sorted(needs.columns)} itself, and a change of one of these"
+            " columns would break its equations: remove it (learner.advantage_scale and advantage_clip change the advantages, and learner.kl_coef is"
+            " a KL in the loss); a scheme of your own whose reward is one column declares SchemeNeeds.reward (docs/extend.md)"
         )
 
 

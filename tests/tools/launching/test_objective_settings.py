@@ -1,6 +1,7 @@
 """Settings of the objective and of dynamic sampling: those without effect or counted twice are refused, and the processes get them resolved."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from tools.launching.assets import Assets
 from tools.launching.config import ConfigError, load
 
 SLATE = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
+PPR, SUDOKU = SLATE.with_name("ppr-cpu.toml"), SLATE.with_name("vpr-sudoku-cpu.toml")
 FULL = ["scheduler.strategy=full"]
 GAE = [*FULL, "learner.scheme=gae"]
 
@@ -55,6 +57,32 @@ def test_a_setting_without_effect_or_counted_twice_is_refused(settings: list[str
 )
 def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
     load(SLATE, settings)
+
+
+@pytest.mark.parametrize(
+    "changes", ["reward_scale=2.0", "reward_clip=0.5", "soft_overlong={max_tokens=30, cache_tokens=30}"]
+)
+@pytest.mark.parametrize(
+    "method",
+    [
+        [PPR],
+        [SUDOKU, "learner.scheme=mc_pr", "scheduler.strategy=mc_value"],
+        [SUDOKU, "learner.scheme=vineppo", "scheduler.strategy=mc_value"],
+    ],
+    ids=["ppr", "mc_pr", "vineppo"],
+)
+def test_a_change_of_one_column_is_refused_where_the_scheme_makes_rewards_of_two(
+    method: list[Any], changes: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"makes the rewards of turns from .* remove it"):
+        load(method[0], [*method[1:], "scheduler.max_action_tokens=30", f"learner.{changes}"])
+
+
+def test_a_kl_in_the_reward_of_ppr_or_mc_pr_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.scheme_options\.kl_coef instead"):
+        load(PPR, ["learner.kl_reward_coef=0.1"])
+    with pytest.raises(ConfigError, match=r"learner\.kl_coef is a KL in the loss"):
+        load(SUDOKU, ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "learner.kl_reward_coef=0.1"])
 
 
 def test_k1_in_the_loss_is_a_doubt() -> None:
