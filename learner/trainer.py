@@ -92,7 +92,7 @@ class Trainer:
         self.warnings = []
         if any(group.turns for group in batch.groups):
             with self.timed("pack"):
-                table, turns = build(batch.groups, nodes)
+                table, turns = build(batch.groups, nodes, self.scheme.needs.columns)
                 kept = self.scheme.trains(table)
                 trajectories = table.trajectories()
             metrics["learner/left_out_trajectories"] = float(len(np.unique(trajectories.of[~kept])))

@@ -179,6 +179,13 @@ async def test_one_candidate_has_its_reward_as_advantage(tmp_path: Path, llama: 
     assert turn.scores["advantage"] == turn.scores["reward"] == 1 + 0.1 / 2
 
 
+async def test_candidates_of_a_judge_that_fails_differ_by_nothing(tmp_path: Path, llama: Path) -> None:
+    script = [[RIGHT, GOOD, RIGHT], [RIGHT] * 3]
+    stage = Stage(tmp_path, llama, script, invalid=["think", "query", "answer"])
+    await stage.grow(slate)
+    assert all("reward" not in turn.scores and turn.scores["advantage"] == 0 for turn in stage.groups[0])
+
+
 async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_and_counted(
     tmp_path: Path, llama: Path
 ) -> None:
