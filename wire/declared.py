@@ -44,7 +44,8 @@ class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
     one of them. judged: the turns get the judge's columns. rewarded: the turns also get a column "reward" made from the judge's columns.
     reward_options: options of the strategy that only SLATE's composite reward reads. outcome: the last turn of each trajectory has the
     outcome. needs_judge: the strategy works only with a judge. needs_outcome_judge: the environment's outcomes must come from a judge. needs_top: the engine
-    must report the most probable tokens (``Sampling.top_logprobs``).
+    must report the most probable tokens (``Sampling.top_logprobs``). selects_as: the scheme by whose advantage the strategy selects; a run with this
+    scheme gives the strategy the scheme's options of the same names.
     """
 
     group: Literal["step", "task"]
@@ -58,3 +59,4 @@ class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
     needs_judge: bool = False
     needs_outcome_judge: bool = False
     needs_top: bool = False
+    selects_as: str = ""

@@ -64,10 +64,29 @@ def faults(config: Config, served: Served, environment: Environment) -> Iterator
     judge = served.get(f"judge.{s.judge}")
     yield from _judge(s.judge, judge, environment)
     yield from _groups(scheme, strategy)
+    if twice := sorted(_shared(scheme, strategy) & set(s.strategy_options)):
+        yield (
+            f"scheduler.strategy_options {twice}: scheduler.strategy = {s.strategy!r} selects by the advantage on which learner.scheme ="
+            f" {w.scheme!r} trains: set them in learner.scheme_options alone"
+        )
     yield from _strategy(config, strategy, environment)
     yield from _columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
     yield from _models(config, scheme)
     yield from _rewards(config, scheme, strategy)
+
+
+def strategy_options(config: Config) -> dict[str, Any]:
+    """Return the strategy's options, with those that it shares with the scheme by whose advantage it selects."""
+    s, w = config.scheduler, config.learner
+    shared = _shared(schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options))
+    return s.strategy_options | {name: value for name, value in w.scheme_options.items() if name in shared}
+
+
+def _shared(scheme: Scheme, strategy: Strategy) -> set[str]:
+    """Return the options that are one setting of scheme and strategy."""
+    if strategy.gives.selects_as != scheme.name:
+        return set()
+    return {*signature(strategy.function).parameters} & {*signature(scheme.function).parameters}
 
 
 def _judge(name: str, judge: Worker | None, environment: Environment) -> Iterator[str]:

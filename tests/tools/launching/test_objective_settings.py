@@ -1,13 +1,16 @@
 """Settings of the objective and of dynamic sampling: those without effect or counted twice are refused, and the processes get them resolved."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from learner import schemes
 from learner.config import LearnerProcess
 from scheduler.config import SchedulerProcess
+from scheduler.strategies import slate
 from tools.launching import processes, rules
 from tools.launching.assets import Assets
 from tools.launching.config import ConfigError, load
@@ -97,3 +100,17 @@ def test_the_schedule_ends_with_the_run_and_the_scheduler_knows_the_reward(tmp_p
     scheduler = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
     assert (learner.learner.decay_updates, learner.learner.optimizer.schedule) == (7, "linear")
     assert (scheduler.reward, scheduler.equal) == ("reward", "turns")
+
+
+def test_slate_selects_with_the_options_on_which_its_scheme_trains(tmp_path: Path) -> None:
+    def selects(*settings: str) -> dict[str, Any]:
+        processes.make(load(SLATE, list(settings)), Assets(str(tmp_path), "", "", "", ""), tmp_path)
+        read = (tmp_path / "processes" / "scheduler.json").read_bytes()
+        return msgspec.json.decode(read, type=SchedulerProcess).scheduler.strategy_options
+
+    grown, trained = signature(slate.grow).parameters, signature(schemes.load("slate", {}).function).parameters
+    assert [grown[name].default for name in ("ddof", "eps")] == [trained[name].default for name in ("ddof", "eps")]
+    assert selects("learner.scheme_options={ddof=0, eps=0.5}") == selects() | {"ddof": 0, "eps": 0.5}
+    assert selects("learner.scheme=vpr_v2", "learner.scheme_options={ddof=1}") == selects()  # an advantage of its own
+    with pytest.raises(ConfigError, match=r"\['ddof'\].* set them in learner\.scheme_options alone"):
+        load(SLATE, ["scheduler.strategy_options.ddof=0"])
