@@ -49,7 +49,7 @@ class Trainer:
         self.timed = Stopwatch()
         self.plan = plan_of(c)
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
-        self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=self.plan.reference)
+        self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=models["policy"].copy)
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
         self.critic: Critic | None = None
