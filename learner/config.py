@@ -58,7 +58,7 @@ class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lr: the critic's learning rate. warmup_updates: it rises linearly over them. policy_frozen_updates: the critic's warm-up, in which the critic trains
     alone: the version advances, and the policy makes no step. steps: optimizer steps of the critic for each of the policy. value_clip: PPO's
     value-clip range around the value before the update (methods.md 2.4). loss_factor: a factor of the critic's loss. grad_clip: the largest norm
-    of a gradient. lora: adapters; without the section, every weight trains.
+    of a gradient. lora: its adapters; without this setting, those of [learner.lora].
     """
 
     lr: Positive = 1e-5
@@ -77,11 +77,10 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beta: the factor of the log-ratio that is a token's reward. loss: "dpo" over all positive x negative pairs of a question, or "cross_entropy" against the outcome. outcome: the score column that is
     compared with threshold. threshold: a trajectory above it is positive. score: a trajectory's score is the sum or the mean of its step scores.
     order: "score_first" scores the batch with the old model and then updates the model; "update_first" does the reverse. epochs, minibatches:
-    an update makes epochs x minibatches optimizer steps, each on its share of the questions. reference: the log-probabilities that the engine
-    recorded ("behaviour"), those of the policy before the update, computed by the learner ("recomputed"), or those of the policy at version 0
-    ("initial"). "auto" is "recomputed" where the learner computes in bfloat16, whose rounding differs from the engine's, else "behaviour". lr: the reward model's
-    learning rate. warmup_updates: it rises linearly over them. grad_clip: the largest norm of a gradient. lora: adapters; without the section,
-    every weight trains.
+    an update makes epochs x minibatches optimizer steps, each on its share of the questions. reference: the log-probabilities of the policy before
+    the update, which the learner computes ("recomputed"), those that the engine recorded when it sampled ("behaviour"), or those of the policy at
+    version 0 ("initial"). lr: the reward model's learning rate. warmup_updates: it rises linearly over them. grad_clip: the largest norm of a
+    gradient. lora: its adapters; without this setting, those of [learner.lora].
     """
 
     beta: Positive = 0.05
@@ -92,7 +91,7 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: Literal["score_first", "update_first"] = "score_first"
     epochs: Count = 1
     minibatches: Count = 1
-    reference: Literal["auto", "behaviour", "recomputed", "initial"] = "auto"
+    reference: Literal["behaviour", "recomputed", "initial"] = "recomputed"
     lr: Positive = 1e-6
     warmup_updates: Natural = 0
     grad_clip: Positive = 10.0
@@ -127,7 +126,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ("replicate"), all ranks together hold one copy ("fsdp"), or some neighbours do ("hybrid"). shard_ranks: how many neighbours hold a copy of a
     hybrid learner (0: the ranks of one machine). scheme: a module of learner/schemes; correction: a function of learner/corrections.py; scheme_options, correction_options: their keyword arguments.
     aggregation: how token terms are weighted (learner/objective.py); "auto" is the aggregation with which the correction is defined ("trajectory"
-    for gspo), and "turn" for the others. constant_tokens: the divisor of aggregation "constant".
+    for gspo, none for the others), else that of the scheme's source (docs/learner.md). constant_tokens: the divisor of aggregation "constant".
     mean_over_steps: divide the weight of each token by the number of its question's groups, such as SLATE's steps.
     epochs, minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the questions. target_kl: the update's
     remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0: never). kl_coef, kl_estimator: weight and

@@ -13,7 +13,7 @@ launcher can check their options without importing torch.
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -78,7 +78,7 @@ class Declared(msgspec.Struct, frozen=True):
 
     ratio: Literal["current", "proximal", ""] = "current"
     bounds_step: bool = False
-    aggregation: str = ""
+    aggregation: Aggregation | Literal[""] = ""
     near: tuple[str, ...] = ()
 
 
@@ -285,10 +285,6 @@ class Corrected(msgspec.Struct, frozen=True):
         the update begins. With one step these are the current ones, so only a sequence needs those of its tokens in other micro-batches."""
         return self.level == "sequence" or (self.declared.ratio == "proximal" and steps > 1)
 
-    def aggregation(self, setting: str) -> Aggregation:
-        """Return how the tokens of an update are weighted: as ``setting`` says, and for "auto" as the method is defined ("turn" for any)."""
-        return cast(Aggregation, setting if setting != "auto" else self.declared.aggregation or "turn")
-
     @property
     def follows(self) -> bool:
         """True if log-probabilities are recomputed before every optimizer step, for a sequence's tokens in other micro-batches."""
@@ -300,7 +296,8 @@ class Corrected(msgspec.Struct, frozen=True):
         return sorted(set(self.declared.near) & chosen) if steps == 1 else []
 
     def doubts(self, steps: int, aggregation: str) -> list[str]:
-        """Return warnings about legal settings that do not do what the correction's name promises. steps: optimizer steps per update."""
+        """Return warnings about legal settings that do not do what the correction's name promises. steps: optimizer steps per update.
+        aggregation: the setting."""
         doubts = []
         if steps > 1 and not self.declared.bounds_step:
             doubts.append(
@@ -308,7 +305,7 @@ class Corrected(msgspec.Struct, frozen=True):
                 " limits how far the policy moves away from its state at the start of the update; take 'ppo_clip', 'decoupled', 'tis' or 'icepop',"
                 " or one step"
             )
-        if self.declared.aggregation not in ("", self.aggregation(aggregation)):
+        if self.declared.aggregation and aggregation not in ("auto", self.declared.aggregation):
             doubts.append(
                 f"learner.correction = {self.name!r} with learner.aggregation = {aggregation!r}: the method is defined with"
                 f" {self.declared.aggregation!r}, which 'auto' takes"

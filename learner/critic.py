@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
+from learner.config import CriticConfig, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.model import TreeModel
 from learner.optimizer import Stepper
 from learner.passes import Plan, Rows, sweep
@@ -19,9 +19,10 @@ def value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, c
 class Critic:
     """Estimates the value of the state before each action token. An update calls ``values`` first, then ``learn`` for each step."""
 
-    def __init__(self, folder: str, learner: LearnerConfig, config: CriticConfig, ranks: Ranks, seed: int):
+    def __init__(
+        self, folder: str, learner: LearnerConfig, config: CriticConfig, lora: LoraConfig, ranks: Ranks, seed: int
+    ):
         self.config, self.ranks = config, ranks
-        lora = learner.lora if config.lora is None else config.lora
         self.model = TreeModel(folder, learner, lora, 1.0, ranks, seed, values=True)
         optimizer = OptimizerConfig(config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip)
         self.stepper = Stepper("critic", self.model.trained(), optimizer, ranks)

@@ -216,7 +216,8 @@ class TreeModel:
 
 
 class Policy(TreeModel):
-    """The policy. It gives log-probabilities of trained tokens under its current and under its initial weights."""
+    """The policy. It gives log-probabilities of trained tokens under its current and under its initial weights. reference: hold a frozen copy of the
+    initial weights, which a policy with adapters does not need."""
 
     def __init__(
         self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0, lora: LoraConfig | None = None, reference: bool = False
@@ -225,7 +226,7 @@ class Policy(TreeModel):
             folder, config, config.lora if lora is None else lora, temperature, ranks, seed, reference=reference
         )
         self._reference: TreeModel | None = None
-        if reference and not self.lora:
+        if reference:
             self._reference = TreeModel(folder, config, LoraConfig(rank=0), temperature, ranks, seed)
             self._reference.tower.requires_grad_(False)
 

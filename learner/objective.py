@@ -18,19 +18,19 @@ Aggregation = Literal["turn", "trajectory", "token", "constant"]
 def token_weights(
     table: TurnTable,
     sampled: np.ndarray,
-    questions: int,
     aggregation: Aggregation,
     mean_over_steps: bool = False,
     constant_tokens: int = 0,
 ) -> np.ndarray:
     """Return the weight of each token's term, float64 [tokens]. Forced tokens get 0, because they have no sampling probability.
 
-    sampled: bool [tokens]. questions: trees of the update, including those without a trained group. mean_over_steps: divide by the tree's groups.
+    The mean over questions is over those in the table: one whose scores are all missing is not in it. sampled: bool [tokens]. mean_over_steps: divide
+    by the tree's groups.
     """
     sampled = sampled.astype(np.float64)
     if aggregation == "token":
         return sampled / max(1.0, sampled.sum())
-    row = np.repeat(np.arange(len(table)), table.tokens)
+    row, questions = np.repeat(np.arange(len(table)), table.tokens), len(np.unique(table.tree))
     counts = np.bincount(row, weights=sampled, minlength=len(table))
     scale = np.empty(len(table))
     for group in np.unique(table.group):

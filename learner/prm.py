@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from learner.config import LearnerConfig, OptimizerConfig, PrmConfig
+from learner.config import LearnerConfig, LoraConfig, OptimizerConfig, PrmConfig
 from learner.model import Policy
 from learner.optimizer import Stepper
 from learner.passes import Plan, Rows, plan, sweep
@@ -63,11 +63,12 @@ class ImplicitPrm:
     """Scores tokens and learns which trajectories succeeded. Call ``score_and_learn`` once per update."""
 
     def __init__(
-        self, folder: str, learner: LearnerConfig, config: PrmConfig, ranks: Ranks, seed: int, temperature: float
-    ):
+        self, folder: str, learner: LearnerConfig, config: PrmConfig, lora: LoraConfig, ranks: Ranks, seed: int,
+        temperature: float,
+    ):  # fmt: skip
         self.config, self.ranks, self.seed, self.micro_tokens = config, ranks, seed, learner.micro_tokens
         self.updates = 0
-        self.model = Policy(folder, learner, temperature, ranks, seed, config.lora)
+        self.model = Policy(folder, learner, temperature, ranks, seed, lora)
         optimizer = OptimizerConfig(config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip)
         self.stepper = Stepper("prm", self.model.trained(), optimizer, ranks)
 

@@ -1,17 +1,13 @@
 """Statistics that the schemes share: centring, scaling and leaving one out, within groups of values."""
 
 from collections.abc import Callable
-from typing import Annotated
 
 import numpy as np
-from msgspec import Meta
 
+from wire.numbers import Ddof
 from wire.statistics import centre, standardise
 
 __all__ = ["Ddof", "centre", "leave_one_out", "standardise", "whiten", "within"]
-
-Ddof = Annotated[int, Meta(ge=0, le=1)]
-"""Which standard deviation divides: the sample's (1: the sum of squares over n - 1) or the population's (0: over n). docs/learner.md says why."""
 
 
 def within(groups: np.ndarray, values: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The table of turns, which is all that a scheme sees of a batch: one row per turn, and one flat axis of action tokens."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -146,10 +146,13 @@ class TurnTokens(msgspec.Struct, frozen=True):
     support: Support | None = None
 
 
-def build(groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode]) -> tuple[TurnTable, list[TurnTokens]]:
-    """Return the table and the tokens of a batch. nodes: (tree, node id) -> node; it must hold every ancestor of every turn."""
+def build(
+    groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode], columns: Collection[str] = ()
+) -> tuple[TurnTable, list[TurnTokens]]:
+    """Return the table and the tokens of a batch. nodes: (tree, node id) -> node; it must hold every ancestor of every turn. columns: scores that
+    the table has even if no turn has them, as while a judge fails."""
     rows = [(group, turn, nodes[group.tree, turn.node]) for group in groups for turn in group.turns]
-    names = sorted({name for _, turn, _ in rows for name in turn.scores})
+    names = sorted({name for _, turn, _ in rows for name in turn.scores}.union(columns))
     pictures = {number: png for node in nodes.values() for number, png in node.images.items()}
     turns = [_tokens(group.tree, node, nodes, pictures) for group, _, node in rows]
     table = TurnTable(

@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 import torch
 
-from learner import corrections, kl, rewards, schemes, watch
-from learner.config import CriticConfig, LearnerProcess, PrmConfig
+from learner import kl, rewards, watch
+from learner.config import LearnerProcess
 from learner.critic import Critic
 from learner.model import Policy, TreeModel
-from learner.objective import Aggregation, token_weights
+from learner.objective import token_weights
 from learner.optimizer import Stepper
 from learner.passes import Plan, Rows, plan, rows_of, sweep
+from learner.plan import plan_of
 from learner.policy_step import MEASURES, Known, PolicyStep, measured
 from learner.prm import ImplicitPrm
 from learner.ranks import Ranks
@@ -46,26 +47,17 @@ class Trainer:
         torch.set_num_threads(self.config.threads)
         c, folder, seed = self.config, process.model, process.seed
         self.timed = Stopwatch()
-        self.scheme = schemes.load(c.scheme, c.scheme_options)
-        self.correct = corrections.load(c.correction, c.correction_options)
-        self.aggregation: Aggregation = self.correct.aggregation(c.aggregation)
-        prm = c.prm or PrmConfig()
-        self.prm: ImplicitPrm | None = None
-        self.prm_reference = ""
-        self.needs_reference = "kl" in self.scheme.needs.models or (
-            "prm" in self.scheme.needs.models and prm.reference == "initial"
-        )
-        self.needs_reference |= c.kl_coef > 0 or c.kl_reward_coef > 0
-        self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=self.needs_reference)
+        self.plan = plan_of(c)
+        self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
+        self.policy = Policy(folder, c, process.temperature, ranks, seed, reference=models["policy"].copy)
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
-        self.critic = (
-            Critic(folder, c, c.critic or CriticConfig(), ranks, seed) if "value" in self.scheme.needs.models else None
-        )
-        if "prm" in self.scheme.needs.models:
-            self.prm = ImplicitPrm(folder, c, prm, ranks, seed, process.temperature)
-            rounds = self.policy.compute == torch.bfloat16  # the engine then rounds otherwise than the learner
-            self.prm_reference = {"auto": "recomputed" if rounds else "behaviour"}.get(prm.reference, prm.reference)
+        self.critic: Critic | None = None
+        self.prm: ImplicitPrm | None = None
+        if self.plan.critic is not None:
+            self.critic = Critic(folder, c, self.plan.critic, models["critic"].lora, ranks, seed)
+        if self.plan.prm is not None:
+            self.prm = ImplicitPrm(folder, c, self.plan.prm, models["prm"].lora, ranks, seed, process.temperature)
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
         self.version = 0
@@ -100,7 +92,7 @@ class Trainer:
         self.warnings = []
         if any(group.turns for group in batch.groups):
             with self.timed("pack"):
-                table, turns = build(batch.groups, nodes)
+                table, turns = build(batch.groups, nodes, self.scheme.needs.columns)
                 kept = self.scheme.trains(table)
                 trajectories = table.trajectories()
             metrics["learner/left_out_trajectories"] = float(len(np.unique(trajectories.of[~kept])))
@@ -109,14 +101,14 @@ class Trainer:
             else:
                 with self.timed("pack"):
                     rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
-                metrics |= self._train(table.only(kept), rows, batch.questions)
+                metrics |= self._train(table.only(kept), rows)
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
         self.version = batch.version + 1
         self._busy_s, self._since = self.busy_s, None
         metrics |= self.timed.take() | {"learner/seconds": time.monotonic() - start}
         return metrics
 
-    def _train(self, table: TurnTable, rows: Rows, questions: int) -> dict[str, float]:
+    def _train(self, table: TurnTable, rows: Rows) -> dict[str, float]:
         c = self.config
         with self.timed("pack"):
             everything = plan(rows.trie, range(len(rows.paths)), c.micro_tokens, self.ranks)
@@ -132,7 +124,7 @@ class Trainer:
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
             trained = trained & ~table.per_token(rewards.truncated(table))
-        weights = token_weights(table, trained, questions, self.aggregation, c.mean_over_steps, c.constant_tokens)
+        weights = token_weights(table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
         metrics = _table_metrics(table, rows, known, self.version) | prm_metrics
         metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
@@ -147,12 +139,11 @@ class Trainer:
         self, table: TurnTable, rows: Rows, steps: Plan
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Return the token columns that scheme, correction or KL term read from the learner's models, and the reward model's metrics."""
-        needs, columns, metrics = self.scheme.needs.models, {}, {}
-        proximal = self.correct.needs_proximal(self.config.steps) or self.prm_reference == "recomputed"
-        if "log_ratio" in needs or proximal or self.config.target_kl:
+        columns, metrics = {}, {}
+        if self.plan.proximal:
             columns["proximal"] = self._proximal(rows, steps)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
-        if self.needs_reference:
+        if self.plan.reference:
             with self.policy.inference():
                 columns["reference"] = sweep(rows, steps, self.ranks, self.policy.reference_logprobs)
             # The k1 estimate is the log-ratio itself. Here the adaptive factor reaches every weight of the KL in a reward.
@@ -160,7 +151,7 @@ class Trainer:
         if self.critic is not None:
             columns["value"] = self.critic.values(rows, steps)
         if self.prm is not None:
-            column = {"recomputed": "proximal", "initial": "reference"}.get(self.prm_reference, "")
+            column = {"recomputed": "proximal", "initial": "reference"}.get(self.prm.config.reference, "")
             reference = columns.get(column, rows.behaviour)
             columns["prm"], metrics = self.prm.score_and_learn(table, rows, steps, reference, self.version)
         return {name: values.astype(np.float64) for name, values in columns.items()}, metrics
@@ -234,7 +225,7 @@ class Trainer:
         minibatches, parts = [], table.questions(self.config.minibatches, [self.process.seed, self.version, epoch])
         for part in parts:
             chosen = np.isin(table.tree, part)
-            if self.aggregation == "token":
+            if self.plan.aggregation == "token":
                 scale = (weights > 0).sum() / max(1, ((weights > 0) & table.per_token(chosen)).sum())
             else:
                 scale = sum(map(len, parts)) / len(part)

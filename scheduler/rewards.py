@@ -16,13 +16,17 @@ INVALID_REWARD = -2.0
 
 async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float]:
     """Have sibling actions judged, and return their rewards r_t (NaN without a judge): the judge's own column "reward" if the environment
-    is ``rewarded_by_judge``, otherwise SLATE's ``composite`` of the judge's columns."""
+    is ``rewarded_by_judge``, otherwise SLATE's ``composite`` of the judge's columns. A valid action of which the judge scored no component has no
+    reward: while a judge fails, the early-answer bonus would be all that candidates differ by."""
     await ctx.judge(nodes)
     if not ctx.environment.rewarded_by_judge and ctx.settings.judge != UNJUDGED:
         for node in nodes:
             action = ctx.action(node)
-            reward = composite(node.scores, action.kind == "answer", node.step, ctx.settings.budget, bonus)
-            node.scores["reward"] = reward if action.valid else INVALID_REWARD
+            if not action.valid:
+                node.scores["reward"] = INVALID_REWARD
+            elif COMPONENTS & node.scores.keys():
+                answered = action.kind == "answer"
+                node.scores["reward"] = composite(node.scores, answered, node.step, ctx.settings.budget, bonus)
     return [node.scores.get("reward", math.nan) for node in nodes]
 
 

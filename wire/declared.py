@@ -20,6 +20,7 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     columns that is the reward. equal: which trajectories of a group teach nothing by comparison: those with equal "returns" (sums of rewards),
     or only those whose "turns" have equal rewards. pushes_equal: the setting that ends it, if a question whose trajectories all earn the same
     gets an advantage other than 0 (by whitening over the batch); "" if it gets none.
+    aggregation: how the source of the method weighs the tokens of its loss (learner/objective.py).
     """
 
     columns: frozenset[str]
@@ -30,6 +31,7 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     reward: str = ""
     equal: Equal = "returns"
     pushes_equal: str = ""
+    aggregation: Literal["turn", "trajectory", "token"] = "turn"
 
     @property
     def reward_column(self) -> str:
@@ -45,7 +47,8 @@ class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
     one of them. judged: the turns get the judge's columns. rewarded: the turns also get a column "reward" made from the judge's columns.
     reward_options: options of the strategy that only SLATE's composite reward reads. outcome: the last turn of each trajectory has the
     outcome. needs_judge: the strategy works only with a judge. needs_outcome_judge: the environment's outcomes must come from a judge. needs_top: the engine
-    must report the most probable tokens (``Sampling.top_logprobs``).
+    must report the most probable tokens (``Sampling.top_logprobs``). selects_as: the scheme by whose advantage the strategy selects; a run with this
+    scheme gives the strategy the scheme's options of the same names.
     """
 
     group: Literal["step", "task"]
@@ -59,3 +62,4 @@ class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
     needs_judge: bool = False
     needs_outcome_judge: bool = False
     needs_top: bool = False
+    selects_as: str = ""

@@ -16,3 +16,5 @@ Count = Annotated[int, Meta(ge=1)]
 """A whole number of at least 1."""
 Natural = Annotated[int, Meta(ge=0)]
 """A whole number of at least 0."""
+Ddof = Annotated[int, Meta(ge=0, le=1)]
+"""Which standard deviation divides: the sample's (1: the sum of squares over n - 1) or the population's (0: over n). docs/learner.md says why."""

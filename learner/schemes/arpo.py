@@ -19,7 +19,7 @@ from wire.numbers import Positive
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2)
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
 
 
 @trains_on(scored("column"))

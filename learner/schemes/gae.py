@@ -17,7 +17,10 @@ from wire.numbers import NotNegative, Positive, Share
 def needs(column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object) -> SchemeNeeds:
     """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
     return SchemeNeeds(
-        columns=frozenset({column}), group="batch", models=frozenset(target_needs(targets, kl_coef, rho_max, c_max))
+        columns=frozenset({column}),
+        group="batch",
+        models=frozenset(target_needs(targets, kl_coef, rho_max, c_max)),
+        aggregation="token",
     )
 
 

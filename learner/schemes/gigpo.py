@@ -16,7 +16,7 @@ from wire.numbers import NotNegative, Positive, Share
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, equal="turns")
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, equal="turns", aggregation="trajectory")
 
 
 @trains_on(scored("column"))

@@ -1,7 +1,8 @@
 """MC-PR, VPR's Monte Carlo baseline: a turn's reward is the temporal difference of Monte Carlo values (methods.md 3.6).
 
 r_t = V(s_{t+1}) - V(s_t), where V(s) is the mean outcome of continuations from s (column "mc_value" of the turn that acts in s) and
-V(terminal) is the outcome. VPR's turn-level normalisation follows.
+V(terminal) is the outcome. VPR's turn-level normalisation follows. Neither column alone is the reward: a changed outcome would be compared with
+values of unchanged ones.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from wire.numbers import Count, Positive
 
 def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:
     """The scheme needs all turns of whole trajectories, with Monte Carlo values."""
-    return SchemeNeeds(columns=frozenset({value, outcome}), reward=outcome, group="batch")
+    return SchemeNeeds(columns=frozenset({value, outcome}), group="batch", aggregation="token")
 
 
 @trains_on(scored("outcome"))

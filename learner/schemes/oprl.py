@@ -31,7 +31,14 @@ def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: obj
     """The scheme needs at least two whole trajectories of each task, the implicit reward model, and a critic for base "ppo"."""
     models = ({"value"} if base == "ppo" else set()) | ({"prm"} if variant != "environment" else set())
     columns = {outcome, step_reward} if variant == "environment" else {outcome}
-    return SchemeNeeds(columns=frozenset(columns), reward=outcome, group="task", least=2, models=frozenset(models))
+    return SchemeNeeds(
+        columns=frozenset(columns),
+        reward=outcome,
+        group="task",
+        least=2,
+        models=frozenset(models),
+        aggregation="trajectory",
+    )
 
 
 @trains_on(scored("outcome"))

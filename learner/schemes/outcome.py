@@ -11,7 +11,7 @@ from wire.numbers import Positive
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme compares all trajectories of the batch."""
-    return SchemeNeeds(columns=frozenset({column}), group="batch")
+    return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
 
 
 @trains_on(scored("column"))

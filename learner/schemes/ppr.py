@@ -1,5 +1,7 @@
 """PPR: PPO with a critic on principle process rewards, which ReNorm makes comparable with the outcome (methods.md 2.3, 2.4).
 
+No column alone is the reward: a changed outcome would move the ReNorm of every turn out of [-1, 1].
+
 r_hat in [0, 1] is the judge's score of a turn (all turns but the last are judged), and r_o is the outcome at the last token. normalisation:
 "constant" (ReNorm) is r_hat + r_o - 1; "sample" (ReNorm) is (r_hat - mu) + (r_o - pi) with means over the judged turns of the batch; "none" is
 r_hat; "rescale" is r_hat / judged turns of the trajectory; "reduced" gives no step rewards, but r_o + sum r_hat at the end. rho_max, c_max: V-trace's bounds.
@@ -26,9 +28,9 @@ def needs(
     """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
     return SchemeNeeds(
         columns=frozenset({process, outcome}),
-        reward=outcome,
         group="batch",
         models=frozenset(target_needs(targets, kl_coef, rho_max, c_max)),
+        aggregation="token",
     )
 
 

@@ -17,7 +17,12 @@ from wire.numbers import NotNegative, Share
 def needs(outcome: str, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task and an implicit reward model trained with cross-entropy."""
     return SchemeNeeds(
-        columns=frozenset({outcome}), group="task", least=2, models=frozenset({"prm"}), prm_loss="cross_entropy"
+        columns=frozenset({outcome}),
+        group="task",
+        least=2,
+        models=frozenset({"prm"}),
+        prm_loss="cross_entropy",
+        aggregation="token",
     )
 
 

@@ -22,9 +22,9 @@ def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> Sch
             " remove it, or set baseline = 'group'"
         )
     if baseline == "none":
-        return SchemeNeeds(columns=frozenset({column}), group="batch")
+        return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
     unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike)
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token")
 
 
 @trains_on(spread("column"))

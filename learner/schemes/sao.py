@@ -17,7 +17,7 @@ from wire.numbers import Positive, Share
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme needs whole trajectories and a critic."""
-    return SchemeNeeds(columns=frozenset({column}), group="batch", models=frozenset({"value"}))
+    return SchemeNeeds(columns=frozenset({column}), group="batch", models=frozenset({"value"}), aggregation="token")
 
 
 @trains_on(scored("column"))

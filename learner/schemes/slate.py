@@ -14,7 +14,7 @@ from wire.statistics import among_siblings
 
 def needs(**_: object) -> SchemeNeeds:
     """The scheme compares the candidates of one prefix."""
-    return SchemeNeeds(columns=frozenset({"reward"}), group="step")
+    return SchemeNeeds(columns=frozenset({"reward"}), group="step", aggregation="turn")
 
 
 def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.ndarray:

@@ -13,7 +13,7 @@ from wire.numbers import Positive
 
 def needs(**_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
-    return SchemeNeeds(columns=frozenset({"reward"}), group="task", least=2)
+    return SchemeNeeds(columns=frozenset({"reward"}), group="task", least=2, aggregation="trajectory")
 
 
 @trains_on(scored("reward"))

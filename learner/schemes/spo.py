@@ -27,7 +27,7 @@ from wire.numbers import Count, Positive
 def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
     unlike = "learner.scheme_options.form = 'released'" if form == "paper" and whiten else ""
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike)
+    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token")
 
 
 @trains_on(scored("column"))

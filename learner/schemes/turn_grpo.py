@@ -14,7 +14,7 @@ from wire.numbers import Count, Positive
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme needs all turns of whole trajectories."""
-    return SchemeNeeds(columns=frozenset({column}), group="batch")
+    return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
 
 
 def advantages(

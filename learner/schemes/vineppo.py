@@ -14,7 +14,7 @@ from wire.declared import SchemeNeeds
 
 def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:
     """The scheme needs all turns of whole trajectories, with Monte Carlo values."""
-    return SchemeNeeds(columns=frozenset({value, outcome}), group="batch")
+    return SchemeNeeds(columns=frozenset({value, outcome}), group="batch", aggregation="token")
 
 
 def advantages(table: TurnTable, value: str = "mc_value", outcome: str = "outcome", whiten: bool = True) -> np.ndarray:

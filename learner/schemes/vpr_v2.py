@@ -15,7 +15,7 @@ from wire.numbers import Positive, Share
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme compares at least two candidates of one state."""
-    return SchemeNeeds(columns=frozenset({column}), group="step", least=2)
+    return SchemeNeeds(columns=frozenset({column}), group="step", least=2, aggregation="token")
 
 
 def advantages(

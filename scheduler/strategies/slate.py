@@ -12,7 +12,7 @@ from scheduler.context import Context
 from scheduler.rewards import choose, judge
 from scheduler.tree import Tree
 from wire.declared import StrategyGives
-from wire.numbers import Count, Positive
+from wire.numbers import Count, Ddof, Positive
 from wire.statistics import among_siblings
 
 Selection = Literal["reward-weighted", "best-of-k"]
@@ -32,6 +32,7 @@ def gives(k: int, eta: float, selection: Selection, **_: object) -> StrategyGive
         reward_options=frozenset({"bonus"}),
         outcome=False,
         needs_judge=True,
+        selects_as="slate",
     )
 
 
@@ -42,16 +43,19 @@ async def grow(
     eta: Positive = ETA,
     selection: Selection = "reward-weighted",
     bonus: float = 0.1,
+    ddof: Ddof = 1,
+    eps: Positive = 1e-6,
 ) -> None:
     """Grow one question's tree from its tip to its end.
 
-    eta: temperature of the reward-weighted choice, without effect on "best-of-k". bonus: lambda of the early-answer bonus.
+    eta: temperature of the reward-weighted choice, without effect on "best-of-k". bonus: lambda of the early-answer bonus. ddof, eps: those of the
+    advantage by which it chooses; a run whose scheme is "slate", too, sets them in learner.scheme_options.
     """
     node = await ctx.tip()
     while (place := await ctx.onward(node)) is not None:
         candidates = await ctx.generate(place, k)
         rewards = await judge(ctx, candidates, bonus)
-        scores = among_siblings(np.array(rewards)).tolist()
+        scores = among_siblings(np.array(rewards), ddof, eps).tolist()
         for candidate, score in zip(candidates, scores, strict=True):
             candidate.scores["advantage"] = score
         valid = [i for i, candidate in enumerate(candidates) if ctx.action(candidate).valid]

@@ -297,11 +297,9 @@ def test_published_and_direct_forms_are_equal_in_the_first_step_only_and_only_th
     assert unlimited[beyond].any()
 
 
-def test_gspo_brings_the_aggregation_with_which_it_is_defined() -> None:
-    gspo, tis = load("gspo", {}), load("tis", {})
-    assert (gspo.aggregation("auto"), tis.aggregation("auto")) == ("trajectory", "turn")
-    assert (gspo.aggregation("turn"), tis.aggregation("token")) == ("turn", "token")
-    assert gspo.doubts(4, "auto") == []
+def test_another_aggregation_than_that_of_the_correction_is_told() -> None:
+    gspo = load("gspo", {})
+    assert gspo.doubts(4, "auto") == gspo.doubts(4, "trajectory") == []
     assert len(gspo.doubts(4, "turn")) == 1
 
 

@@ -14,3 +14,11 @@ def test_the_page_names_every_scheme() -> None:
 def test_the_page_of_corrections_names_every_correction() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "corrections.md").read_text()
     assert all(f"`{name}`" in page for name in corrections.CORRECTIONS)
+
+
+def test_the_page_names_the_aggregation_of_every_scheme() -> None:
+    rows = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 6]
+    for name in schemes.names():
+        (cell,) = [row[5] for row in rows if f"`{name}`" in row[1]]
+        own = [part for part in cell.split(";") if f"`{name}`" in part] or [cell]
+        assert own[0].split(":")[-1].strip() == schemes.load(name, {}).needs.aggregation

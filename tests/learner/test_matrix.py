@@ -272,7 +272,7 @@ class Run:
         batch.table.scores["mc_value"] = place_values(policy, goal)[1][batch.time, batch.places[::2]]
         made = columns(self.scheme.needs.models, batch, goal, policy, self.initial, old, self.prm)
         table = msgspec.structs.replace(batch.table, token_scores=made)
-        weights = token_weights(table, table.mask(), len(np.unique(table.tree)), "turn")
+        weights = token_weights(table, table.mask(), "turn")
         self.behaviour = policy
         by_level = {"token": table.row(), "turn": table.row(), "sequence": table.trajectories().of[table.row()]}
         advantage = self.scheme(table).advantages
@@ -369,7 +369,7 @@ def fresh(name: str) -> Fresh:
     rng = np.random.default_rng(4)
     proximal = (rows.behaviour + rng.normal(0, 0.1, rows.tokens)).astype(np.float32)
     current = (proximal + rng.normal(0, 0.05, rows.tokens)).astype(np.float32)
-    weights = token_weights(table, rows.sampled, 3, "turn").astype(np.float32)
+    weights = token_weights(table, rows.sampled, "turn").astype(np.float32)
     return Fresh(table, rows, advantages.astype(np.float32), weights, current, proximal)
 
 

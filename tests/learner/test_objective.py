@@ -1,10 +1,15 @@
 """Weights of the objective and the off-policy correction."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
+from learner.config import LearnerConfig
 from learner.corrections import Logprobs, k3, none, ppo_clip
-from learner.objective import token_weights
+from learner.objective import Aggregation, token_weights
+from learner.plan import plan_of
 from learner.table import TurnTable, TurnTokens
 
 
@@ -24,17 +29,17 @@ def sampled(turns: list[TurnTokens]) -> np.ndarray:
 def test_slate_weights_are_token_mean_then_mean_over_candidates_then_sum_over_steps_then_mean_over_questions() -> None:
     # Question 0 has two steps of two candidates, question 1 one step.
     t, turns = batch([2, 4, 1, 1, 3, 5], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1])
-    weights = token_weights(t, sampled(turns), 2, "turn")
+    weights = token_weights(t, sampled(turns), "turn")
     sums = [w.sum() for w in np.split(weights, np.cumsum(t.tokens)[:-1])]
     np.testing.assert_allclose(sums, [0.25] * 6)  # 1/k * 1/questions each, so each step of a question sums to 1/2
     np.testing.assert_allclose(weights[:2], 0.125)
-    halved = token_weights(t, sampled(turns), 2, "turn", mean_over_steps=True)
+    halved = token_weights(t, sampled(turns), "turn", mean_over_steps=True)
     np.testing.assert_allclose(halved[:2], 0.0625)
 
 
 def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
     t, turns = batch([2, 4, 3, 3], [0] * 4, [0, 0, 1, 1], [0] * 4)
-    np.testing.assert_allclose(token_weights(t, sampled(turns), 1, "trajectory"), [1 / 12] * 12)
+    np.testing.assert_allclose(token_weights(t, sampled(turns), "trajectory"), [1 / 12] * 12)
 
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
@@ -42,12 +47,31 @@ def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
     forced = TurnTokens(
         np.array([1]), np.array([2] * 4), np.zeros(4), np.zeros(4), np.array([True, False, False, True])
     )
-    assert token_weights(t, sampled([forced]), 1, "turn").tolist() == [0.5, 0, 0, 0.5]
+    assert token_weights(t, sampled([forced]), "turn").tolist() == [0.5, 0, 0, 0.5]
 
 
-def test_a_question_without_groups_still_counts_in_the_mean() -> None:
-    t, turns = batch([1], [0], [0], [0])
-    assert token_weights(t, sampled(turns), 4, "turn").tolist() == [0.25]
+@pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
+def test_a_question_that_lost_all_its_outcomes_leaves_the_others_as_without_it(aggregation: Aggregation) -> None:
+    both, turns = batch([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])
+    lost = both.only(np.array([True, True, False, False]))
+    alone, own = batch([2, 4], [0, 0], [0, 1], [7, 7])
+    weights = token_weights(lost, sampled(turns[:2]), aggregation, constant_tokens=8)
+    np.testing.assert_array_equal(weights, token_weights(alone, sampled(own), aggregation, constant_tokens=8))
+
+
+def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_declares_one() -> None:
+    def auto(scheme: str, **settings: Any) -> str:
+        return plan_of(LearnerConfig(scheme=scheme, **settings)).aggregation
+
+    assert (auto("slate"), auto("grpo"), auto("turn_grpo")) == ("turn", "trajectory", "token")
+    assert {auto(scheme, correction="gspo") for scheme in ("slate", "grpo", "turn_grpo")} == {"trajectory"}
+    assert auto("grpo", correction="gspo", aggregation="token") == "token"
+
+
+def test_the_weight_of_a_trajectory_does_not_grow_with_its_turns_under_grpo() -> None:
+    t, turns = batch([2, 4, 3, 5], [0] * 4, [0, 0, 0, 1], [0] * 4)  # three turns, and one
+    weights = token_weights(t, sampled(turns), plan_of(LearnerConfig(scheme="grpo")).aggregation)
+    assert weights[:9].sum() == pytest.approx(weights[9:].sum())
 
 
 def test_on_policy_the_clipped_and_the_plain_surrogate_have_the_same_gradient() -> None:

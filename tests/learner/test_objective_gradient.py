@@ -39,7 +39,7 @@ def two_questions() -> Batch:
 
 
 def written_out(made: Trainer, batch: Batch) -> torch.Tensor:
-    """Mean over 3 questions of the sum over steps of the mean over candidates of the token-mean of (clipped term - beta k3)."""
+    """Mean over the 2 questions with a group of the sum over steps of the mean over candidates of the token-mean of (clipped term - beta k3)."""
     nodes = {(tree, node.id): node for tree, node in batch.nodes}
     total = torch.zeros(())
     for group in batch.groups:
@@ -71,7 +71,7 @@ def written_out(made: Trainer, batch: Batch) -> torch.Tensor:
                 clipped = clipped.maximum(torch.tensor(3 * advantage))
             d = reference - current
             term = (clipped - KL * (d.exp() - d - 1).clamp(-10, 10))[torch.tensor(node.sampled)]
-            total = total + term.mean() / len(group.turns) / 3
+            total = total + term.mean() / len(group.turns) / 2
     return -total
 
 

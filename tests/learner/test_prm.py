@@ -93,17 +93,19 @@ def test_the_reward_model_makes_epochs_times_minibatches_steps_and_learns_more_f
     assert six[1] < one[1]
 
 
-@pytest.mark.parametrize(("dtype", "recomputed"), [("float32", False), ("bfloat16", True)])
-def test_the_reference_is_computed_again_where_the_engine_rounds_otherwise(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, recomputed: bool
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reference", [{}, {"reference": "recomputed"}, {"reference": "behaviour"}])
+def test_the_reference_is_one_in_every_number_type(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, reference: dict[str, str]
 ) -> None:
-    made = trainer(llama, tmp_path, scheme="oprl", kl_coef=0.0, dtype=dtype, prm={"lr": 1e-3})
+    made = trainer(llama, tmp_path, scheme="oprl", kl_coef=0.0, dtype=dtype, prm={"lr": 1e-3, **reference})
     assert made.prm is not None
     seen = []
     monkeypatch.setattr(made.prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1])
     batch, _ = planted(0)
     made.update(batch)
-    assert np.any(seen[0] != -5.5) == recomputed  # what ``planted`` says that the engine recorded
+    engine = "behaviour" in reference.values()
+    assert np.all(seen[0] == -5.5) == engine  # what ``planted`` says that the engine recorded
 
 
 def test_a_model_that_never_stepped_gives_exactly_no_step_advantage(tmp_path: Path, llama: Path) -> None:

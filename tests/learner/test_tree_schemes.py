@@ -100,10 +100,11 @@ def test_tree_grpo_adds_the_comparison_with_all_leaves_to_that_within_the_tree()
     np.testing.assert_allclose(tree_grpo.advantages(table), expected, atol=1e-4)
 
 
-def test_tree_grpo_takes_a_lone_leaf_of_a_tree_with_mean_0_and_std_1() -> None:
+def test_tree_grpo_gives_a_lone_leaf_nothing_to_compare() -> None:
+    # All: mean 1/2, std sqrt(1/2), so +-0.7071; trees of one leaf add 0.
     table = leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2])
-    # All: mean 1/2, std sqrt(1/2): +-0.7071; trees of one: 1 and 0.
-    np.testing.assert_allclose(tree_grpo.advantages(table), [1.7071, -0.7071], atol=1e-4)
+    np.testing.assert_allclose(tree_grpo.advantages(table), [0.7071, -0.7071], atol=1e-4)
+    assert tree_grpo.advantages(leaves([[[1]], [[2]]], [1.0, np.nan])).tolist() == [0, 0]  # one is left
 
 
 def test_treerl_by_its_equation_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> None:

@@ -120,6 +120,38 @@ def test_an_update_is_that_of_the_batch_without_the_trajectories_that_lack_their
         assert torch.equal(value, after[name]), name
 
 
+@pytest.mark.parametrize("aggregation", ["trajectory", "token"])
+def test_an_update_is_that_of_the_batch_without_a_question_that_lost_all_its_outcomes(
+    tmp_path: Path, llama: Path, aggregation: str
+) -> None:
+    some = episodes(8, 0)
+
+    def known(tree: int, turn: Turn) -> float | None:
+        return None if tree == some.groups[0].tree else float(turn.trajectory == 1)
+
+    grpo = {"scheme": "grpo", "scheme_options": {"column": "outcome"}, "aggregation": aggregation}
+    lacking, without = (steady(trainer(llama, tmp_path, **grpo)) for _ in range(2))
+    lacking.update(scored(some, known))
+    without.update(scored(some, known, out=True))
+    for name, value in everything(lacking).items():
+        assert torch.equal(value, everything(without)[name]), name
+
+
+@pytest.mark.parametrize("scheme", ["slate", "grpo"])
+def test_an_update_without_a_single_score_moves_nothing_and_ends_nothing(
+    tmp_path: Path, llama: Path, scheme: str
+) -> None:
+    made = trainer(llama, tmp_path, scheme=scheme, kl_coef=0.0)
+    some, before = batch(0, 0), state(made)
+    unscored = [
+        TrainGroup(g.id, g.tree, g.nodes, [Turn(t.node, t.trajectory, t.turn, {}) for t in g.turns])
+        for g in some.groups
+    ]
+    assert made.update(msgspec.structs.replace(some, groups=unscored))["learner/skipped"] == 1
+    assert made.version == 1
+    assert all(torch.equal(value, before[name]) for name, value in state(made).items())
+
+
 def test_primes_reward_model_trains_on_the_questions_that_its_filter_keeps(tmp_path: Path, llama: Path) -> None:
     some = episodes(8, 0)
     easy = some.groups[0].tree

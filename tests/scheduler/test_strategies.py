@@ -12,6 +12,8 @@ import pytest
 
 from actors.environments.base import Task
 from actors.environments.search_qa import SearchQA
+from learner.schemes import slate as slate_scheme
+from learner.table import TurnTable
 from scheduler.config import SchedulerConfig
 from scheduler.context import Context
 from scheduler.journal import Journal
@@ -36,6 +38,13 @@ GOOD, BAD = "<think> t </think> <search> good </search>", "<think> t </think> <s
 RIGHT, WRONG = "<think> t </think> <answer> Sofia </answer>", "<think> t </think> <answer> Rome </answer>"
 NOTHING = "I do not know."
 TASK = Task("t1", "What is the capital of Bulgaria?", ["Sofia"])
+
+
+def table_of(turns: list[Turn]) -> TurnTable:
+    """The candidates of one step, of one token each."""
+    zero, one = np.zeros(len(turns), np.int64), np.ones(len(turns), np.int64)
+    rewards = np.array([turn.scores["reward"] for turn in turns])
+    return TurnTable(zero, zero, np.arange(len(turns)), one, one, {"reward": rewards})
 
 
 class Services:
@@ -82,7 +91,9 @@ class Stage:
         self.groups: list[list[Turn]] = []
         self.counts: Counter[str] = Counter()
         self.options = {"k": 3} | {
-            key: settings.pop(key) for key in ("k", "eta", "selection", "bonus", "continuations") if key in settings
+            key: settings.pop(key)
+            for key in ("k", "eta", "selection", "bonus", "ddof", "eps", "continuations")
+            if key in settings
         }
         self.settings = msgspec.structs.replace(SchedulerConfig(budget=2), **settings)
         self.journal = Journal(tmp_path / "journal")
@@ -177,6 +188,20 @@ async def test_one_candidate_has_its_reward_as_advantage(tmp_path: Path, llama: 
     await stage.grow(slate)
     (turn,) = stage.groups[0]
     assert turn.scores["advantage"] == turn.scores["reward"] == 1 + 0.1 / 2
+
+
+async def test_slate_selects_by_the_advantage_on_which_it_trains(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT] * 3], ddof=0, eps=0.5)
+    await stage.grow(slate)
+    trained = slate_scheme.advantages(table_of(stage.groups[0]), ddof=0, eps=0.5)
+    np.testing.assert_allclose([turn.scores["advantage"] for turn in stage.groups[0]], trained)
+
+
+async def test_candidates_of_a_judge_that_fails_differ_by_nothing(tmp_path: Path, llama: Path) -> None:
+    script = [[RIGHT, GOOD, RIGHT], [RIGHT] * 3]
+    stage = Stage(tmp_path, llama, script, invalid=["think", "query", "answer"])
+    await stage.grow(slate)
+    assert all("reward" not in turn.scores and turn.scores["advantage"] == 0 for turn in stage.groups[0])
 
 
 async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_and_counted(

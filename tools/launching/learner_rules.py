@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from learner import corrections
 from learner.config import LearnerConfig
+from learner.plan import plan_of
 from tools.launching.settings import Config
 
 
@@ -16,8 +16,8 @@ def faults(config: Config) -> Iterator[str]:
 
 def _objective(w: LearnerConfig) -> Iterator[str]:
     """The settings of the aggregation, the correction, the KL, the learning rate and of lengths have an effect, and none counts twice."""
-    idle, long = corrections.load(w.correction, w.correction_options).idle(w.steps), w.soft_overlong
-    kl, reward_kl = w.kl_coef > 0, w.kl_reward_coef > 0 or bool(w.scheme_options.get("kl_coef"))
+    plan, kl, long = plan_of(w), w.kl_coef > 0, w.soft_overlong
+    idle = plan.correct.idle(w.steps)
     if (w.aggregation == "constant") != (w.constant_tokens > 0):
         yield (
             f"learner.constant_tokens = {w.constant_tokens} with learner.aggregation = {w.aggregation!r}: 'constant' needs a number of"
@@ -30,7 +30,7 @@ def _objective(w: LearnerConfig) -> Iterator[str]:
         )
     if w.target_kl and w.epochs * w.minibatches == 1:
         yield f"learner.target_kl = {w.target_kl} has no effect with one optimizer step per update: remove it"
-    if w.adaptive_kl and not (kl or reward_kl):
+    if w.adaptive_kl and not plan.kl:
         yield "learner.adaptive_kl has no effect without a KL: set learner.kl_coef or kl_reward_coef"
     if w.kl_estimator != "k3" and not kl:
         yield f"learner.kl_estimator = {w.kl_estimator!r} has no effect with learner.kl_coef = 0: remove it"

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from learner import schemes
 from learner.config import LearnerConfig
+from learner.plan import plan_of
 from tools.launching.number_types import model_shape, typed
 from tools.launching.settings import Config
 from wire import hardware
@@ -41,19 +41,18 @@ def memory_parts(config: Config, shape: dict[str, Any], weights: float) -> dict[
 
 
 def rank_gib(w: LearnerConfig, shape: dict[str, Any], weights: float, size: int) -> tuple[float, float]:
-    """Estimate what a learner rank holds of a model, in GiB: its frozen weights, and the rest. size: bytes of a number in which it computes.
+    """Estimate what a learner rank holds of its models, in GiB: its frozen weights, and the rest. size: bytes of a number in which it computes.
 
-    A trained weight takes 16 bytes (with its gradient and moments), also one of a critic or reward model, and adapters with theirs take a fifth of
-    the frozen weights at most. A policy whose weights all train is kept as it began, too, if a KL is measured to it.
+    A trained weight takes 16 bytes (with its gradient and moments), and adapters with theirs take a fifth of the frozen weights at most. The frozen
+    copy of the initial policy, which a policy whose weights all train may need, is in float32.
     """
-    needs = schemes.load(w.scheme, w.scheme_options).needs.models
-    kept = size if needs & {"kl"} or w.kl_coef or w.kl_reward_coef else 0
+    models = plan_of(w).models.values()
     hidden, inner, layers = (shape.get(name, 0) for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     layer = _SAVED[0] * hidden + _SAVED[1] * inner
     saved = w.micro_tokens * (layer + layers * hidden if w.gradient_checkpointing else layers * layer)
     parts = w.shards
-    frozen, trained = (weights * size, weights * 0.8) if w.lora.rank else (0.0, weights * (16 + kept))
-    trained += sum(16 * weights for model in (w.critic, w.prm) if model is not None and model.lora is None)
+    frozen = weights * size * sum(model.lora.rank > 0 for model in models)
+    trained = weights * sum((0.8 if model.lora.rank else 16) + 4 * model.copy for model in models)
     return frozen / parts / 2**30, (trained / parts + saved * (4 if size == 4 else 3)) / 2**30
 
 

@@ -12,6 +12,7 @@ from judges.base import Judge
 from judges.serve import Worker
 from learner import corrections, schemes
 from learner.config import LearnerConfig
+from learner.plan import plan_of
 from learner.schemes import Scheme
 from scheduler import strategies
 from scheduler.config import UNJUDGED
@@ -63,10 +64,29 @@ def faults(config: Config, served: Served, environment: Environment) -> Iterator
     judge = served.get(f"judge.{s.judge}")
     yield from _judge(s.judge, judge, environment)
     yield from _groups(scheme, strategy)
+    if twice := sorted(_shared(scheme, strategy) & set(s.strategy_options)):
+        yield (
+            f"scheduler.strategy_options {twice}: scheduler.strategy = {s.strategy!r} selects by the advantage on which learner.scheme ="
+            f" {w.scheme!r} trains: set them in learner.scheme_options alone"
+        )
     yield from _strategy(config, strategy, environment)
     yield from _columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
     yield from _models(config, scheme)
     yield from _rewards(config, scheme, strategy)
+
+
+def strategy_options(config: Config) -> dict[str, Any]:
+    """Return the strategy's options, with those that it shares with the scheme by whose advantage it selects."""
+    s, w = config.scheduler, config.learner
+    shared = _shared(schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options))
+    return s.strategy_options | {name: value for name, value in w.scheme_options.items() if name in shared}
+
+
+def _shared(scheme: Scheme, strategy: Strategy) -> set[str]:
+    """Return the options that are one setting of scheme and strategy."""
+    if strategy.gives.selects_as != scheme.name:
+        return set()
+    return {*signature(strategy.function).parameters} & {*signature(scheme.function).parameters}
 
 
 def _judge(name: str, judge: Worker | None, environment: Environment) -> Iterator[str]:
@@ -188,8 +208,8 @@ def _reading(columns: Iterable[str]) -> list[str]:
 def _models(config: Config, scheme: Scheme) -> Iterator[str]:
     """Only those of the learner's own models that the scheme reads may have a section."""
     w, needs = config.learner, scheme.needs
-    for section, column in (("critic", "value"), ("prm", "prm")):
-        if getattr(w, section) is not None and column not in needs.models:
+    for section in ("critic", "prm"):
+        if getattr(w, section) is not None and section not in plan_of(w).models:
             yield f"learner.{section} has no effect with learner.scheme = {w.scheme!r} and its options: remove the section"
     if needs.prm_loss and (w.prm is None or w.prm.loss != needs.prm_loss):
         yield f"learner.scheme = {w.scheme!r} trains its reward model with learner.prm.loss = {needs.prm_loss!r}: set it"
@@ -212,15 +232,16 @@ def _rewards(config: Config, scheme: Scheme, strategy: Strategy) -> Iterator[str
                 f"{changed[-1]} has no effect: learner.scheme = {w.scheme!r} and scheduler.strategy = {s.strategy!r} do not compare several"
                 " trajectories of one task or step: set it to 0"
             )
-    if changed and not needs.reward_column:
-        yield (
-            f"{changed[0]}: learner.scheme = {w.scheme!r} reads {sorted(needs.columns)} and does not say which column is the reward: declare"
-            " SchemeNeeds.reward (docs/extend.md)"
-        )
     if w.kl_reward_coef and "kl_coef" in signature(scheme.function).parameters:
         yield (
             f"learner.kl_reward_coef = {w.kl_reward_coef}: learner.scheme = {w.scheme!r} charges each token its own KL: set"
             " learner.scheme_options.kl_coef instead"
+        )
+    if changed and not needs.reward_column:
+        yield (
+            f"{changed[0]}: learner.scheme = {w.scheme!r} makes the rewards of turns from {sorted(needs.columns)} itself, and a change of one of these"
+            " columns would break its equations: remove it (learner.advantage_scale and advantage_clip change the advantages, and learner.kl_coef is"
+            " a KL in the loss); a scheme of your own whose reward is one column declares SchemeNeeds.reward (docs/extend.md)"
         )
 
 

@@ -19,6 +19,7 @@ from scheduler.tracking import KEYS
 from tools.launching.assets import Assets
 from tools.launching.config import Config
 from tools.launching.judge_model import JudgeModelProcess
+from tools.launching.method import strategy_options
 from tools.launching.number_types import typed
 from wire import hardware, shards
 from wire.process import free_port
@@ -58,7 +59,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
 
 def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     """Return the contents of the process files by name."""
-    s = config.scheduler
+    s = msgspec.structs.replace(config.scheduler, strategy_options=strategy_options(config))
     # A schedule without an end of its own ends with the run.
     w = msgspec.structs.replace(config.learner, decay_updates=config.learner.decay_updates or s.updates)
     needs = schemes.load(w.scheme, w.scheme_options).needs

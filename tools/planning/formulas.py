@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from learner import corrections, schemes
-from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
+from learner.config import LearnerConfig
+from learner.plan import plan_of
 from tools.planning.growth import Work
 from wire.numbers import Count, Natural, NotNegative, Positive
 
@@ -124,21 +124,6 @@ class Assumed(msgspec.Struct, frozen=True):
     tree_ms: Positive = 20.0
 
 
-def passes(w: LearnerConfig) -> list[tuple[int, int, LoraConfig | None, bool]]:
-    """Return what an update does with the policy, and with a critic and a reward model if the scheme needs them (``learner.trainer``): forwards
-    alone, forwards with backwards, the adapters that train, and whether the model has the policy's head (a critic has one row)."""
-    needs = schemes.load(w.scheme, w.scheme_options).needs.models
-    correct = corrections.load(w.correction, w.correction_options)
-    critic, prm = w.critic or CriticConfig(), w.prm or PrmConfig()
-    reference = prm.reference if "prm" in needs else ""
-    proximal = "log_ratio" in needs or correct.needs_proximal(w.steps) or w.target_kl > 0
-    proximal = proximal or reference in ("auto", "recomputed")
-    start = "kl" in needs or w.kl_coef > 0 or w.kl_reward_coef > 0 or reference == "initial"
-    done: list[tuple[int, int, LoraConfig | None, bool]] = [(proximal + start, w.epochs, w.lora, True)]
-    done += [(1, w.epochs * critic.steps, critic.lora, False)] if "value" in needs else []
-    return done + ([(1, prm.epochs, prm.lora, True)] if "prm" in needs else [])
-
-
 def learner_flops(w: LearnerConfig, model: Dense, work: Work, shared: bool = True) -> float:
     """Return the FLOPs of an update, with prefixes shared (packed trees) or every turn complete.
 
@@ -149,10 +134,11 @@ def learner_flops(w: LearnerConfig, model: Dense, work: Work, shared: bool = Tru
     if shared:
         tokens, pairs, targets = work.forwarded, work.pairs * work.forwarded / max(1, work.packed), work.targets
     attention, again, total = 2 * model.multiplications(0, pairs, 0), w.gradient_checkpointing, 0.0
-    for alone, trained, lora, head in passes(w):
-        weights = 2 * model.multiplications(tokens, 0, targets if head else 0)
-        own = 2 if lora is not None and lora.rank else 3
-        total += (weights + attention) * alone + trained * (weights * (own + again) + attention * (3 + again))
+    for part in plan_of(w).models.values():
+        weights = 2 * model.multiplications(tokens, 0, targets if part.vocabulary else 0)
+        own = 2 if part.lora.rank else 3
+        total += (weights + attention) * part.forwards
+        total += part.backwards * (weights * (own + again) + attention * (3 + again))
     return total
 
 

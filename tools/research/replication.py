@@ -50,6 +50,8 @@ class Study(msgspec.Struct, frozen=True):
 _PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
 _ALONE = ["actors.count=1", "learner.count=1", "scheduler.max_staleness=0"]
 """Arms are compared with each other: synchronous, so that no arm trains on older data than another."""
+_AS_RECORDED = ["learner.aggregation=turn"]
+"""The recorded runs weighed every turn alike; what "auto" takes for slate_full is "trajectory"."""
 _GRPO = ["learner.scheme=grpo", "learner.scheme_options.column=outcome"]
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = [
@@ -93,7 +95,13 @@ STUDIES = {
             "SLATE": Arm(_SLATE, _ALONE),
             "(a) whole trajectories": Arm(
                 _SLATE,  # a longer context, because one trajectory that outgrows it would take its whole question away
-                [*_ALONE, "scheduler.strategy=full", "learner.scheme=slate_full", "actors.max_context=640"],
+                [
+                    *_ALONE,
+                    "scheduler.strategy=full",
+                    "learner.scheme=slate_full",
+                    "actors.max_context=640",
+                    *_AS_RECORDED,
+                ],
             ),
             "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
             "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),

@@ -1,17 +1,22 @@
 """Settings of the objective and of dynamic sampling: those without effect or counted twice are refused, and the processes get them resolved."""
 
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from learner import schemes
 from learner.config import LearnerProcess
 from scheduler.config import SchedulerProcess
+from scheduler.strategies import slate
 from tools.launching import processes, rules
 from tools.launching.assets import Assets
 from tools.launching.config import ConfigError, load
 
 SLATE = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
+PPR, SUDOKU = SLATE.with_name("ppr-cpu.toml"), SLATE.with_name("vpr-sudoku-cpu.toml")
 FULL = ["scheduler.strategy=full"]
 GAE = [*FULL, "learner.scheme=gae"]
 
@@ -57,6 +62,32 @@ def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
     load(SLATE, settings)
 
 
+@pytest.mark.parametrize(
+    "changes", ["reward_scale=2.0", "reward_clip=0.5", "soft_overlong={max_tokens=30, cache_tokens=30}"]
+)
+@pytest.mark.parametrize(
+    "method",
+    [
+        [PPR],
+        [SUDOKU, "learner.scheme=mc_pr", "scheduler.strategy=mc_value"],
+        [SUDOKU, "learner.scheme=vineppo", "scheduler.strategy=mc_value"],
+    ],
+    ids=["ppr", "mc_pr", "vineppo"],
+)
+def test_a_change_of_one_column_is_refused_where_the_scheme_makes_rewards_of_two(
+    method: list[Any], changes: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"makes the rewards of turns from .* remove it"):
+        load(method[0], [*method[1:], "scheduler.max_action_tokens=30", f"learner.{changes}"])
+
+
+def test_a_kl_in_the_reward_of_ppr_or_mc_pr_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.scheme_options\.kl_coef instead"):
+        load(PPR, ["learner.kl_reward_coef=0.1"])
+    with pytest.raises(ConfigError, match=r"learner\.kl_coef is a KL in the loss"):
+        load(SUDOKU, ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "learner.kl_reward_coef=0.1"])
+
+
 def test_k1_in_the_loss_is_a_doubt() -> None:
     assert not rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k2"]))
     assert "0 in expectation" in rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k1"]))[-1]
@@ -69,3 +100,17 @@ def test_the_schedule_ends_with_the_run_and_the_scheduler_knows_the_reward(tmp_p
     scheduler = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
     assert (learner.learner.decay_updates, learner.learner.optimizer.schedule) == (7, "linear")
     assert (scheduler.reward, scheduler.equal) == ("reward", "turns")
+
+
+def test_slate_selects_with_the_options_on_which_its_scheme_trains(tmp_path: Path) -> None:
+    def selects(*settings: str) -> dict[str, Any]:
+        processes.make(load(SLATE, list(settings)), Assets(str(tmp_path), "", "", "", ""), tmp_path)
+        read = (tmp_path / "processes" / "scheduler.json").read_bytes()
+        return msgspec.json.decode(read, type=SchedulerProcess).scheduler.strategy_options
+
+    grown, trained = signature(slate.grow).parameters, signature(schemes.load("slate", {}).function).parameters
+    assert [grown[name].default for name in ("ddof", "eps")] == [trained[name].default for name in ("ddof", "eps")]
+    assert selects("learner.scheme_options={ddof=0, eps=0.5}") == selects() | {"ddof": 0, "eps": 0.5}
+    assert selects("learner.scheme=vpr_v2", "learner.scheme_options={ddof=1}") == selects()  # an advantage of its own
+    with pytest.raises(ConfigError, match=r"\['ddof'\].* set them in learner\.scheme_options alone"):
+        load(SLATE, ["scheduler.strategy_options.ddof=0"])
