@@ -1,5 +1,6 @@
-"""Batches from the stream: the first ``questions`` trees that closed form one update, in the order of their ids. If several schedulers
-stream, these are the first of each scheduler, in equal parts: so every scheduler hears of every update, and its bound on staleness holds.
+"""Batches from the stream: as soon as ``questions`` trees are closed, the oldest of them form one update, in the order of their ids. If
+several schedulers stream, these are the oldest of each scheduler, in equal parts: so every scheduler hears of every update, and what
+scheduler/pacing.py says of the staleness holds for each.
 
 A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. A tree that dynamic sampling
 replaced is no question; its groups leave without their turns. This file is pure: it uses neither sockets nor a model.
@@ -54,7 +55,7 @@ class Inbox:
 
     def ready(self) -> list[int] | None:
         """Return the trees of the next batch, ascending, or None while there are too few complete trees."""
-        whole = self._whole(self._closed)
+        whole = sorted(self._whole(self._closed))  # ids ascend in the order of admission
         shares = [[tree for tree in whole if shard.owns(tree)][: self.share] for shard in self.shards]
         return sorted(itertools.chain(*shares)) if all(len(share) == self.share for share in shares) else None
 

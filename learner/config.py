@@ -225,8 +225,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A learner process file, which is the same for all ranks. model: a Hugging Face folder (policy version 0).
 
-    questions_per_update: the number of closed trees per update. shards: the number of schedulers that they come from, in equal parts. temperature: the sampling temperature, which the learner also applies to
-    its log-probabilities.
+    questions_per_update: the number of closed trees per update. shards: the number of schedulers that they come from, in equal
+    parts. temperature: the sampling temperature, which the learner also applies to its log-probabilities. max_staleness: the
+    scheduler's, beyond which ``learner/over_stale`` counts a tree.
     """
 
     name: str
@@ -237,3 +238,4 @@ class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float
     learner: LearnerConfig
     shards: int = 1
+    max_staleness: int = 0

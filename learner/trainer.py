@@ -127,6 +127,7 @@ class Trainer:
         weights = token_weights(table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens)
         known = self._known(table, rows, estimate, weights, columns)
         metrics = _table_metrics(table, rows, known, self.version) | prm_metrics
+        metrics["learner/over_stale"] = float((oldest(table, rows, self.version) > self.process.max_staleness).sum())
         metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
         metrics |= self._steps(table, known, estimate, everything)
         if c.adaptive_kl is not None and "learner/kl" in metrics:
@@ -241,6 +242,15 @@ def _check_finite(scheme: str, estimate: Estimate) -> None:
                 f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} {name} are not finite: a score that the scheme reads is missing or"
                 " infinite; tools/dump shows the trees of this update"
             )
+
+
+def oldest(table: TurnTable, rows: Rows, version: int) -> np.ndarray:
+    """Return the staleness of each tree's oldest token in updates, int64 (trees,), in the order of their ids."""
+    tree = np.repeat(table.tree, [span.stop - span.start for span in rows.spans])
+    _, index = np.unique(tree, return_inverse=True)
+    ages = np.zeros(index.max(initial=-1) + 1, np.int64)
+    np.maximum.at(ages, index, version - rows.versions)
+    return ages
 
 
 def _table_metrics(table: TurnTable, rows: Rows, known: Known, version: int) -> dict[str, float]:

@@ -44,7 +44,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "count/malformed_peers": ("peers", "connections dropped for malformed messages"),
     "count/opponent_moves": ("moves", "moves of opponents in games"),
     "count/outgrown_trajectories": ("trajectories", "trajectories that outgrew actors.max_context"),
-    "count/over_stale": ("trees", "trees trained beyond scheduler.max_staleness"),
     "count/quarantined": ("tasks", "tasks that could not work"),
     "count/refused_peers": ("peers", "registrations refused"),
     "count/replaced": ("trees", "trees that dynamic sampling replaced"),
@@ -83,6 +82,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "learner/logprob_gap_mean": ("nats", "mean absolute difference of log-probabilities, current and sampled"),
     "learner/lr": ("rate", "learning rate of the policy"),
     "learner/mask_share": ("share", "trained tokens that the correction masked"),
+    "learner/over_stale": (
+        "trees",
+        "trees of the update with a token older than scheduler.max_staleness, because younger trees closed before them",
+    ),
     "learner/path_tokens": ("tokens", "tokens of all trajectories' paths, shared ones each time"),
     "learner/proximal_kl": ("nats", "KL from the proximal to the current policy, with learner.target_kl"),
     "learner/questions": ("trees", "closed trees of the update"),

@@ -34,8 +34,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number of steps, B. judge: the service judge.<judge>, or "none". temperature, top_p, top_k: how training rollouts are sampled (top_p 1 and
     top_k 0 leave the distribution whole). max_action_tokens: the limit of one action. thinking: ask for a thinking block, if the chat template
     has that switch. updates: how many the run makes. questions_per_update: trees per update.
-    max_staleness: see scheduler/pacing.py. dynamic_sampling_budget: how many questions without any spread of the reward may be replaced for
-    an update (scheduler/dynamic_sampling.py; 0: none). shards: the number of schedulers that share the learner (docs/performance.md, "Beyond one
+    max_staleness: the updates that trees are old in the mean at most (scheduler/pacing.py). dynamic_sampling_budget: how many
+    questions without any spread of the reward may be replaced for an update (scheduler/dynamic_sampling.py; 0: none). shards: the number of schedulers that share the learner (docs/performance.md, "Beyond one
     event loop"). bind: the ZeroMQ address on which workers connect; port 0 is any free one.
     generate_deadline_s: seconds until a generate call fails. judge_deadline_s: the same for calls of judges, retrievers, opponents and speakers.
     startup_timeout_s: seconds for which the scheduler waits for the workers that the run needs.

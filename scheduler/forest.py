@@ -154,7 +154,6 @@ class Forest:
 
     async def _grow(self, tree: Tree, context: Context) -> None:
         """Grow one tree to its end. A task that cannot work is quarantined."""
-        started = self.pacing.version
         try:
             await self.attempts(tree, context, self.strategy)
         except DataFault as fault:
@@ -170,8 +169,6 @@ class Forest:
         if replaced:
             self.counts["replaced"] += 1
             self.pacing.withdraw()
-        else:
-            self.pacing.close(started)
         tips = {node.trajectory for node in tree.nodes.values()}
         self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
 

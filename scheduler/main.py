@@ -305,7 +305,6 @@ class Run:
             values["rollout/outcomes"] = float(len(self.forest.outcomes))
             self.forest.outcomes.clear()
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
-        values["count/over_stale"] = float(self.pacing.over_stale)
         values |= self.shop.fleet.residency.take().values()
         self.totals.update({name: values.get(name, 0.0) for name in SUMMED})
         self.metrics.record(trained.version, values)

@@ -1,17 +1,19 @@
 """Bounded staleness by admission. Invariant: trees admitted and not yet trained never exceed (max_staleness + 1) * questions.
 
 A rollout starts only if the trees admitted so far, this one included, stay within ``(max_staleness + version + 1) * questions``,
-where ``version`` updates have each consumed ``questions`` trees. Hence:
+where ``version`` updates have each taken ``questions`` trees: the oldest ones that were closed (learner/batches.py). The staleness
+of a tree is the version that its update started from minus the version at its admission, and no token of it is older. Hence:
 - max_staleness = 0 is synchronous: every token of update v -> v + 1 was sampled by version v;
-- a tree consumed in the order of admission is trained at most max_staleness versions after its admission;
-- batches are cut in the order in which trees close, so a tree that faster trees overtake may exceed the bound; it is trained with its
-  true versions and counted in ``over_stale``. Nothing is thrown away for being slow.
+- after every update the mean staleness of all trees trained so far is at most max_staleness;
+- a single tree is older than that only if it still grew when an update took a tree of a later version; nothing bounds its age. It is
+  trained with its true versions and counted in ``learner/over_stale``. To bound every tree the learner would have to wait for the
+  slowest one, or its work would be thrown away.
 The module is pure: it owns no task and no client.
 """
 
 
 class Pacing:
-    """Counts trees: ``start`` admits one if ``may_start``, ``close`` or ``withdraw`` ends it, ``trained`` reports an update.
+    """Counts trees: ``start`` admits one if ``may_start``, ``withdraw`` takes that back, ``trained`` reports an update.
 
     ``updates`` bounds the run: no tree is admitted that no update would consume.
     """
@@ -24,7 +26,6 @@ class Pacing:
         self.questions, self.max_staleness, self.updates = questions, max_staleness, updates
         self.version = version
         self.admitted = version * questions + untrained
-        self.over_stale = 0
 
     def may_start(self) -> bool:
         """Whether one more tree may be admitted now."""
@@ -45,10 +46,6 @@ class Pacing:
     def trained(self, version: int) -> None:
         """An update is done, and its weights ``version`` are in force."""
         self.version = max(self.version, version)
-
-    def close(self, admitted_at: int) -> None:
-        """A tree has closed that was admitted at version ``admitted_at``."""
-        self.over_stale += self.version - admitted_at > self.max_staleness
 
     @property
     def finished(self) -> bool:

@@ -14,9 +14,10 @@ from learner import checkpoint, shards
 from learner.batches import Inbox
 from learner.main import pack_batch, unpack_batch
 from learner.publish import publish
+from learner.ranks import Ranks
 from learner.selfcheck import PackingError
-from learner.trainer import Batch
-from tests.updates import batch, episodes, everything, gradient, groups, state, steady, trainer
+from learner.trainer import Batch, Trainer
+from tests.updates import batch, episodes, everything, gradient, groups, process, state, steady, trainer
 from tools.inspecting.export import export
 from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed, Turn
@@ -248,14 +249,26 @@ def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
     np.testing.assert_array_equal(got.nodes[1][1].logprobs, sent.nodes[1][1].logprobs)
 
 
-def test_a_batch_is_the_first_closed_trees_whose_groups_are_all_here() -> None:
+def test_trees_are_counted_that_have_a_token_older_than_the_bound(llama: Path, tmp_path: Path) -> None:
+    made = Trainer(msgspec.structs.replace(process(llama, tmp_path), max_staleness=1), Ranks(60))
+    some = batch(0, 0)  # three trees, all tokens of version 0
+    first = some.nodes[0][0]
+    newer = [
+        (t, n if t != first or n.versions is None else msgspec.structs.replace(n, versions=n.versions + 1))
+        for t, n in some.nodes
+    ]
+    updates = [msgspec.structs.replace(some, version=version, nodes=newer) for version in range(3)]
+    assert [made.update(update)["learner/over_stale"] for update in updates] == [0, 0, 2]
+
+
+def test_a_batch_is_the_oldest_closed_trees_whose_groups_are_all_here() -> None:
     some, _ = groups(0, trees=4)
     inbox = Inbox(2, {})
     for group in (some[0], some[2], some[3]):
         assert inbox.add(group)
-    for group in some:
+    for group in reversed(some):
         inbox.close(TreeClosed(group.tree, [group.id]))
-    assert inbox.ready() == [0, 2]  # tree 1 closed second, but its group is still on its way
+    assert inbox.ready() == [0, 2]  # tree 3 closed first, and of tree 1 the group is still on its way
     taken = inbox.take([0, 2], 5)
     assert (taken.version, taken.questions, [g.id for g in taken.groups]) == (5, 2, [0, 2])
     assert inbox.ready() is None

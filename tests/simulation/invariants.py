@@ -75,7 +75,8 @@ def _trained_once(groups: dict[int, tuple[TreeRow, int | None]], record: Sequenc
 
 
 def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) -> Iterator[str]:
-    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, and no tree is admitted that no update takes."""
+    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, the trained ones are in the mean no older than
+    max_staleness, and no tree is admitted that no update takes."""
     questions, staleness = plan.settings.questions_per_update, plan.settings.max_staleness
     counted = {tree for update in record for tree in update.trees}
     admitted = 0
@@ -83,6 +84,11 @@ def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) ->
         admitted += row.id in counted
         if row.id in counted and admitted > (staleness + row.version + 1) * questions:
             yield f"tree {row.id} was admitted at version {row.version} as number {admitted}, beyond the bound"
+    admitted_at, ages = {row.id: row.version for row in rows}, list[int]()
+    for update in record:
+        ages += [update.version - 1 - admitted_at[tree] for tree in update.trees]
+        if sum(ages) > staleness * len(ages):
+            yield f"the trees trained up to version {update.version} are {ages} versions old, more than {staleness} in the mean"
     for row in rows:
         if row.status == "closed" and row.id not in counted:
             yield f"tree {row.id} is closed, and no update has taken it"

@@ -1,6 +1,6 @@
 """A scripted learner that keeps its own record of what it trained, so that no check depends on the scheduler's word.
 
-It follows ``learner.main`` and ``learner.batches``: the first closed trees form an update, every group is answered by the update that holds
+It follows ``learner.main`` and ``learner.batches``: the oldest closed trees form an update, every group is answered by the update that holds
 it, weights are announced before the checkpoint is written, and a crash goes back to the newest checkpoint.
 """
 
@@ -90,7 +90,8 @@ class Learner(Peer):
 
     def _ready(self, replaced: bool) -> list[TreeClosed]:
         here = self.groups.keys() | self.trained.keys()
-        return [tree for tree in self.closed.values() if tree.replaced == replaced and here >= set(tree.groups)]
+        whole = [tree for tree in self.closed.values() if tree.replaced == replaced and here >= set(tree.groups)]
+        return sorted(whole, key=lambda tree: tree.tree)
 
     def _update_if_ready(self) -> None:
         batch = self._ready(replaced=False)[: self.questions]

@@ -74,7 +74,8 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
         judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
     files: dict[str, Any] = {
         "learner": LearnerProcess(
-            "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w, s.shards
+            "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w, s.shards,
+            s.max_staleness,
         ),
     }  # fmt: skip
     players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}

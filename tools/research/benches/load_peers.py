@@ -113,7 +113,7 @@ async def come_and_go(place: int, plan: Plan, endpoint: str, keys: PeerKeys) -> 
 
 
 class Learner:
-    """Trains the first closed trees whose groups are all here, ``questions`` at a time. trained: the version of each group."""
+    """Trains the oldest closed trees whose groups are all here, ``questions`` at a time. trained: the version of each group."""
 
     def __init__(self, run: Path, plan: Plan):
         self.run, self.plan, self.version = run, plan, 0
@@ -151,9 +151,8 @@ class Learner:
         while True:
             await self.news.wait()
             self.news.clear()
-            whole = [tree for tree, groups in self.closed.items() if self.here.issuperset(groups)][
-                : self.plan.questions
-            ]
+            whole = sorted(tree for tree, groups in self.closed.items() if self.here.issuperset(groups))
+            whole = whole[: self.plan.questions]
             if len(whole) < self.plan.questions:
                 continue
             groups = [group for tree in whole for group in self.closed.pop(tree)]
