@@ -46,6 +46,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "count/outgrown_trajectories": ("trajectories", "trajectories that outgrew actors.max_context"),
     "count/over_stale": ("trees", "trees trained beyond scheduler.max_staleness"),
     "count/quarantined": ("tasks", "tasks that could not work"),
+    "count/refused_episodes": ("episodes", "episodes without an outcome, because the agent ended when its request was refused"),
     "count/refused_peers": ("peers", "registrations refused"),
     "count/replaced": ("trees", "trees that dynamic sampling replaced"),
     "count/retries": ("calls", "attempts of calls that were repeated"),
