@@ -34,7 +34,7 @@ class Session:
     """The episode that belongs to a key: its requests in the order in which they came. reward: of the episode, None if nobody gave one. open: the
     request whose reply can be rewarded: the last one that was answered, until the next one is taken. retrieve: asks the run's retriever for a query and a
     number of passages; None where there is none. check: raises Refused for what the policy cannot be asked. refused: what its last call was
-    refused with, "" once it went on: a later request was accepted or a reward taken."""
+    refused with, "" once it went on and a later request was accepted."""
 
     def __init__(self, key: str):
         self.key = key
@@ -72,7 +72,7 @@ class Session:
     def give(self, reward: float, response_id: str) -> None:
         """Note a reward: of the episode, or of the reply that has this id. Raises Refused if that reply's turn is recorded already."""
         if not response_id:
-            self.reward, self.refused = reward, ""
+            self.reward = reward
         elif self.open and response_id.endswith(f"-{self.open}"):
             self.step_reward = reward
         else:
