@@ -13,8 +13,9 @@ import pytest
 import pytest_asyncio
 
 from scheduler.config import EvaluationConfig, SchedulerConfig
+from scheduler.context import Context
 from scheduler.journal import Journal
-from scheduler.strategies import chain, full
+from scheduler.strategies import chain, full, slate
 from tests.agent_stage import THINKING, Stage
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
 from wire.dialogue import DEEPEST
@@ -80,6 +81,13 @@ def dying(task):
         post("/chat/completions", ODD["two users"])
     return 1.0
 
+def mortal(task):
+    """Dies of an odd request after its first reply, if its task is odd."""
+    ask([user("go")])
+    if "odd" in task["question"]:
+        post("/chat/completions", ODD["two users"])
+    return 1.0
+
 def going_on(task):
     """Sends an odd request, goes on, and fails by itself in the end."""
     ask([user("go")])
@@ -125,8 +133,8 @@ async def stage(folder: Path, llama: Path) -> AsyncIterator[Callable[..., Stage]
     """Makes stages of ``AGENTS``; ends what they have started."""
     stages: list[Stage] = []
 
-    def make(reply: Callable[[str, int], str], name: str) -> Stage:
-        stages.append(Stage(folder, llama, reply, name, ALTERNATING))
+    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
+        stages.append(Stage(folder, llama, reply, name, ALTERNATING, **options))
         return stages[-1]
 
     yield make
@@ -135,8 +143,8 @@ async def stage(folder: Path, llama: Path) -> AsyncIterator[Callable[..., Stage]
         one.journal.close()
 
 
-@pytest.mark.slow
-async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on(folder: Path, llama: Path) -> None:
+async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
+    """The journal of a whole run of an agent, with an odd task among its tasks and among the held-out ones."""
     model = folder / "model"
     shutil.copytree(llama, model)
     (model / "chat_template.jinja").write_text(ALTERNATING.replace("<|im_end|>", "</s>"))
@@ -153,13 +161,18 @@ async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on
     )
     more: dict[str, Any] = {
         "environment": "agent",
-        "options": {"run": "agents_of_a_test:odd"},
+        "options": {"run": f"agents_of_a_test:{agent}"},
         "train": str(folder / "train.jsonl"),
         "heldout": str(folder / "heldout.jsonl"),
         "scheduler": settings,
     }
     await House(folder / "run", model, held=lambda house: False, **more).live(until=lambda house: False)
-    journal = Journal(folder / "run" / "journal.sqlite", readonly=True)
+    return Journal(folder / "run" / "journal.sqlite", readonly=True)
+
+
+@pytest.mark.slow
+async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on(folder: Path, llama: Path) -> None:
+    journal = await run_of(folder, llama, "odd")
     rows = journal.trees()
     assert {row.status for row in rows} == {"closed"} and {"odd", "plain", "odd as well"} <= {row.task for row in rows}
     for row in rows:
@@ -171,6 +184,34 @@ async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on
         for name, status, text in json.loads(file.read_text()):
             assert status == 400, (name, text)
             assert REASONS[name] in json.loads(text)["error"]["message"], name
+
+
+@pytest.mark.slow
+async def test_a_task_whose_agent_dies_of_a_refusal_trains_nothing_and_another_takes_its_place(
+    folder: Path, llama: Path
+) -> None:
+    journal = await run_of(folder, llama, "mortal")
+    rows = journal.trees("split='train'")
+    odd = [row for row in rows if row.task == "odd"]
+    assert odd and {row.status for row in odd} == {"quarantined"}
+    reason = "no trajectory could be trained, because an episode was dropped: the agent ended (exit status 1) after"
+    assert all(str(row.reason).startswith(reason) and "roles must alternate" in str(row.reason) for row in odd)
+    assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
+    for _, _, result in journal.evaluations():
+        measures: Any = result["measures"]
+        assert (result["questions"], measures["return"]["mean"]) == (2, 1.0)
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(record.get("count/refused_episodes", 0) for record in records) >= 1
+
+
+async def test_the_outcome_of_a_dropped_episode_is_not_judged(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[Any] = []
+    monkeypatch.setattr(Context, "log_outcome", lambda self, node: judged.append(node))
+    s = stage(lambda prompt, i: "bad", "dying", outcome_judge="exact_match")
+    await s.grow(slate, k=2)
+    assert s.counts["refused_episodes"] == 1 and not judged
 
 
 async def test_an_agent_that_dies_of_a_refusal_has_no_outcome_and_the_others_of_its_group_do(
