@@ -45,6 +45,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "count/opponent_moves": ("moves", "moves of opponents in games"),
     "count/outgrown_trajectories": ("trajectories", "trajectories that outgrew actors.max_context"),
     "count/quarantined": ("tasks", "tasks that could not work"),
+    "count/refused_episodes": ("episodes", "episodes without an outcome, because the agent ended when its request was refused"),
     "count/refused_peers": ("peers", "registrations refused"),
     "count/replaced": ("trees", "trees that dynamic sampling replaced"),
     "count/retries": ("calls", "attempts of calls that were repeated"),

@@ -6,6 +6,7 @@ trajectory continues; at worst one call of the environment or the judge is repea
 """
 
 import asyncio
+import logging
 import math
 import random
 from functools import cached_property
@@ -14,13 +15,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import SPLIT, Diverged, Spent, Task, Transition
+from actors.environments.base import SPLIT, Dropped, Spent, Task, Transition
 from scheduler.scoring import Scoring
 from scheduler.services import Shop, Taken
 from scheduler.text import Shown
-from scheduler.tree import Fork, Node, Tree
+from scheduler.tree import Fork, Node, Tree, encode_node
 from wire import support, vision
 from wire.messages import Sample
+
+log = logging.getLogger("scheduler.context")
+
+DROPPED = "dropped"
+"""The note of an action that says why its episode was dropped."""
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 class Context(Scoring):
@@ -89,12 +96,12 @@ class Context(Scoring):
         An episode is also over if its next prompt has no room in the context. It counts as ``Environment.outgrown`` says, or as its judge does.
         """
         answer, fresh = self.answer(node), self.environment.fresh
-        over = node.forced or "outcome" in node.scores or "replay" in node.notes
+        over = node.forced or "outcome" in node.scores or DROPPED in node.notes
         if over or (answer is not None and (fresh or not answer.chosen)):
             return None  # the last: an observation without a next prompt ended the episode before a crash
         try:
             transition = await self.environment.step(self.state(node), self.action(node), self._taking(node))
-        except Diverged as fault:
+        except Dropped as fault:
             return self._drop(node, fault)
         self.shop.counts["environment_steps"] += 1
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
@@ -159,6 +166,15 @@ class Context(Scoring):
         """int32 [tokens]: a part of a prompt, whose pictures enter the journal."""
         return self.shop.text.encode(part.text, [(self.shop.journal.picture(png), png) for png in part.pictures])
 
+    def check(self, transition: Transition) -> None:
+        """Render, tokenize and encode for the journal what follows ``transition``, as ``step`` will (``actors.environments.base.Tools``)."""
+        if transition.messages is None or transition.after is None:
+            text = "".join(part.text for part in self.rendered(transition.state))
+        else:
+            text = self.shop.text.after(_NO_TOKENS, transition.messages)
+        encode_node(Node(0, -1, "prompt", _NO_TOKENS, text, 0, state=msgspec.to_builtins(transition.state)))
+        self.shop.text.encode(text)
+
     # ------------------------------------------------------------------------------------------ inner workings
 
     @cached_property
@@ -172,10 +188,14 @@ class Context(Scoring):
         replies = () if self.environment.begins_with_prompt else (n.text for n in self.tree.actions(node.trajectory))
         return Taken(self, Spent(prompt, node.cached, len(node.tokens), node.finish), tuple(replies))
 
-    def _drop(self, node: Node, fault: Diverged) -> None:
+    def _drop(self, node: Node, fault: Dropped) -> None:
         """End an episode that cannot go on, without an outcome. It is not trained."""
-        node.notes["replay"], node.invalid = str(fault), sorted({*node.invalid, "outcome"})
-        self.shop.counts["dropped_branches"] += 1
+        node.notes[DROPPED], node.invalid = str(fault), sorted({*node.invalid, "outcome"})
+        log.warning("an episode of tree %d is dropped: %s", self.tree.id, fault)
+        self.shop.counts[fault.count] += 1
+        self.shop.faults.failed(
+            fault.what, fault, f"tree {self.tree.id}, task {self.tree.task}: the episode is dropped"
+        )
         self.changed([node])
 
     def _next(self, node: Node, transition: Transition) -> Node:

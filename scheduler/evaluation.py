@@ -51,14 +51,19 @@ class HeldOut(msgspec.Struct, frozen=True):
     measures: dict[str, Estimate]
 
 
+def measured(environment: Environment, task: Task, tree: Tree) -> dict[str, list[float]]:
+    """Return the environment's measures of a finished tree that has one trajectory."""
+    turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
+    return environment.measures(task, turns)
+
+
 def summarise(version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]) -> HeldOut:
     """Evaluate finished trees that have one trajectory each. A measure without any value, such as "oracle" without a judge, is left out."""
     values: dict[str, list[float]] = {}
     for task, tree in trees:
-        turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
-        for name, measured in environment.measures(task, turns).items():
-            values.setdefault(name, []).extend(measured)
-    measures = {name: estimate(measured) for name, measured in sorted(values.items()) if measured}
+        for name, several in measured(environment, task, tree).items():
+            values.setdefault(name, []).extend(several)
+    measures = {name: estimate(several) for name, several in sorted(values.items()) if several}
     return HeldOut(version, len(trees), environment.headline, measures)
 
 

@@ -101,12 +101,17 @@ class Examination:
         self, position: int, task: Task, settings: SchedulerConfig, room: asyncio.Semaphore
     ) -> tuple[Task, Tree] | None:
         """Grow one held-out trajectory. Returns None if its task cannot work."""
+
+        async def grow(tree: Tree, context: Context) -> None:
+            await self.strategy(tree, context)
+            evaluation.measured(self.environment, task, tree)  # so that what cannot be measured fails with its tree
+
         async with room:
             tree, journal = Tree(self.forest.number(), task.id, "heldout"), self.shop.journal
             context = Context(self._shop(settings), task, tree, random.Random(f"heldout/{position}"))
             journal.start_tree(tree, position, self.spread.weights.version)
             try:
-                await self.forest.attempts(tree, context, self.strategy)
+                await self.forest.attempts(tree, context, grow)
             except DataFault as fault:
                 log.error("held-out task %s is quarantined: %s", tree.task, fault)
                 journal.close_tree(tree, "quarantined", str(fault))

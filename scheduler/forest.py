@@ -4,13 +4,14 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from actors.environments.base import Task
 from scheduler import strategies
 from scheduler.config import SchedulerProcess
-from scheduler.context import Context
+from scheduler.context import DROPPED, Context
 from scheduler.dynamic_sampling import differs
+from scheduler.failures import ALIKE, InARow, brief, is_of_the_run, told
 from scheduler.journal import TreeRow
 from scheduler.pacing import Pacing
 from scheduler.phases import Phases
@@ -18,9 +19,11 @@ from scheduler.services import ATTEMPTS, Shop
 from scheduler.stream import Stream
 from scheduler.tasks import GeneratedTasks, Tasks
 from scheduler.tree import Tree
-from wire.faults import DataFault, InfrastructureFault
+from wire.faults import DataFault, Fault, InfrastructureFault
 
 log = logging.getLogger("scheduler.forest")
+
+Grow = Callable[[Tree, Context], Awaitable[None]]
 
 ADMITTED_AT_ONCE = 32
 """The number of trees that are started before messages and other trees get their turn."""
@@ -52,6 +55,7 @@ class Forest:
         self.phases = Phases("no trees")
         self.moved, self.begun = asyncio.Event(), asyncio.Event()
         self.unfinished: deque[TreeRow] = deque()
+        self.in_a_row = InARow()
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.outcomes: list[float] = []
         self.done = sum(count for status, count in self.journal.tally().items() if status != "growing")
@@ -97,11 +101,28 @@ class Forest:
                 self._plant()
         self.moved.set()
 
-    async def attempts(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
-        """Plant and grow a tree, again after an infrastructure fault. Raises DataFault, or the InfrastructureFault of the last attempt."""
+    async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
+        """Plant and grow a tree, again after an infrastructure fault. Raises the InfrastructureFault of the last attempt, and DataFault for whatever
+        else is the tree's: an exception of an environment, a strategy or a plug-in too, unless so many trees in a row failed alike
+        (``scheduler.failures``)."""
         try:
             with self.phases.over("trees"):
                 await self._attempt(tree, context, grow)
+            self.in_a_row.grew()
+        except Fault:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if is_of_the_run(error):
+                raise
+            # What is not written yet may be what cannot be written. The step is lost, as in a crash.
+            tree.changed.clear()
+            if self.in_a_row.failed(error):
+                raise Fault(
+                    f"{ALIKE} trees in a row failed alike, the last one with {brief(error)} ({self._whose(tree)}):"
+                    " mend what the traceback in the log names, then resume the run"
+                ) from error
+            self.shop.faults.failed("a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined")
+            raise DataFault(told(error)) from error
         finally:
             self.shop.fleet.ended(tree.id)
             self.shop.dispatcher.look_again("generate")
@@ -161,7 +182,9 @@ class Forest:
             return
         if not tree.groups:
             # An update of such trees alone would be answered to nobody, and the run would wait for ever.
-            self._quarantine(tree, "no trajectory could be trained, because no judge gave a valid outcome")
+            dropped = next((node.notes[DROPPED] for node in tree.nodes.values() if DROPPED in node.notes), "")
+            why = f"an episode was dropped: {dropped}" if dropped else "no judge gave a valid outcome"
+            self._quarantine(tree, f"no trajectory could be trained, because {why}")
             return
         replaced = self._replaces(tree)
         self.journal.close_tree(tree, "replaced" if replaced else "closed")
@@ -178,19 +201,20 @@ class Forest:
             return False
         return not differs(map(self.journal.turns, tree.groups), self.process.reward, self.process.equal)
 
-    async def _attempt(self, tree: Tree, context: Context, grow: strategies.Strategy) -> None:
+    async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
         for attempt in range(1, ATTEMPTS + 1):
             context.attempt = attempt
             try:
                 await context.plant()
                 await grow(tree, context)
+                context.save([])  # so that what cannot be written fails here, with the tree
                 return
             except InfrastructureFault as fault:
                 log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
                 if attempt == ATTEMPTS:
                     raise InfrastructureFault(
                         f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or replace the worker (its log says"
-                        " more), then resume the run"
+                        f" more), then resume the run ({self._whose(tree)})"
                     ) from fault
                 self.counts["tree_retries"] += 1
 
@@ -203,4 +227,12 @@ class Forest:
         else:
             self.pacing.withdraw()
         if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
-            raise DataFault(f"{self.counts['quarantined']} tasks were quarantined; the last reason: {reason}")
+            cause = reason.partition("\n")[0]
+            raise DataFault(
+                f"{self.counts['quarantined']} tasks were quarantined; the last reason: {cause} ({self._whose(tree)})"
+            )
+
+    def _whose(self, tree: Tree) -> str:
+        """What an error names besides its cause."""
+        agent = self.process.options.get("run")
+        return f"task {tree.task}" + (f" of the agent {agent}" if agent else f" of {self.process.environment}")

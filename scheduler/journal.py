@@ -129,9 +129,15 @@ class Journal:
         try:
             if due:
                 self._commit(due)
-        except sqlite3.OperationalError as error:
+        except (
+            sqlite3.Error,
+            ValueError,
+            OverflowError,
+        ) as error:  # also of a text or a number that SQLite cannot hold
+            full = isinstance(error, sqlite3.OperationalError)
+            remedy = "free some space" if full else "mend the task or the plug-in that gave what SQLite cannot hold"
             self.failure = JournalError(
-                f"journal {self.path} could not be written ({error}): free some space, then resume the run"
+                f"journal {self.path} could not be written ({error}): {remedy}, then resume the run"
             )
             self.failure.__cause__ = error
         if turn is not None and not turn.done():

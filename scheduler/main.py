@@ -47,7 +47,7 @@ from wire.process import begin
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories")
+REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories", "refused_episodes")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
@@ -119,6 +119,7 @@ class Run:
             fleet=Fleet(self.settings.budget, process.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
             longest=process.longest,
+            faults=self.faults,
             proven=lambda: self.spread.proven,
             newest=lambda: self.spread.weights.version,
         )

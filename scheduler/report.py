@@ -70,6 +70,8 @@ def write(
         )
     if counts["outgrown_trajectories"]:
         say(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
+    if counts["refused_episodes"]:
+        say(f"  {counts['refused_episodes']} episodes have no outcome: their agents ended when a request was refused")
     if summary["quarantined"]:
         say(f"  {len(summary['quarantined'])} tasks quarantined: see {SUMMARY}")
     conclude("\n".join(phases.table(spent, training)))

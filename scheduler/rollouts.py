@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import Diverged, Spent
+from actors.environments.base import Dropped, Spent
 from scheduler.context import Context
 from scheduler.services import Taken
 from scheduler.together import together
@@ -69,9 +69,9 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     try:
         async with ctx.shop.aside:
             transition = await environment.step(position.state, action, Taken(ctx, spent, replies))
-    except Diverged as fault:
+    except Dropped as fault:
         log.warning("a continuation of tree %d is dropped: %s", ctx.tree.id, fault)
-        ctx.shop.counts["dropped_branches"] += 1
+        ctx.shop.counts[fault.count] += 1
         return None
     ctx.shop.counts["continuation_steps"] += 1
     if transition.done and transition.outcome is not None:

@@ -20,6 +20,7 @@ from scheduler.fleet import Fleet
 from scheduler.journal import Journal
 from scheduler.judged import Judged
 from scheduler.placement import Place
+from scheduler.terminal import Faults
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Tree
@@ -56,7 +57,7 @@ class Shop(msgspec.Struct, frozen=True):
     proven at least, and the newest one.
 
     aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
-    the tally of the run's judge.
+    the tally of the run's judge. faults: says on the terminal what failed, once in a while.
     """
 
     dispatcher: Dispatcher
@@ -71,6 +72,7 @@ class Shop(msgspec.Struct, frozen=True):
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: Judged = msgspec.field(default_factory=Judged)
     longest: int = 0
+    faults: Faults = msgspec.field(default_factory=lambda: Faults("scheduler"))
     proven: Callable[[], int] = lambda: 0
     newest: Callable[[], int] = lambda: sys.maxsize
 
@@ -190,6 +192,7 @@ class Taken(Tools):
 
     def __init__(self, asked: Services, spent: Spent, replies: tuple[str, ...]):
         self.rng, self.retrieve, self.play, self.say = asked.rng, asked.retrieve, asked.play, asked.say
+        self.check = asked.check
         self.spent, self.replies = lambda: spent, lambda: replies
 
 

@@ -15,6 +15,10 @@ from wire.chat_template import ChatTemplate
 Message = dict[str, Any]
 REPLY = "\u2063reply\u2063"
 """Stands for a sampled reply where the text after it is rendered. No tokenizer sees it."""
+DEEPEST = 100
+"""The most lists and objects inside each other of a JSON value in a conversation. Tools need a dozen. Python
+ends at about 1,000, at a place that depends on who calls, so what one function reads another could not write."""
+TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep, which no tool needs"
 THOUGHT = "</think>"
 """Ends the thoughts of a reply. The chat template may have begun them."""
 
@@ -61,13 +65,25 @@ def _canonical(message: Message, ids: dict[str, int]) -> list[Any]:
 
 
 def arguments(written: Any) -> Any:
-    """Return the arguments of a call as the JSON value that they mean, or as they are if they are no JSON."""
+    """Return the arguments of a call as the JSON value that they mean, or as they are if they are no JSON. Raises ValueError if they are nested
+    too deep."""
     if not isinstance(written, str):
         return written
     try:
-        return json.loads(written)
+        value = json.loads(written)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
     except ValueError:
         return written
+    if is_too_deep(value):
+        raise ValueError(TOO_DEEP)
+    return value
+
+
+def is_too_deep(value: Any, left: int = DEEPEST) -> bool:
+    """Return whether a JSON value has more than ``left`` lists and objects inside each other."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inside is not None and (not left or any(is_too_deep(one, left - 1) for one in inside))
 
 
 def _written(value: Any) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from wire.dialogue import THOUGHT
+from wire.dialogue import THOUGHT, TOO_DEEP, is_too_deep
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -107,4 +107,8 @@ def _call(value: Any, key: str, offered: Collection[str]) -> ToolCall:
         raise ValueError(f"tool {value['name']!r} was not offered; there are {', '.join(sorted(offered))}")
     if not isinstance(value[key], dict):
         raise ValueError(f'"{key}" of {value["name"]}: expected an object')
-    return ToolCall(value["name"], json.dumps(value[key], ensure_ascii=False))
+    if is_too_deep(value[key]):
+        raise ValueError(f'"{key}" of {value["name"]}: {TOO_DEEP}')
+    written = json.dumps(value[key], ensure_ascii=False)
+    written.encode()  # a lone surrogate is no text; its UnicodeEncodeError is a ValueError
+    return ToolCall(value["name"], written)

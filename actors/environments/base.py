@@ -76,8 +76,25 @@ class Action(msgspec.Struct, frozen=True):
         return self.kind not in ("invalid", "illegal")
 
 
-class Diverged(DataFault):
-    """The state cannot be reached again, because what stands for it does not repeat itself. The episode is dropped; its task stays."""
+class Dropped(DataFault):
+    """An episode cannot go on, and the policy is not to blame: it has no outcome, and its task stays.
+
+    count: the metric that counts it; what: how the terminal names what failed.
+    """
+
+    count = "dropped_branches"
+    what = "the replay of an episode"
+
+
+class Diverged(Dropped):
+    """The state cannot be reached again, because what stands for it does not repeat itself."""
+
+
+class TurnedAway(Dropped):
+    """The program that acts for the policy ended because its request was refused."""
+
+    count = "refused_episodes"
+    what = "an agent's request"
 
 
 class Transition(msgspec.Struct, frozen=True):
@@ -117,6 +134,9 @@ class Tools(Protocol):
     rng: random.Random
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]: ...
+
+    def check(self, transition: Transition) -> None:
+        """Raise unless the policy can be shown what follows ``transition``, and the journal can keep it."""
 
     def spent(self) -> Spent:
         """Return what the action took that is stepped."""
@@ -224,7 +244,7 @@ class Environment(Protocol):
         return Action("invalid", text)
 
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
-        """Return the result of ``action``. Raises Diverged."""
+        """Return the result of ``action``. Raises Dropped."""
         ...
 
     async def close(self) -> None:
@@ -265,9 +285,12 @@ class Environment(Protocol):
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         """Return named results of a finished episode. turns: the score columns of its turns, in order; "forced" is 1 for a forced answer.
 
-        By default: return, turns, the measures of the last turn, and per turn "valid" and "oracle" (its reward; a share if it is binary).
+        By default: return, turns, the measures of the last turn, and per turn "valid" and "oracle" (its reward; a share if it is binary). An episode
+        without an outcome has its turns alone.
         """
         last = turns[-1]
+        if "outcome" not in last:
+            return {"turns": [float(len(turns))]}
         results = {"return": [last["outcome"]], "turns": [float(len(turns))]}
         results |= {name: [last[name]] for name in self.measured if name in last}
         results |= {"valid": [turn["valid"] for turn in turns if "valid" in turn]}

@@ -5,12 +5,15 @@ completions, in which chat templates read them.
 """
 
 import json
+import re
 from typing import Any
 
 import msgspec
 
 from actors.serving.protocol import Refused
-from wire.dialogue import Message, text_of
+from wire.dialogue import TOO_DEEP, Message, is_too_deep, text_of
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -53,10 +56,15 @@ def body_of(raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a request's body. Raises Refused."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise Refused(f"the body: {TOO_DEEP}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        surrogate = " (or has a lone surrogate, which is no text)" if SURROGATE.search(raw) else ""
+        raise Refused(f"the body is not JSON{surrogate}: {error}") from None
     if not isinstance(body, dict):
         raise Refused("the body: expected a JSON object")
+    if is_too_deep(body):
+        raise Refused(f"the body: {TOO_DEEP}")
     return body
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler.context import Context
+from scheduler.context import DROPPED, Context
 from scheduler.rewards import choose, judge
 from scheduler.tree import Tree
 from wire.declared import StrategyGives
@@ -64,5 +64,6 @@ async def grow(
         candidates[chosen].chosen = True
         ctx.emit([[candidate] for candidate in candidates])
         node = candidates[chosen]
-    if ctx.environment.outcome_judge:
-        await ctx.log_outcome(tree.actions()[-1])
+    last = tree.actions()[-1]
+    if ctx.environment.outcome_judge and DROPPED not in last.notes:
+        await ctx.log_outcome(last)

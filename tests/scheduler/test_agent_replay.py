@@ -168,7 +168,7 @@ async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_s
     await episode.close()
     s.environment._waiting.clear()
     assert await ctx.step(action) is None
-    assert action.invalid == ["outcome"] and "asks something else" in action.notes["replay"]
+    assert action.invalid == ["outcome"] and "asks something else" in action.notes["dropped"]
     assert not await ctx.finish()
     assert s.counts["dropped_branches"] == 1
     assert await ctx.step(action) is None, "a resumed tree does not try again"
@@ -236,7 +236,7 @@ async def test_an_agent_asks_the_runs_retriever_and_a_judge_sees_queries_results
 async def test_an_agent_without_a_retriever_is_told_so(stage: Callable[..., Stage]) -> None:
     s = stage(looks, "searching")
     tree = await s.grow(chain)
-    assert tree.actions()[-1].scores["crashed"] == 1.0
+    assert "this run has no retriever" in tree.actions()[-1].notes["dropped"]
 
 
 async def test_calls_and_thoughts_in_special_tokens_are_read(

@@ -14,7 +14,6 @@ from scheduler.strategies import chain, full, slate
 from tests.agent_stage import Stage, adds
 from wire.faults import DataFault
 
-NONE: Any = None
 AGENTS = '''
 import json, os, sys, urllib.request
 
@@ -172,12 +171,12 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
 
 async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(stage: Callable[..., Stage]) -> None:
     s = stage(lambda prompt, i: "r", "random_one")
-    first = await s.environment.open(s.environment.initial(s.task), NONE)
+    context = Context(s.shop, s.task, s.tree, random.Random(1))
+    first = await s.environment.open(s.environment.initial(s.task), context)
     await s.environment.close()
     s.environment._waiting.clear()
     s.environment._started = None
     s.environment.gateway = type(s.environment.gateway)()
-    context = Context(s.shop, s.task, s.tree, random.Random(1))
     with pytest.raises(DataFault, match="asks something else at the end of a replay"):
         await s.environment.step(first, s.environment.read(first, "r"), context)
 
@@ -216,7 +215,7 @@ async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -
 
 async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
-    await s.environment.open(s.environment.initial(s.task), NONE)
+    await s.environment.open(s.environment.initial(s.task), Context(s.shop, s.task, s.tree, random.Random(1)))
     ((_, episode, _),) = s.environment._waiting
     await s.environment.close()
     assert episode._process is not None and episode._process.returncode == -9

@@ -6,6 +6,7 @@ The run and its dispatcher are real; the engine and the learner are stand-ins th
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,9 +36,10 @@ QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
 
 
 class House:
-    """A run with an actor and a learner. held: evaluations of version 0 wait until it says so. loads: evaluations known at each load."""
+    """A run with an actor and a learner. held: evaluations of version 0 wait until it says so. loads: evaluations known at each load. more: other
+    fields of the process."""
 
-    def __init__(self, folder: Path, model: Path, held: Callable[["House"], bool], version: int = 0):
+    def __init__(self, folder: Path, model: Path, held: Callable[["House"], bool], version: int = 0, **more: Any):
         settings = SchedulerConfig(
             strategy="chain",
             judge="none",
@@ -50,6 +52,7 @@ class House:
         process = SchedulerProcess(
             "scheduler", str(folder), 0, str(model), "tictactoe", options, "", "", 1, [], 16, settings
         )
+        process = msgspec.structs.replace(process, **more)
         self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
         self.loads: list[tuple[int, list[str]]] = []
         self.in_force = 0

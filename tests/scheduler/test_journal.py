@@ -265,3 +265,13 @@ def test_a_journal_that_is_older_than_the_checkpoint_lacks_groups(tmp_path: Path
     journal.close_tree(small(0), "closed")
     assert journal.lacks([0]) == []
     assert journal.lacks([0, 1, 7]) == [1, 7]  # tree 1 still grows, and group 7 was never written
+
+
+async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits_and_is_not_lost_in_silence(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.start_tree(Tree(0, "a task with half a letter \ud800"), 0, 0)
+    with pytest.raises(JournalError, match="mend the task or the plug-in that gave what SQLite cannot hold"):
+        await journal.written()
+    journal.close()

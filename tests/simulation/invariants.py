@@ -37,7 +37,7 @@ def of_the_journal(journal: Journal, plan: Plan, record: Sequence[Update], lives
 
 
 def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
-    """Every task that was drawn is trained or quarantined with a reason, and no draw of the shard is skipped or made twice."""
+    """Every task that was drawn is trained or quarantined with a reason, which is a peer's fault, and no draw of the shard is skipped or made twice."""
     drawn, expected = sorted(row.position for row in rows), [shard.position(draw) for draw in range(len(rows))]
     if drawn != expected:
         yield f"the draws are {drawn}, expected {expected}"
@@ -48,6 +48,8 @@ def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
             yield f"tree {row.id} is still growing at the end"
         if row.status == "quarantined" and not row.reason:
             yield f"tree {row.id} is quarantined without a reason"
+        if "Traceback" in (row.reason or ""):
+            yield f"tree {row.id} is quarantined for a mistake of the program: {row.reason}"
 
 
 def _trained_once(groups: dict[int, tuple[TreeRow, int | None]], record: Sequence[Update]) -> Iterator[str]:

@@ -210,7 +210,7 @@ FAULTS = [
         "a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing), hint=90
     ),
     Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=135),
-    Planted("an answer with too few parts ends the run", THIS, _replace(answers, "complete", _nothing)),
+    Planted("an answer with too few parts ends its tree", THIS, _replace(answers, "complete", _nothing)),
     Planted(
         "a tree without groups counts in an update",
         THIS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.chat_template import ChatTemplate
-from wire.dialogue import Renderer, histories, text_of
+from wire.dialogue import DEEPEST, Renderer, arguments, histories, text_of
 
 QWEN = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -145,3 +145,11 @@ def test_contents_of_other_kinds_are_refused() -> None:
     for content in (3, [{"type": "image_url"}], {"text": "x"}, ["x"]):
         with pytest.raises(ValueError, match="`content`"):
             text_of(content)
+
+
+@pytest.mark.parametrize("deep", [DEEPEST + 1, 5_000, 500_000])
+def test_arguments_that_are_nested_too_deep_are_refused_wherever_they_are_read(deep: int) -> None:
+    call = {"id": "1", "function": {"name": "look", "arguments": "[" * deep + "]" * deep}}
+    with pytest.raises(ValueError, match=f"nested more than {DEEPEST} deep"):
+        histories([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert arguments("[" * DEEPEST + "]" * DEEPEST) != ""

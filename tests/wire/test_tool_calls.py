@@ -46,6 +46,11 @@ def test_an_opening_begins_a_call_that_is_read(family: str) -> None:
         ('<tool_call>{"name": "go", "arguments": {}}</tool_call>', "'go' was not offered; there are look"),
         ('<tool_call>{"name": "look", "arguments": "{}"}</tool_call>', "expected an object"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion"),
+        ('<tool_call>{"name": "look", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
+        (
+            '<tool_call>{"name": "look", "arguments": {"a": %s}}</tool_call>' % ("[" * 100 + "]" * 100),
+            "nested more than",
+        ),
         ("<tool_call>", "without a call"),
     ],
 )

@@ -12,6 +12,7 @@ import asyncio
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -19,8 +20,9 @@ import msgspec
 from actors.environments.agents.episode import Ended, Episode, Limits
 from actors.environments.agents.gateway import Gateway
 from actors.environments.agents.nursery import Nursery
-from actors.environments.base import Action, Diverged, Environment, Spent, Task, Tools, Transition
+from actors.environments.base import Action, Diverged, Environment, Spent, Task, Tools, Transition, TurnedAway
 from actors.serving.asked import Asked
+from actors.serving.protocol import Refused
 from actors.serving.replies import Reply
 from wire.dialogue import Message, histories
 from wire.faults import DataFault, InfrastructureFault
@@ -148,6 +150,7 @@ class Agent(Environment):
         episode, asked = await self._stand(state, tools)
         reply = self._reply(action.text, state.offered, tools.spent())
         record = (*state.record, Exchange(state.asked, _digest(asked, reply), reply.spent))
+        episode.session.check = partial(_check, tools, state, record)
         try:
             episode.answer(reply)
             event = await episode.next()
@@ -159,6 +162,8 @@ class Agent(Environment):
             raise
         if isinstance(event, Ended):
             self._end(episode)
+            if event.fault and episode.session.refused:
+                raise TurnedAway(f"the agent ended ({event.fault}){_refused(episode)}: {event.last}")
             return msgspec.structs.replace(self._ended(state, record, event), reward=reward)
         place, tail = _continued(record, event)
         after = _standing(state, record, event, whole=place is None)
@@ -199,11 +204,10 @@ class Agent(Environment):
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Return the measures of an episode; an episode without an outcome has no return. Tasks of several hops have a return by hops too."""
-        if "outcome" not in turns[-1]:
-            return {"turns": [float(len(turns))]}
+        """Return the measures of an episode. Tasks of several hops have a return by hops too."""
         measures = super().measures(task, turns)
-        return measures | ({f"return_{task.hops}_hop": measures["return"]} if task.evidence else {})
+        by_hops = {f"return_{task.hops}_hop": measures["return"]} if task.evidence and "return" in measures else {}
+        return measures | by_hops
 
     # ------------------------------------------------------------------------------------------ episodes
 
@@ -253,6 +257,7 @@ class Agent(Environment):
             self._started = asyncio.create_task(self.gateway.start())
         await asyncio.shield(self._started)
         episode = Episode(self.gateway, self.nursery, state.task, self.limits)
+        episode.session.check = partial(_check, tools, state, state.record)
         if self.searches:
             episode.session.retrieve = tools.retrieve
         try:
@@ -266,7 +271,7 @@ class Agent(Environment):
         if isinstance(event, Ended):
             self._end(episode)
             raise DataFault(
-                f"the agent ended before it asked the policy ({event.fault or 'exit status 0'}): {event.last}"
+                f"the agent ended before it asked the policy ({event.fault or 'exit status 0'}){_refused(episode)}: {event.last}"
             )
         return episode, event
 
@@ -297,6 +302,24 @@ class Agent(Environment):
         await asyncio.gather(*self._closing)
         await self.gateway.close()
         await self.nursery.close()
+
+
+def _check(tools: Tools, before: Standing, record: tuple[Exchange, ...], asked: Asked) -> None:
+    """Raise Refused unless the policy can be asked this after the replies of ``record``, and the journal can keep it."""
+    try:
+        place, tail = _continued(record, asked)
+        standing = _standing(before, record, asked, whole=place is None)
+        tools.check(Transition(standing, "", False, messages=tail, after=place))
+    except Exception as error:  # whatever fails, templates and tokenizers too, fails because of this request
+        reason = str(error).encode(errors="backslashreplace").decode()
+        raise Refused(
+            f"the policy cannot be asked this, or the journal cannot keep it: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _refused(episode: Episode) -> str:
+    """What its last call was refused with, "" if it went on."""
+    return f" after the gateway had answered {episode.session.refused}" if episode.session.refused else ""
 
 
 def _query(calls: Sequence[ToolCall]) -> str:

@@ -7,6 +7,7 @@ reply is generated whole and then, if a stream is asked for, replayed as server-
 
 import asyncio
 import collections
+import contextlib
 import hashlib
 import json
 import secrets
@@ -32,10 +33,13 @@ REMEMBERED = 4
 class Session:
     """The episode that belongs to a key: its requests in the order in which they came. reward: of the episode, None if nobody gave one. open: the
     request whose reply can be rewarded: the last one that was answered, until the next one is taken. retrieve: asks the run's retriever for a query and a
-    number of passages; None where there is none."""
+    number of passages; None where there is none. check: raises Refused for what the policy cannot be asked. refused: what its last call was
+    refused with, "" once it went on and a later request was accepted."""
 
     def __init__(self, key: str):
         self.key = key
+        self.check: Callable[[Asked], None] = lambda asked: None
+        self.refused = ""
         self.requests: asyncio.Queue[tuple[Asked, asyncio.Future[Reply]]] = asyncio.Queue()
         self.reward: float | None = None
         self.step_reward: float | None = None
@@ -53,6 +57,8 @@ class Session:
             raise Refused(f"this episode is over: {self.closed}", 409)
         if again and (last := f"{digest}{self._asked[digest]}") in self._answers:
             return last, self._answers[last]
+        self.check(asked)
+        self.refused = ""
         self._asked[digest] += 1
         asked = msgspec.structs.replace(asked, id=f"{digest}{self._asked[digest]}")
         answer = self._answers[asked.id] = asyncio.get_running_loop().create_future()
@@ -78,6 +84,7 @@ class Session:
     def close(self, reason: str) -> None:
         """Refuse further requests, and those that wait. Of a closed session only the reason is kept."""
         self.closed, self.open = reason, ""
+        self.check = lambda asked: None  # it knew the tree
         self._asked.clear()
         self._answers.clear()
         for answer in list(self._waiting):
@@ -95,7 +102,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises OSError if the place is taken."""
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_errors])
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[self._noted, _errors])
         for prefix in ("", "/s/{key}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
@@ -143,6 +150,24 @@ class Gateway:
             "unknown key: expected the key of an episode as a bearer token, in the path (/s/KEY/v1) or as X-Session-ID",
             401,
         )
+
+    @web.middleware
+    async def _noted(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Note in its session what a call was refused with."""
+        said = "500: the gateway failed (the log says more)"
+        try:
+            response = await handler(request)
+            said = f"{response.status}: {_reason(response)}"
+        except web.HTTPException as error:
+            said = f"{error.status}: {error.reason}"
+            raise
+        finally:
+            if not said.startswith(("1", "2", "3")):
+                with contextlib.suppress(Refused):  # it names no session
+                    self._session(request).refused = said
+        return response
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -211,6 +236,14 @@ class Gateway:
             await response.write(sse(refused.body()))
         await response.write_eof()
         return response
+
+
+def _reason(response: web.StreamResponse) -> str:
+    """The reason that the body of an error gives."""
+    try:
+        return json.loads(str(getattr(response, "text", "")))["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return response.reason or ""
 
 
 @web.middleware

@@ -1,0 +1,143 @@
+"""An exception of one tree is that tree's: the run goes on, and ends only when many trees in a row fail alike.
+
+The run, its dispatcher and its journal are real; the environment is tic-tac-toe that fails as a test says.
+"""
+
+import asyncio
+import errno
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.environments.base import Action, Environment, Tools, Transition
+from actors.environments.tictactoe import State, TicTacToe
+from scheduler.config import EvaluationConfig, SchedulerConfig
+from scheduler.failures import ALIKE, InARow
+from scheduler.journal import Journal, JournalError, TreeRow
+from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
+from wire.faults import Fault
+
+HELD_OUT = 3
+SETTINGS = SchedulerConfig(
+    strategy="chain", judge="none", updates=UPDATES, questions_per_update=QUESTIONS, max_action_tokens=4,
+    evaluation=EvaluationConfig(questions=0),
+)  # fmt: skip
+
+
+class Failing(TicTacToe):
+    """A game whose steps raise ``errors``, one after the other, and then the error ``always``. The error None is a state that msgpack cannot hold."""
+
+    errors: list[BaseException | None] = []
+    always: BaseException | None = None
+    replies = Environment.replies
+
+    def __init__(self) -> None:
+        super().__init__(prompt="tictactoe_compact", opponents={"random": 1.0})
+
+    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+        """Return the result of the action, or raise the next error."""
+        if not self.errors and self.always is None:
+            return await super().step(state, action, tools)
+        error = self.errors.pop(0) if self.errors else self.always
+        if error is None:
+            huge: Any = 2**70
+            return Transition(msgspec.structs.replace(state, opponent=huge), "the end", True, 1.0, self.lost(state))
+        raise error
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
+    """The environment, whose errors are those of one test."""
+    monkeypatch.setattr(Failing, "errors", [])
+    monkeypatch.setattr(Failing, "always", None)
+    return Failing
+
+
+async def rows_of(folder: Path, model: Path, heldout: int = 0) -> list[TreeRow]:
+    """The trees of a whole run whose environment is ``Failing``."""
+    settings = msgspec.structs.replace(SETTINGS, evaluation=EvaluationConfig(questions=heldout))
+    more = {"environment": f"{__name__}:Failing", "options": {}, "scheduler": settings}
+    await House(folder, model, held=lambda house: False, **more).live(until=lambda house: False)
+    return Journal(folder / "journal.sqlite", readonly=True).trees()
+
+
+async def test_an_exception_of_one_tree_quarantines_it_with_the_traceback_and_the_run_goes_on(
+    tmp_path: Path, llama: Path, failing: type[Failing], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing.errors = [ValueError("odd \ud800"), asyncio.CancelledError("nobody's"), RecursionError("deep"), None]
+    rows = await rows_of(tmp_path, llama)
+    assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
+    reasons = sorted(str(row.reason) for row in rows if row.status == "quarantined")
+    assert [reason.partition("\n")[0] for reason in reasons] == [
+        "CancelledError: nobody's",
+        "OverflowError: can't serialize ints < -2**63 or > 2**64 - 1",
+        "RecursionError: deep",
+        "ValueError: odd \\ud800",
+    ]
+    assert all("Traceback (most recent call last)" in reason for reason in reasons)
+    assert all("in step" in reason for reason in (reasons[0], *reasons[2:]))
+    assert "a tree fails: ValueError: odd \\ud800 (task " in capsys.readouterr().out
+
+
+async def test_an_exception_of_one_held_out_tree_leaves_the_evaluation_to_the_others(
+    tmp_path: Path, llama: Path, failing: type[Failing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measures, failed = Failing.measures, list[str]()
+
+    def once(self: Failing, task: Any, turns: Any) -> Any:
+        if not failed:
+            failed.append(task.id)
+            raise ZeroDivisionError("a mean of nothing")
+        return measures(self, task, turns)
+
+    monkeypatch.setattr(failing, "measures", once)
+    rows = await rows_of(tmp_path, llama, HELD_OUT)
+    (odd,) = [row for row in rows if row.status == "quarantined"]
+    assert (odd.split, odd.task) == ("heldout", failed[0]) and "ZeroDivisionError" in str(odd.reason)
+    evaluations = Journal(tmp_path / "journal.sqlite", readonly=True).evaluations()
+    assert [(name, result["questions"]) for _, name, result in evaluations] == [("start", 2), ("end", 3)]
+
+
+async def test_many_trees_in_a_row_that_fail_alike_end_the_run_which_names_cause_task_and_environment(
+    tmp_path: Path, llama: Path, failing: type[Failing]
+) -> None:
+    failing.always = ZeroDivisionError("every time")
+    with pytest.raises(
+        Fault, match=rf"^{ALIKE} trees in a row failed alike.*ZeroDivisionError: every time \(task .*Failing"
+    ):
+        await rows_of(tmp_path, llama)
+    rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees("status='quarantined'")
+    assert len(rows) == ALIKE - 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "full"), JournalError("no room"), sqlite3.OperationalError("disk I/O error"), MemoryError()],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_full_disk_a_failing_journal_and_no_memory_are_the_runs(
+    tmp_path: Path, llama: Path, failing: type[Failing], error: Exception
+) -> None:
+    failing.errors = [error]
+    with pytest.raises(type(error)):
+        await rows_of(tmp_path, llama)
+    assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees("status='quarantined'")
+
+
+def test_trees_that_fail_in_other_ways_or_with_others_between_do_not_fail_alike() -> None:
+    def raised(kind: type[Exception]) -> Exception:
+        try:
+            raise kind
+        except Exception as error:  # noqa: BLE001 - the test looks at its traceback
+            return error
+
+    row = InARow()
+    for _ in range(ALIKE):
+        assert not row.failed(raised(KeyError)) and not row.failed(raised(TypeError))
+    for _ in range(ALIKE - 2):
+        assert not row.failed(raised(TypeError))
+    row.grew()
+    assert [row.failed(raised(TypeError)) for _ in range(ALIKE)] == [False] * (ALIKE - 1) + [True]

@@ -1,0 +1,248 @@
+"""Odd requests of agents, in a run with real processes, gateway, dispatcher and journal: each is answered 400 with its reason, and the run goes on.
+
+An agent that ends because of such an answer has no outcome; one that goes on is scored as any other.
+"""
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from scheduler.config import EvaluationConfig, SchedulerConfig
+from scheduler.context import Context
+from scheduler.journal import Journal
+from scheduler.strategies import chain, full, slate
+from tests.agent_stage import THINKING, Stage
+from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
+from wire.dialogue import DEEPEST
+from wire.faults import DataFault
+
+ALTERNATING = (
+    "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + THINKING
+)
+AGENTS = r'''
+import json, os, urllib.error, urllib.request
+from pathlib import Path
+
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request).read()
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def calling(arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [user("go"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("on")]
+
+def tool(**parameters):
+    return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+
+DEEP = "[" * 5000 + "]" * 5000
+ODD = {
+    "two users": {"messages": [user("one"), user("two")]},
+    "two users, streamed": {"messages": [user("one"), user("two")], "stream": True},
+    "a surrogate in arguments": {"messages": calling('{"at": "\\ud800"}')},
+    "a surrogate in a prompt": {"messages": [user("a rewritten \ud800")]},
+    "deep arguments": {"messages": calling('{"at": ' + DEEP + '}')},
+    "a huge integer of a tool": {"messages": [user("go")], "tools": tool(maximum=2**70)},
+    "a huge limit": {"messages": [user("go")], "max_tokens": 2**70},
+}
+
+def ask(messages):
+    return json.loads(post("/chat/completions", {"messages": messages}))["choices"][0]["message"]
+
+def odd(task):
+    """Sends every odd request, first of all and after a reply, and goes on."""
+    messages, answers = [user(task["question"])], []
+    for _ in range(2):
+        if "odd" in task["question"]:
+            for name, body in ODD.items():
+                body = {**body, "messages": [*messages[:-1], *body["messages"]]}
+                try:
+                    answers.append([name, 200, post("/chat/completions", body).decode()])
+                except urllib.error.HTTPError as error:
+                    answers.append([name, error.code, error.read().decode()])
+        reply = ask(messages)
+        messages += [{"role": "assistant", "content": reply["content"]}, user("on")]
+    if answers:
+        Path(r"FOLDER", f"{os.getpid()}.answers").write_text(json.dumps(answers))
+    return 1.0
+
+def dying(task):
+    """Dies of an odd request, if it is told something bad."""
+    if ask([user("go")])["content"] == "bad":
+        post("/chat/completions", ODD["two users"])
+    return 1.0
+
+def mortal(task):
+    """Dies of an odd request after its first reply, if its task is odd."""
+    ask([user("go")])
+    if "odd" in task["question"]:
+        post("/chat/completions", ODD["two users"])
+    return 1.0
+
+def going_on(task):
+    """Sends an odd request, goes on, and fails by itself in the end."""
+    ask([user("go")])
+    try:
+        post("/chat/completions", ODD["two users"])
+    except urllib.error.HTTPError:
+        pass
+    ask([user("something else")])
+    raise RuntimeError("its own fault")
+
+def rewarding(task):
+    """Posts its reward after an odd request."""
+    ask([user("go")])
+    try:
+        post("/chat/completions", ODD["two users"])
+    except urllib.error.HTTPError:
+        post("/episode/reward", {"reward": 0.5})
+
+def refused_at_once(task):
+    post("/chat/completions", ODD["two users"])
+'''
+REASONS = {
+    "two users": "roles must alternate",
+    "two users, streamed": "roles must alternate",
+    "a surrogate in arguments": "surrogates not allowed",
+    "a surrogate in a prompt": "lone surrogate",
+    "deep arguments": f"nested more than {DEEPEST} deep",
+    "a huge integer of a tool": "can't serialize ints",
+    "a huge limit": "can't serialize ints",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the agents are found and write."""
+    (tmp_path / "agents_of_a_test.py").write_text(AGENTS.replace("FOLDER", str(tmp_path)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    return tmp_path
+
+
+@pytest_asyncio.fixture
+async def stage(folder: Path, llama: Path) -> AsyncIterator[Callable[..., Stage]]:
+    """Makes stages of ``AGENTS``; ends what they have started."""
+    stages: list[Stage] = []
+
+    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
+        stages.append(Stage(folder, llama, reply, name, ALTERNATING, **options))
+        return stages[-1]
+
+    yield make
+    for one in stages:
+        await one.environment.close()
+        one.journal.close()
+
+
+async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
+    """The journal of a whole run of an agent, with an odd task among its tasks and among the held-out ones."""
+    model = folder / "model"
+    shutil.copytree(llama, model)
+    (model / "chat_template.jinja").write_text(ALTERNATING.replace("<|im_end|>", "</s>"))
+    for name, questions in (("train", ["odd", "plain", "plainer"]), ("heldout", ["odd as well", "plain as well"])):
+        rows = [{"id": text, "question": text, "golden_answers": ["7"]} for text in questions]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SchedulerConfig(
+        strategy="chain",
+        judge="none",
+        updates=UPDATES,
+        questions_per_update=QUESTIONS,
+        max_action_tokens=4,
+        evaluation=EvaluationConfig(questions=2),
+    )
+    more: dict[str, Any] = {
+        "environment": "agent",
+        "options": {"run": f"agents_of_a_test:{agent}"},
+        "train": str(folder / "train.jsonl"),
+        "heldout": str(folder / "heldout.jsonl"),
+        "scheduler": settings,
+    }
+    await House(folder / "run", model, held=lambda house: False, **more).live(until=lambda house: False)
+    return Journal(folder / "run" / "journal.sqlite", readonly=True)
+
+
+@pytest.mark.slow
+async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on(folder: Path, llama: Path) -> None:
+    journal = await run_of(folder, llama, "odd")
+    rows = journal.trees()
+    assert {row.status for row in rows} == {"closed"} and {"odd", "plain", "odd as well"} <= {row.task for row in rows}
+    for row in rows:
+        tree = journal.tree(row)
+        assert [len(tree.actions()), tree.actions()[-1].scores["outcome"]] == [2, 1.0]
+    files = list(folder.glob("*.answers"))
+    assert len(files) == sum("odd" in row.task for row in rows)
+    for file in files:
+        for name, status, text in json.loads(file.read_text()):
+            assert status == 400, (name, text)
+            assert REASONS[name] in json.loads(text)["error"]["message"], name
+
+
+@pytest.mark.slow
+async def test_a_task_whose_agent_dies_of_a_refusal_trains_nothing_and_another_takes_its_place(
+    folder: Path, llama: Path
+) -> None:
+    journal = await run_of(folder, llama, "mortal")
+    rows = journal.trees("split='train'")
+    odd = [row for row in rows if row.task == "odd"]
+    assert odd and {row.status for row in odd} == {"quarantined"}
+    reason = "no trajectory could be trained, because an episode was dropped: the agent ended (exit status 1) after"
+    assert all(str(row.reason).startswith(reason) and "roles must alternate" in str(row.reason) for row in odd)
+    assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
+    for _, _, result in journal.evaluations():
+        measures: Any = result["measures"]
+        assert (result["questions"], measures["return"]["mean"]) == (2, 1.0)
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(record.get("count/refused_episodes", 0) for record in records) >= 1
+
+
+async def test_the_outcome_of_a_dropped_episode_is_not_judged(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[Any] = []
+    monkeypatch.setattr(Context, "log_outcome", lambda self, node: judged.append(node))
+    s = stage(lambda prompt, i: "bad", "dying", outcome_judge="exact_match")
+    await s.grow(slate, k=2)
+    assert s.counts["refused_episodes"] == 1 and not judged
+
+
+async def test_an_agent_that_dies_of_a_refusal_has_no_outcome_and_the_others_of_its_group_do(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    replies = iter(["bad", "good", "bad", "good"])
+    s = stage(lambda prompt, i: next(replies), "dying")
+    tree = await s.grow(full, k=4)
+    (group,) = s.groups
+    trained = {tree.nodes[turn.node].text.removesuffix("</s>"): turn.scores["outcome"] for turn in group}
+    assert len(group) == 2 and trained == {"good": 1.0}
+    bad = [node for node in tree.nodes.values() if node.text.startswith("bad")]
+    assert ["outcome" in node.scores or "crashed" in node.scores for node in bad] == [False, False]
+    assert all("400: " in node.notes["dropped"] and "roles must alternate" in node.notes["dropped"] for node in bad)
+    assert s.counts["refused_episodes"] == 2
+    said = capsys.readouterr().out
+    assert said.count("an agent's request fails: ") == 1 and "roles must alternate" in said
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("going_on", 0.0), ("rewarding", 0.5)])
+async def test_an_agent_that_goes_on_after_a_refusal_is_scored_as_any_other(
+    stage: Callable[..., Stage], name: str, outcome: float
+) -> None:
+    s = stage(lambda prompt, i: "r", name)
+    tree = await s.grow(chain)
+    assert tree.actions()[-1].scores["outcome"] == outcome
+    assert s.counts["refused_episodes"] == 0
+
+
+async def test_an_agent_whose_first_request_is_refused_says_so_in_the_fault_of_its_task(
+    stage: Callable[..., Stage],
+) -> None:
+    with pytest.raises(DataFault, match=r"ended before it asked the policy .* answered 400: .*roles must alternate"):
+        await stage(lambda prompt, i: "r", "refused_at_once").grow(chain)
