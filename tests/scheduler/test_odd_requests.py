@@ -52,7 +52,6 @@ ODD = {
     "a surrogate in a prompt": {"messages": [user("a rewritten \ud800")]},
     "deep arguments": {"messages": calling('{"at": ' + DEEP + '}')},
     "a huge integer of a tool": {"messages": [user("go")], "tools": tool(maximum=2**70)},
-    "a huge limit": {"messages": [user("go")], "max_tokens": 2**70},
 }
 
 def ask(messages):
@@ -116,7 +115,6 @@ REASONS = {
     "a surrogate in a prompt": "lone surrogate",
     "deep arguments": f"nested more than {DEEPEST} deep",
     "a huge integer of a tool": "can't serialize ints",
-    "a huge limit": "can't serialize ints",
 }
 
 
