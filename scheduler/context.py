@@ -36,6 +36,9 @@ class Context(Scoring):
     Call ``plant`` first; strategies do the rest.
     """
 
+    _checked: tuple[str, np.ndarray] = "", _NO_TOKENS
+    """The text that ``check`` saw last, with its tokens: what the policy reads next as a rule, so that it is tokenized once."""
+
     def __init__(self, shop: Shop, task: Task, tree: Tree, rng: random.Random):
         super().__init__(shop, task, tree, rng)
         self.seed = rng.getrandbits(62)
@@ -164,6 +167,9 @@ class Context(Scoring):
 
     def encode(self, part: Shown) -> np.ndarray:
         """int32 [tokens]: a part of a prompt, whose pictures enter the journal."""
+        text, tokens = self._checked
+        if part.text == text and not part.pictures:
+            return tokens
         return self.shop.text.encode(part.text, [(self.shop.journal.picture(png), png) for png in part.pictures])
 
     def check(self, transition: Transition) -> None:
@@ -173,7 +179,7 @@ class Context(Scoring):
         else:
             text = self.shop.text.after(_NO_TOKENS, transition.messages)
         encode_node(Node(0, -1, "prompt", _NO_TOKENS, text, 0, state=msgspec.to_builtins(transition.state)))
-        self.shop.text.encode(text)
+        self._checked = text, self.shop.text.encode(text)
 
     # ------------------------------------------------------------------------------------------ inner workings
 
@@ -211,7 +217,7 @@ class Context(Scoring):
         text, state = transition.observation, msgspec.to_builtins(transition.state)
         if transition.messages:
             text = self.shop.text.after(node.tokens, transition.messages)
-        tokens, appended = self.shop.text.encode(text), not self.environment.fresh
+        tokens, appended = self.encode(Shown(text)), not self.environment.fresh
         observation = self.tree.add(node, "observation", tokens, text, state=state, chosen=appended)
         self.changed([observation])
         return observation
