@@ -78,7 +78,7 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most tokens of a prompt and its action; 0 sets no limit. reward, equal: the column that dynamic sampling reads, and how it compares
     (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off grow anew (docs/reliability.md). shard: which of the run's schedulers
     this is; the counts of ``scheduler`` and ``actors`` are then its share, and ``run`` is the folder of the whole run. batch: the samples that an
-    actor decodes together.
+    actor decodes together. evidence: whether the judge scores queries by the tasks' supporting passages.
     """
 
     name: str
@@ -99,3 +99,4 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deterministic: bool = False
     shard: Shard = Shard()
     batch: int = 24
+    evidence: bool = False

@@ -18,7 +18,7 @@ import msgspec
 
 import scheduler
 from actors.environments import registry
-from scheduler import report, resume, tasks, terminal
+from scheduler import nothing_learnt, report, resume, tasks, terminal
 from scheduler.config import UNJUDGED, SchedulerProcess
 from scheduler.dispatch import Dispatcher, Transport, Worker
 from scheduler.examination import WORK, Examination
@@ -38,10 +38,11 @@ from scheduler.survivors import sparing
 from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tracking import FINISH_S, STOP_S, Trackers
+from scheduler.tree import Tree
 from wire import loop, published, shards
 from wire.faults import Fault, InfrastructureFault
 from wire.keys import RunKeys
-from wire.messages import Trained
+from wire.messages import Trained, Turn
 from wire.process import begin
 
 log = logging.getLogger("scheduler.main")
@@ -105,6 +106,9 @@ class Run:
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
         self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
+        self.counts.update(+Counter(self.metrics.last(nothing_learnt.COUNTS)))
+        unsupported = process.evidence and not self.tasks.evidence
+        self.fruitless = nothing_learnt.Fruitless(process.reward, unsupported)
         self.totals: Counter[str] = Counter()
         self.resumed = self.journal.next_tree() > 0
         self.shop = Shop(
@@ -114,7 +118,7 @@ class Run:
             self.environment,
             self.settings,
             self.counts,
-            self.stream.emit,
+            self._emit,
             process.most,
             fleet=Fleet(self.settings.budget, process.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
@@ -256,6 +260,10 @@ class Run:
             self.forest.phases.spent("no trees") - idle,
         )
 
+    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
+        self.counts.update(nothing_learnt.counted(turns, self.process.reward, self.process.equal))
+        self.stream.emit(tree, turns)
+
     def _check(self) -> None:
         """Show what the other schedulers have recorded, and raise the error of a background task that died; the error ends the run."""
         self.metrics.look()
@@ -310,7 +318,8 @@ class Run:
         self.totals.update({name: values.get(name, 0.0) for name in SUMMED})
         self.metrics.record(trained.version, values)
         self.trackers.check()
-        told = [] if self.shard.number else trained.warnings  # the learner tells every scheduler
+        learnt = [*trained.warnings, *self.fruitless.note(values)]
+        told = [] if self.shard.number else learnt  # the learner tells every scheduler
         for warning in self.reminders.due(trained.version, [*told, *filter(None, doubts)]):
             terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)

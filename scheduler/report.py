@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler import best, phases
+from scheduler import best, nothing_learnt, phases
 from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
 from scheduler.terminal import conclude, say
@@ -63,6 +63,8 @@ def write(
         conclude(
             f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (tools/export --version best)"
         )
+    if spread := nothing_learnt.summary(counts):
+        conclude(f"  {spread}")
     judged, invalid = counts["judged_scores"], counts["invalid_judgements"]
     if judged and invalid:
         say(

@@ -20,6 +20,11 @@ class Tasks:
         self._epoch = -1
         self._order: list[int] = []
 
+    @property
+    def evidence(self) -> bool:
+        """Whether any task has supporting passages."""
+        return any(task.evidence for task in self.tasks)
+
     def at(self, position: int) -> Task:
         """The task of draw ``position`` (0, 1, ...)."""
         epoch, place = divmod(position, len(self.tasks))
@@ -47,6 +52,11 @@ class GeneratedTasks:
     def __init__(self, make: Callable[[int], Task], seed: int):
         self.make, self.seed = make, seed
         self.rejected: list[Rejected] = []
+
+    @property
+    def evidence(self) -> bool:
+        """Whether the first task has supporting passages."""
+        return bool(self.at(0).evidence)
 
     def at(self, position: int) -> Task:
         """The task of draw ``position``; its seed is below 2^30."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from scheduler.journal import Journal
+from scheduler.nothing_learnt import COMPARED, EQUAL
 from scheduler.records import Reader
 from tools.inspecting.intervals import interval
 from tools.launching import environment, status
@@ -20,6 +21,8 @@ from wire import shards
 
 SHARE = "share/"
 """The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled one update before the version being trained."""
+EQUAL_SHARE = "equal/"
+"""The same for equal/1: the share of the compared groups of step 1 whose rewards are all equal (scheduler/nothing_learnt.py)."""
 
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
@@ -81,13 +84,26 @@ def read(folder: Path, name: str | None = None) -> Run:
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
-    """One record per update, with the share of its tokens by their age."""
+    """One record per update, with the share of its tokens by their age, and of its groups with equal rewards by their step."""
     records = Reader(folder).read()
+    _equal(records)
     ages = {name for record in records for name in record if re.fullmatch(r"watch/staleness_\d+/tokens", name)}
     for record in records:
         if total := sum(record.get(age, 0.0) for age in ages):
             record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
     return records
+
+
+def _equal(records: list[dict[str, float]]) -> None:
+    """Add to each record, by step, the share of the groups that were emitted since the record before whose rewards are all equal."""
+    before: dict[str, float] = {}
+    for record in records:
+        for name in [name for name in record if name.startswith(f"count/{COMPARED}")]:
+            step = name.removeprefix(f"count/{COMPARED}")
+            equal = f"count/{EQUAL}{step}"
+            if (compared := record[name] - before.get(name, 0.0)) > 0:
+                record[f"{EQUAL_SHARE}{step}"] = (record.get(equal, 0.0) - before.get(equal, 0.0)) / compared
+        before = record
 
 
 def _object(path: Path, consequence: str, missing: list[str]) -> dict[str, Any]:

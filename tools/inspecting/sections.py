@@ -16,7 +16,18 @@ from tools.bootstrap import ROOT
 from tools.inspecting import critical, drawing, frames
 from tools.inspecting.figures import caption, inline, panels
 from tools.inspecting.intervals import shown
-from tools.inspecting.runs import SHARE, UNREADABLE, Curve, Run, curve, differences, flat, heldout, measures
+from tools.inspecting.runs import (
+    EQUAL_SHARE,
+    SHARE,
+    UNREADABLE,
+    Curve,
+    Run,
+    curve,
+    differences,
+    flat,
+    heldout,
+    measures,
+)
 from tools.launching.config import ConfigError, load, saved
 
 Groups = Mapping[str, Sequence[Run]]
@@ -104,6 +115,10 @@ def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = 
     learning = {name: name for name in metrics} or LEARNING
     scores = _present(groups, "score/")
     shares = {name: f"share of tokens {name.rpartition('_')[2]} updates stale" for name in _present(groups, SHARE)}
+    equal = {
+        name: f"share of groups of step {name.removeprefix(EQUAL_SHARE)} whose rewards are all equal"
+        for name in _present(groups, EQUAL_SHARE)
+    }
     watched = {metric: title for metric, (title, _) in WATCH.items()}
     parts = [
         _runs(groups),
@@ -111,8 +126,11 @@ def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = 
         Section("Learning", [], _curves(groups, learning, against)),
         Section(
             "Reward components",
-            ["Every score column of the judges and the environment, as the mean over an update's trained turns."],
-            _curves(groups, {name: name.removeprefix("score/") for name in scores}, against),
+            [
+                "Every score column of the judges and the environment, as the mean over an update's trained turns.",
+                "Groups whose rewards are all equal teach nothing.",
+            ],
+            _curves(groups, {name: name.removeprefix("score/") for name in scores} | equal, against),
         ),
         Section(
             "Staleness",

@@ -12,6 +12,7 @@ from actors.config import ActorProcess
 from judges.config import with_served_model
 from judges.retriever.worker import RetrieverProcess
 from judges.serve import PLAYERS, JudgeProcess, built_in_service
+from judges.slate_rules import SlateRules
 from learner import schemes
 from learner.config import LearnerConfig, LearnerProcess
 from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
@@ -89,7 +90,7 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
             name("scheduler"), run, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
             assets.heldout, actors, services, max(1, config.actors.max_batch // 4), _share(s, number),
             config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
-            shards.Shard(number, s.shards), config.actors.max_batch,
+            shards.Shard(number, s.shards), config.actors.max_batch, reads_evidence(config),
         )  # fmt: skip
         files[name("judges")] = JudgeProcess(name("judges"), home, judges)
         if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting
@@ -107,6 +108,12 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
             f"actor-{i}", home, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic, stored
         )
     return files
+
+
+def reads_evidence(config: Config) -> bool:
+    """Return whether the run's judge scores queries by the tasks' supporting passages."""
+    name = SlateRules.name
+    return config.scheduler.judge == name and SlateRules(**config.judges.use.get(name, {})).query == "evidence"
 
 
 def _share(s: SchedulerConfig, number: int) -> SchedulerConfig:

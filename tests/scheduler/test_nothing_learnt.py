@@ -1,0 +1,91 @@
+"""A run in which nothing is learnt says so, with the cause and the remedy."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from learner.trainer import Batch
+from scheduler.nothing_learnt import LATEST_STEP, UPDATES, Fruitless, counted, summary
+from scheduler.tasks import Tasks
+from tests.updates import batch, episodes, trainer
+from tools.launching.config import DEFAULT_CONFIG, load
+from tools.launching.processes import reads_evidence
+from wire.messages import Turn
+
+
+def scored(some: Batch, **scores: float) -> Batch:
+    """The batch with these scores on every turn."""
+    groups = [
+        msgspec.structs.replace(g, turns=[msgspec.structs.replace(turn, scores=scores) for turn in g.turns])
+        for g in some.groups
+    ]
+    return msgspec.structs.replace(some, groups=groups)
+
+
+def told(run: Path, llama: Path, scores: dict[str, float]) -> list[list[str]]:
+    """What each of some real updates on turns with these scores tells."""
+    made, fruitless = trainer(llama, run), Fruitless("reward")
+    return [fruitless.note(made.update(scored(batch(0, v), **scores))) for v in range(UPDATES)]
+
+
+def test_equal_rewards_are_told_after_some_updates(tmp_path: Path, llama: Path) -> None:
+    *before, last = told(tmp_path, llama, {"reward": 1.0, "valid": 1.0})
+    assert before == [[]] * (UPDATES - 1)
+    assert [line.partition(":")[2].partition(",")[0] for line in last] == [
+        f" every advantage was 0 in the last {UPDATES} updates"
+    ]
+
+
+def test_a_column_that_the_last_turns_lack_is_told_at_the_first_update(tmp_path: Path, llama: Path) -> None:
+    made = trainer(llama, tmp_path, scheme="grpo", scheme_options={"column": "process"})
+    first = Fruitless("process").note(made.update(episodes(4, 0)))
+    assert len(first) == 1
+    assert "left out every trajectory" in first[0]
+    assert "'process'" in first[0]
+
+
+def test_a_policy_without_a_valid_action_is_told_first(tmp_path: Path, llama: Path) -> None:
+    *before, last = told(tmp_path, llama, {"reward": -1.0, "valid": 0.0})
+    assert before == [[]] * (UPDATES - 1)
+    assert last[0].startswith("no action was valid")
+    assert "tools/sft" in last[0]
+
+
+@pytest.mark.parametrize("evidence", [[], [{"title": "Peru", "field": "Capital", "value": "Lima"}]])
+def test_questions_without_evidence_are_told_at_the_first_update(tmp_path: Path, evidence: list[object]) -> None:
+    row = {"id": "1", "question": "What is the capital of Peru?", "golden_answers": ["Lima"], "evidence": evidence}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    tasks = Tasks(str(tmp_path / "own.jsonl"), 0)
+    assert tasks.evidence == bool(evidence)
+    lines = Fruitless("reward", not tasks.evidence).note({})
+    assert [("evidence" in line, "query = 'format'" in line) for line in lines] == [(True, True)] * (not evidence)
+
+
+def test_the_default_judge_reads_evidence_unless_it_is_told_not_to() -> None:
+    default = load(DEFAULT_CONFIG, [])
+    formal = load(DEFAULT_CONFIG, ["judges.use.slate_rules.query='format'"])
+    assert (reads_evidence(default), reads_evidence(formal)) == (True, False)
+
+
+def test_a_condition_must_hold_in_updates_that_follow_each_other() -> None:
+    fruitless = Fruitless("reward")
+    shares = [1.0] * (UPDATES - 1) + [0.5] + [1.0] * UPDATES
+    lines = [len(fruitless.note({"learner/zero_advantage_share": share})) for share in shares]
+    assert lines == [0] * (len(shares) - 1) + [1]
+
+
+def test_the_summary_counts_equal_groups_by_the_step_of_the_trajectory() -> None:
+    def group(step: int, *rewards: float) -> list[Turn]:
+        return [Turn(i, i, step, {"reward": reward}) for i, reward in enumerate(rewards)]
+
+    counts = Counter[str]()
+    for turns in (group(1, 1, 1), group(1, 1, 0), group(2, 0, 0, 0), group(LATEST_STEP + 3, 1, 1), group(1, 5)):
+        counts.update(counted(turns, "reward", "turns"))
+    assert summary(counts) == (
+        "groups whose rewards are all equal, which teach nothing: 3 of 4 (75%);"
+        " step 1: 1 of 2, step 2: 1 of 1, step 8: 1 of 1 (step 8: or later)"
+    )
+    assert summary({}) == ""
