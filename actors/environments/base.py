@@ -118,6 +118,10 @@ class Tools(Protocol):
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]: ...
 
+    def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
+        """Return how many tokens the policy's prompt of a conversation has. Raises ValueError if the chat template refuses it."""
+        ...
+
     def spent(self) -> Spent:
         """Return what the action took that is stepped."""
         return Spent()

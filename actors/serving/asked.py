@@ -5,21 +5,25 @@ completions, in which chat templates read them.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from actors.serving.protocol import Refused
+from actors.serving.remembered import Remembered
 from wire.dialogue import Message, text_of
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one). most: tokens of the reply,
-    0 if the client does not say. id: names the request in its session; its response id ends with it."""
+    """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one). allowed: the names of the
+    tools that may be called, all if empty. most: tokens of the reply, 0 if the client does not say. id: names the request in its session; its response
+    id ends with it."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = []
     choice: str = "auto"
+    allowed: list[str] = []
     most: int = 0
     id: str = ""
 
@@ -27,7 +31,9 @@ class Asked(msgspec.Struct, frozen=True):
     def offered(self) -> list[str]:
         """The names of the tools that may be called."""
         names = [tool["function"]["name"] for tool in self.tools]
-        return [] if self.choice == "none" else [self.choice] if self.choice in names else names
+        if self.choice in names:
+            return [self.choice]
+        return [] if self.choice == "none" else [name for name in names if name in (self.allowed or names)]
 
     @property
     def must_call(self) -> bool:
@@ -35,28 +41,40 @@ class Asked(msgspec.Struct, frozen=True):
         return self.choice not in ("auto", "none")
 
 
-def chat_of(body: dict[str, Any]) -> Asked:
-    """Read the body of /v1/chat/completions. Raises Refused, which names the field."""
-    tools = _tools(body.get("tools"))
-    return Asked(_messages(body.get("messages")), tools, _choice(body.get("tool_choice"), tools), _most(body))
+def chat_of(body: dict[str, Any], shown: Sequence[str] = ()) -> Asked:
+    """Read the body of /v1/chat/completions. shown: further fields of a message, texts, that reach the template. Raises Refused, which names the field."""
+    messages = _messages(body.get("messages"))
+    if shown:
+        further = [{key: m[key] for key in shown if isinstance(m.get(key), str)} for m in body["messages"]]
+        messages = [message | more for message, more in zip(messages, further, strict=True)]
+    return _asked(body, messages)
 
 
-def responses_of(body: dict[str, Any]) -> Asked:
-    """Read the body of /v1/responses. Raises Refused, which names the field."""
-    if body.get("previous_response_id"):
-        raise Refused("`previous_response_id`: nothing is stored between calls: send the whole input")
+def responses_of(body: dict[str, Any], remembered: Remembered) -> tuple[Asked, Callable[[dict[str, Any]], None]]:
+    """Read the body of /v1/responses. remembered: what its ids refer to. Also returns what must be called with the body of the answer, so that later
+    requests can refer to it. Raises Refused, which names the field."""
+    said = body.get("instructions")
+    instructions = [_message({"role": "system", "content": said})] if said else []  # not carried over to later requests
+    messages = _input(body, remembered)
+    return _asked(body, [*instructions, *messages]), lambda answer: remembered.note(answer, messages)
+
+
+def _asked(body: dict[str, Any], messages: list[Message]) -> Asked:
     tools = _tools(body.get("tools"))
-    return Asked(_input(body), tools, _choice(body.get("tool_choice"), tools), _most(body))
+    choice, allowed = _choice(body.get("tool_choice"), tools)
+    return Asked(messages, tools, choice, allowed, _most(body))
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a request's body. Raises Refused."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise Refused("the body is not JSON of reasonable depth") from None
     if not isinstance(body, dict):
-        raise Refused("the body: expected a JSON object")
+        raise Refused(f"the body is {type(body).__name__}, expected a JSON object")
     return body
 
 
@@ -105,17 +123,32 @@ def _tools(given: Any) -> list[dict[str, Any]]:
     return tools
 
 
-def _choice(given: Any, tools: list[dict[str, Any]]) -> str:
-    """Return "auto", "none", "required" or the name of the tool that must be called."""
-    names = [tool["function"]["name"] for tool in tools]
-    name = given.get("name") or (given.get("function") or {}).get("name") if isinstance(given, dict) else None
-    if isinstance(name, str) and name in names:
-        return name
-    if given not in (None, "auto", "none", "required") or (given == "required" and not names):
-        raise Refused(
-            f"`tool_choice`: {str(given)[:80]}: expected auto, none, or with `tools` required or one of {names}"
-        )
-    return given or "auto"
+def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return "auto", "none", "required" or the name of the tool that must be called, and the names of the allowed tools (empty: all)."""
+    names, allowed = [tool["function"]["name"] for tool in tools], list[str]()
+    choice = _name(given) or given
+    if isinstance(given, dict) and given.get("type") == "allowed_tools":
+        subset = given.get("allowed_tools") or given  # nested in chat completions, flat in responses
+        listed = subset.get("tools") if isinstance(subset, dict) else None
+        allowed = [_name(tool) for tool in listed] if isinstance(listed, list) else []
+        choice = subset.get("mode") if allowed and set(allowed) <= set(names) else None
+        if choice in ("auto", "required"):
+            return choice, allowed
+    elif choice in names or (choice == "required" and names) or choice in (None, "auto", "none"):
+        return choice or "auto", []
+    raise Refused(
+        f"`tool_choice`: {str(given)[:80]}: expected auto, none, or with `tools` required, one of {names}, or"
+        " allowed_tools of the mode auto or required with some of these names"
+    )
+
+
+def _name(named: Any) -> str:
+    """Return the name of a tool that is written flat or nested; "" if there is none."""
+    if not isinstance(named, dict):
+        return ""
+    function = named.get("function")
+    name = named.get("name") or (function.get("name") if isinstance(function, dict) else None)
+    return name if isinstance(name, str) else ""
 
 
 def _most(body: dict[str, Any]) -> int:
@@ -126,37 +159,52 @@ def _most(body: dict[str, Any]) -> int:
     return given or 0
 
 
-def _input(body: dict[str, Any]) -> list[Message]:
-    """Return the conversation of a request to /v1/responses. A reply's text and the calls after it are one message, as in chat completions."""
+def _input(body: dict[str, Any], remembered: Remembered) -> list[Message]:
+    """Return the conversation of a request to /v1/responses, without its instructions."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise Refused("`input`: expected a text or a list of at least one item")
-    messages = [_message({"role": "system", "content": body["instructions"]})] if body.get("instructions") else []
+    messages = list[Message]()
+    if previous := body.get("previous_response_id"):
+        before, answer = remembered.conversation(previous)
+        messages = [*before]
+        items = [*answer, *items]
     for item in items:
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "message":
-            messages.append(_message(item))
-        elif kind == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            call = {
-                "id": item.get("call_id"),
-                "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-            }
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = item.get("output")
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id"),
-                    "content": output if isinstance(output, str) else json.dumps(output),
-                }
-            )
-        elif kind != "reasoning":
-            raise Refused(
-                f"`input`: an item of type {kind!r}: expected message, function_call, function_call_output or reasoning"
-            )
+        _add(item, messages, remembered)
     return messages
+
+
+def _add(item: Any, messages: list[Message], remembered: Remembered) -> None:
+    """Add an item to a conversation. A reply's text and the calls after it are one message, as in chat completions."""
+    kind = (
+        item.get("type") or ("item_reference" if [*item] == ["id"] else "message") if isinstance(item, dict) else None
+    )
+    if kind == "item_reference":
+        _add(remembered.item(item.get("id")), messages, remembered)
+    elif kind == "message":
+        messages.append(_message(item))
+    elif kind == "function_call":
+        last = (
+            messages.pop() if messages and messages[-1]["role"] == "assistant" else {"role": "assistant", "content": ""}
+        )
+        call = {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+        }
+        messages.append({**last, "tool_calls": [*last.get("tool_calls", []), call]})
+    elif kind == "function_call_output":
+        output = item.get("output")
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": item.get("call_id"),
+                "content": output if isinstance(output, str) else json.dumps(output),
+            }
+        )
+    elif kind != "reasoning":
+        raise Refused(
+            f"`input`: an item of type {kind!r}: expected message, function_call, function_call_output, item_reference"
+            " or reasoning"
+        )

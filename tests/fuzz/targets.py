@@ -17,8 +17,11 @@ from actors.environments import registry
 from actors.environments.base import Task
 from actors.environments.sotopia import conversation
 from actors.environments.webshop.replies import read_reply
-from actors.serving.protocol import Chat, Completion, Refused
+from actors.serving import tools as dialects
+from actors.serving.asked import body_of
+from actors.serving.protocol import Completion, Refused
 from actors.serving.protocol import read as read_body
+from actors.serving.remembered import Remembered
 from judges import sotopia
 from judges.exact_match import exact_match, extract_answer, f1
 from judges.pprm import parse_final_score
@@ -99,10 +102,15 @@ def rank_batch(data: bytes) -> None:
 
 
 def http_chat(data: bytes) -> None:
-    for kind in (Chat, Completion):
+    readers: list[Callable[[dict[str, Any]], Any]] = [
+        lambda body: read_body(body, Completion),
+        lambda body: dialects.chat(body, "m").sampled,
+        lambda body: dialects.responses(body, "m", Remembered()).sampled,
+        lambda body: dialects.messages(body, "m").sampled,
+    ]
+    for reader in readers:
         with contextlib.suppress(Refused):
-            asked = read_body(data, kind)  # pyright: ignore[reportArgumentType]
-            asked.sampling(64)
+            reader(body_of(data)).sampling(64)
 
 
 def http_answer(data: bytes) -> None:

@@ -253,6 +253,7 @@ class Agent(Environment):
             self._started = asyncio.create_task(self.gateway.start())
         await asyncio.shield(self._started)
         episode = Episode(self.gateway, self.nursery, state.task, self.limits)
+        episode.session.count = lambda asked: tools.count(asked.messages, asked.tools)
         if self.searches:
             episode.session.retrieve = tools.retrieve
         try:

@@ -60,6 +60,8 @@ class Episode:
         known = {
             "OPENAI_BASE_URL": self.gateway.url,
             "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.gateway.url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
             "COPPICE_SESSION": key,
             "COPPICE_TASK": json.dumps(self.task),
         }

@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from actors.serving import anthropic
 from actors.serving.asked import Asked, body_of, chat_of, responses_of
 from actors.serving.protocol import Refused
-from actors.serving.replies import ChatForm, Form, Reply, ResponsesForm, sse
+from actors.serving.remembered import Remembered
+from actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
 from wire.messages import Passage
 
 LARGEST_BODY = 16 << 20
@@ -32,7 +34,8 @@ REMEMBERED = 4
 class Session:
     """The episode that belongs to a key: its requests in the order in which they came. reward: of the episode, None if nobody gave one. open: the
     request whose reply can be rewarded: the last one that was answered, until the next one is taken. retrieve: asks the run's retriever for a query and a
-    number of passages; None where there is none."""
+    number of passages; None where there is none. count: tells how many tokens a request's prompt has; None where nobody can. remembered: what
+    /v1/responses has answered."""
 
     def __init__(self, key: str):
         self.key = key
@@ -42,6 +45,8 @@ class Session:
         self.open = ""
         self.closed = ""
         self.retrieve: Callable[[str, int], Awaitable[list[Passage]]] | None = None
+        self.count: Callable[[Asked], int] | None = None
+        self.remembered = Remembered()
         self._asked: collections.Counter[str] = collections.Counter()
         self._answers: dict[str, asyncio.Future[Reply]] = {}
         self._waiting: set[asyncio.Future[Reply]] = set()
@@ -80,6 +85,7 @@ class Session:
         self.closed, self.open = reason, ""
         self._asked.clear()
         self._answers.clear()
+        self.remembered.clear()
         for answer in list(self._waiting):
             answer.set_exception(Refused(f"this episode is over: {reason}", 409))
             answer.exception()  # nobody may be waiting for it any more
@@ -99,6 +105,8 @@ class Gateway:
         for prefix in ("", "/s/{key}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
+            app.router.add_post(f"{prefix}/v1/messages", self._messages)
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/episode/reward", self._reward)
             app.router.add_post(f"{prefix}/v1/retrieve", self._retrieve)
@@ -136,11 +144,13 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        for key in (request.match_info.get("key"), bearer, request.headers.get("X-Session-ID")):
+        headers = (request.headers.get(name) for name in ("X-Api-Key", "X-Session-ID"))
+        for key in (request.match_info.get("key"), bearer, *headers):
             if key in self.sessions:
                 return self.sessions[key]
         raise Refused(
-            "unknown key: expected the key of an episode as a bearer token, in the path (/s/KEY/v1) or as X-Session-ID",
+            "unknown key: expected the key of an episode as a bearer token, as x-api-key, in the path (/s/KEY/v1) or as"
+            " X-Session-ID",
             401,
         )
 
@@ -183,7 +193,22 @@ class Gateway:
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         body = body_of(await request.read())
-        return await self._answer(request, body, responses_of(body), ResponsesForm(str(body.get("model") or "policy")))
+        asked, note = responses_of(body, self._session(request).remembered)
+        return await self._answer(request, body, asked, ResponsesForm(str(body.get("model") or "policy"), note))
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        body = body_of(await request.read())
+        chat = anthropic.chat_body(body)
+        return await self._answer(request, chat, chat_of(chat), anthropic.MessagesForm(body, "policy"))
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session, body = self._session(request), body_of(await request.read())
+        if session.count is None:
+            raise Refused("nobody here can count the tokens of a request", 404)
+        try:
+            return web.json_response({"input_tokens": session.count(chat_of(anthropic.chat_body(body, counted=True)))})
+        except ValueError as error:  # of the chat template
+            raise Refused(str(error)) from None
 
     async def _answer(self, request: web.Request, body: dict[str, Any], asked: Asked, form: Form) -> web.StreamResponse:
         if body.get("n") not in (None, 1):
@@ -208,7 +233,7 @@ class Gateway:
             for chunk in form.events(answer.result(), bool((body.get("stream_options") or {}).get("include_usage"))):
                 await response.write(chunk)
         except Refused as refused:  # the status is sent already
-            await response.write(sse(refused.body()))
+            await response.write(form.refusal(refused))
         await response.write_eof()
         return response
 
@@ -220,4 +245,4 @@ async def _errors(
     try:
         return await handler(request)
     except Refused as refused:
-        return web.json_response(refused.body(), status=refused.status)
+        return web.json_response(anthropic.refusal(request.path, refused), status=refused.status)
