@@ -120,7 +120,7 @@ class Tools(Protocol):
 
     def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
         """Return how many tokens the policy's prompt of a conversation has. Raises ValueError if the chat template refuses it."""
-        ...
+        raise DataFault("these tools have no tokenizer, so they cannot count the tokens of a conversation")
 
     def spent(self) -> Spent:
         """Return what the action took that is stepped."""

@@ -15,6 +15,7 @@ from actors.environments.agents.gateway import Gateway, Session
 from actors.environments.agents.nursery import Nursery
 from actors.environments.base import Spent
 from actors.serving.replies import Reply
+from wire.tool_calls import ToolCall
 
 HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -114,6 +115,8 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         ("responses", {"input": []}, "`input`"),
         ("responses", {"input": "x", "previous_response_id": "resp-1"}, "`previous_response_id`"),
         ("responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
+        ("responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference 'msg_1'"),
+        ("responses", {"input": [{"type": "item_reference", "id": ["msg_1"]}]}, "item_reference"),
         ("episode/reward", {"reward": "good"}, "`reward`"),
         ("episode/reward", {"reward": True}, "`reward`"),
         ("episode/reward", {}, "`reward`"),
@@ -160,6 +163,42 @@ async def test_usage_is_what_was_spent(door: Door) -> None:
     usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 3, 13)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+async def test_items_and_responses_are_known_again_by_their_ids_in_their_own_session_alone(door: Door) -> None:
+    tools = [{"type": "function", "name": "add", "parameters": {}}]
+    asked: list[module.Asked] = []
+
+    async def turn(reply: Reply, **body: Any) -> dict[str, Any]:
+        asking = asyncio.create_task(door.post("responses", {"instructions": "Add.", "tools": tools, **body}))
+        request, answer = await door.session.requests.get()
+        asked.append(request)
+        answer.set_result(reply)
+        return json.loads((await asking)[1])
+
+    user = {"role": "user", "content": "1 + 2"}
+    first = await turn(Reply("I add.", [ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")]), input=[user])
+    said, *calls = first["output"]
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "3"} for call in calls]
+    references = [{"type": "item_reference", "id": said["id"]}, *({"id": call["id"]} for call in calls)]
+    second = await turn(Reply("3"), input=[user, *first["output"], *results])
+    await turn(Reply("3"), input=[user, *references, *results])
+    await turn(Reply("3"), input=results, previous_response_id=first["id"])
+    assert asked[1].messages == asked[2].messages == asked[3].messages
+    assert len(asked[1].messages) == 5
+    await turn(Reply("ok"), input="More.", previous_response_id=second["id"])
+    assert [m["role"] for m in asked[4].messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "user",
+    ]
+    door.session = door.gateway.opened()
+    for body in ({"input": references}, {"input": "x", "previous_response_id": first["id"]}):
+        assert (await door.post("responses", body))[0] == 400
 
 
 async def lasting() -> Ended:

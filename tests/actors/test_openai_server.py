@@ -101,6 +101,11 @@ async def test_models_lists_the_one_model_served(client: Client, llama: Path) ->
     async with client.session.get(f"{client.url}/models") as response:
         listed = await response.json()
     assert [(m["id"], m["object"]) for m in listed["data"]] == [(llama.name, "model")]
+    for name, status in ((llama.name, 200), ("meta/other", 404)):
+        async with client.session.get(f"{client.url}/models/{name}") as response:
+            assert response.status == status
+            answer = await response.json()
+        assert answer == listed["data"][0] if status == 200 else answer["error"]["code"] == "model_not_found"
 
 
 async def test_a_chat_is_the_completion_of_its_rendered_template(client: Client, llama: Path) -> None:
@@ -534,8 +539,15 @@ async def test_streamed_top_logprobs_put_together_are_the_whole_ones(
 
 async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> None:
     async with serving(llama, name="mine", api_key="s3cret") as client:
-        for key, status in (("", 401), ("Bearer wrong", 401), ("Bearer s3cret", 200)):
-            async with client.session.get(f"{client.url}/models", headers={"Authorization": key}) as response:
+        for header, key, status in (
+            ("Authorization", "", 401),
+            ("Authorization", "s3cret", 401),
+            ("Authorization", "Bearer wrong", 401),
+            ("X-Api-Key", "wrong", 401),
+            ("X-Api-Key", "s3cret", 200),
+            ("Authorization", "Bearer s3cret", 200),
+        ):
+            async with client.session.get(f"{client.url}/models", headers={header: key}) as response:
                 assert response.status == status
                 reply = await response.json()
         assert reply["data"][0]["id"] == "mine"

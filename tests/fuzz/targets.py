@@ -204,6 +204,10 @@ def seeds(target: str) -> list[bytes]:
             b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":4,"stop":["a"],"logprobs":true,"top_logprobs":2}',
             b'{"prompt":["a","b"],"max_tokens":3,"n":2,"temperature":0.5,"logprobs":1,"stream":true}',
             b'{"messages":[],"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"object"}}}}',
+            b'{"input":[{"id":"msg_1"},{"type":"function_call","call_id":"c","name":"f","arguments":"{}"}],"previous_response_id":"r","tools":[{"name":"f"}]}',
+            b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"t","name":"f","input":{"a":1}}]},{"role":"user","content":['
+            b'{"type":"tool_result","tool_use_id":"t","content":[{"type":"text","text":"x"}],"is_error":true}]}],"tools":[{"name":"f","input_schema":{}}],'
+            b'"system":[{"type":"text","text":"s"}],"tool_choice":{"type":"tool","name":"f"},"output_config":{"format":{"type":"json_schema","schema":{}}}}',
         ],
         "http_answer": [b'{"choices":[{"message":{"content":"x"}}]}', b"Wed, 21 Oct 2015 07:28:00 GMT", b"120"],
         "judge_replies": [
