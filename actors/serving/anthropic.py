@@ -1,7 +1,9 @@
-"""The Messages dialect of Anthropic's clients, /v1/messages: its bodies as those of chat completions, and replies and errors in its words.
+"""The Messages dialect of Anthropic's clients, /v1/messages: its bodies as those of chat
+completions, and replies and errors in its words.
 
-Blocks of earlier thoughts are left out of a history, as the reasoning of the other dialects is: where a reply was sampled here, its tokens stand with
-their thoughts in the tree. Images and documents are refused, as they are in the other dialects.
+Blocks of earlier thoughts are left out of a history, as the reasoning of the other dialects is:
+where a reply was sampled here, its tokens stand with their thoughts in the tree. Images and
+documents are refused, as they are in the other dialects.
 """
 
 import json
@@ -12,15 +14,24 @@ from actors.serving.protocol import Refused
 from actors.serving.replies import Form, Reply, sse
 from wire.dialogue import text_of
 
-_TRANSLATED = ("messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format")
+_TRANSLATED = (
+    "messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format", "stop",
+    "response_format", "n", "logprobs", "top_logprobs", "functions",
+)  # fmt: skip
+"""Fields that are written anew, and those of chat completions that this dialect does not have."""
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-"""What Claude Code writes before its system prompt for its provider. It differs in every request, so no request would continue another."""
+"""What Claude Code writes before its system prompt for its provider. It differs in every
+request, so no request would continue another."""
+_UNTHREADED = "thread_unsupported_request"
+"""The reason after which Anthropic's clients send the whole conversation instead of the id of a
+message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
-    """Return the body of chat completions that asks the same. counted: only its tokens are asked for. Raises Refused, which names the field."""
+    """Return the body of chat completions that asks the same. counted: only its tokens are asked
+    for. Raises Refused, which names the field."""
     listed = body.get("messages")
     if not isinstance(listed, list) or not listed:
         raise Refused("`messages`: expected a list of at least one message")
@@ -31,6 +42,8 @@ def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
         )
     if body.get("mcp_servers"):
         raise Refused("`mcp_servers`: tools of the provider are not there: expected none")
+    if body.get("thread"):
+        raise Refused("`thread`: no conversation is held here: send the whole one without it", code=_UNTHREADED)
     fields = {
         "messages": [*_system(body.get("system")), *messages],
         "tools": [_tool(tool) for tool in _list(body, "tools")],
@@ -59,7 +72,8 @@ def _system(system: Any) -> list[dict[str, Any]]:
 
 
 def _messages(message: Any) -> list[dict[str, Any]]:
-    """Return a message as chat completions have it. Each result of a tool is a message of its own there."""
+    """Return a message as chat completions have it. Each result of a tool is a message of its
+    own there."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant"):
         raise Refused(f"`messages`: {str(message)[:80]}: expected an object with the role user or assistant")
@@ -212,4 +226,6 @@ def refusal(path: str, refused: Refused) -> dict[str, Any]:
 
 def _error(refused: Refused) -> dict[str, Any]:
     kind = _ERRORS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    details = {"error_code": _UNTHREADED, "unsupported": ["thread"]}
+    more = {"details": details} if refused.code == _UNTHREADED else {}
+    return {"type": "error", "error": {"type": kind, "message": str(refused), **more}}

@@ -53,6 +53,11 @@ def chat_of(body: dict[str, Any], shown: Sequence[str] = ()) -> Asked:
 def responses_of(body: dict[str, Any], remembered: Remembered) -> tuple[Asked, Callable[[dict[str, Any]], None]]:
     """Read the body of /v1/responses. remembered: what its ids refer to. Also returns what must be called with the body of the answer, so that later
     requests can refer to it. Raises Refused, which names the field."""
+    for name in ("conversation", "prompt"):
+        if body.get(name):
+            raise Refused(
+                f"`{name}`: {str(body[name])[:80]}: nothing of this name is stored here: send the whole input"
+            )
     said = body.get("instructions")
     instructions = [_message({"role": "system", "content": said})] if said else []  # not carried over to later requests
     messages = _input(body, remembered)

@@ -114,6 +114,7 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         ("chat/completions", {**HELLO, "tools": [{"type": "web_search"}]}, "`tools`"),
         ("responses", {"input": []}, "`input`"),
         ("responses", {"input": "x", "previous_response_id": "resp-1"}, "`previous_response_id`"),
+        ("responses", {"input": "x", "conversation": {"id": "conv_1"}}, "`conversation`"),
         ("responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
         ("responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference 'msg_1'"),
         ("responses", {"input": [{"type": "item_reference", "id": ["msg_1"]}]}, "item_reference"),

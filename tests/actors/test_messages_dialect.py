@@ -172,6 +172,15 @@ async def test_what_cannot_be_answered_is_refused_in_its_shape(door: Door, body:
     assert said in answer["error"]["message"] and door.session.requests.empty()
 
 
+async def test_a_client_that_refers_to_a_held_conversation_is_told_to_send_it_whole(door: Door) -> None:  # noqa: F811
+    """The tool runner of anthropic 2.13 reads this reason, and goes on with whole conversations."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg-1"}):
+        status, text = await door.post("messages", {**HELLO, "thread": thread})
+        error = json.loads(text)["error"]
+        assert (status, error["details"]["error_code"]) == (400, "thread_unsupported_request")
+    assert door.session.requests.empty()
+
+
 async def test_an_unknown_key_and_a_refusal_in_a_stream_are_in_its_shape(door: Door) -> None:  # noqa: F811
     status, text = await door.post("messages", HELLO, **{"x-api-key": "nobody"})
     assert (status, json.loads(text)["error"]["type"]) == (401, "authentication_error")

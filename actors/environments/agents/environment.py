@@ -64,7 +64,8 @@ class Standing(msgspec.Struct, frozen=True):
 
 class Agent(Environment):
     """run: "module:function", called with the task (id, question, golds, seed) in a process of its own, or a command line, which finds them as JSON in
-    its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY. horizon: calls of an episode. outcome_judge: the
+    its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY, and at
+    ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY. horizon: calls of an episode. outcome_judge: the
     judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
     retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
     composite of its columns think, query and answer. step_rewards: whether the agent posts a reward of every reply there, with its response_id and

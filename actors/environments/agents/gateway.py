@@ -1,4 +1,4 @@
-"""The door through which agents speak with the policy: an OpenAI-compatible server whose every key is the session of one episode.
+"""The door through which agents speak with the policy: a server of OpenAI's and Anthropic's protocols whose every key is the session of one episode.
 
 A request waits in its session until the episode answers it. Nothing here knows the policy: what an agent sends becomes ``Asked``, and what is
 answered comes as ``Reply``. Any model name is the policy's, and the client's sampling settings are left to the run, whose settings the learner knows. A
