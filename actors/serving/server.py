@@ -8,7 +8,6 @@ import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from aiohttp import web
 from actors.engines.base import OnTop
 from actors.engines.local import LocalEngine
 from actors.serving.answers import Answer
-from actors.serving.protocol import Asked, Chat, Completion, Refused, read
+from actors.serving.protocol import Asked, Chat, Completion, Refused, http_refused, read
 from actors.serving.tools import Conversation, Tools, conversation
 from wire.chat_template import ChatTemplate
 from wire.faults import DataFault, Fault, InfrastructureFault
@@ -221,10 +220,8 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
         error = refused
     except (DataFault, InfrastructureFault) as fault:
         error = _refusal(fault)
-    except web.HTTPRequestEntityTooLarge:
-        error = Refused(f"the body is too long, expected at most {LARGEST_BODY} bytes", 413)
     except web.HTTPException as http:
-        error = Refused(f"{request.method} {request.path}: {HTTPStatus(http.status).phrase}", http.status)
+        error = http_refused(request.method, request.path, http.status, LARGEST_BODY)
     return web.json_response(error.body(), status=error.status)
 
 
