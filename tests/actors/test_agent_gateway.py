@@ -314,8 +314,9 @@ async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_an
 
     async def turn(text: str) -> str:
         asking = asyncio.create_task(door.post("chat/completions", HELLO))
-        await episode.next()
-        episode.answer(Reply(text))
+        asked = await episode.next()
+        assert isinstance(asked, module.Asked)
+        episode.answer(asked, Reply(text))
         return json.loads((await asking)[1])["id"]
 
     first = await turn("one")

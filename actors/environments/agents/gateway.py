@@ -54,11 +54,12 @@ _REMEDIES = {
 class Session:
     """The episode that belongs to a key: its requests in the order in which they came. reward: of the episode, None if nobody gave one. open: the
     request whose reply can be rewarded: the last one that was answered, until the next one is taken. retrieve: asks the run's retriever for a query and a
-    number of passages; None where there is none."""
+    number of passages; None where there is none. news: is set when the next request comes."""
 
     def __init__(self, key: str):
         self.key = key
         self.requests: asyncio.Queue[tuple[Asked, asyncio.Future[Reply]]] = asyncio.Queue()
+        self.news = asyncio.Event()
         self.reward: float | None = None
         self.step_reward: float | None = None
         self.open = ""
@@ -86,6 +87,8 @@ class Session:
             del self._answers[name]
         self._keys = {call: name for call, name in self._keys.items() if name in self._answers}
         self.requests.put_nowait((asked, answer))
+        self.news.set()  # wakes all that wait now; who waits later waits for the next request
+        self.news = asyncio.Event()
         return asked.id, answer
 
     def give(self, reward: float, response_id: str) -> None:
