@@ -107,4 +107,6 @@ def _call(value: Any, key: str, offered: Collection[str]) -> ToolCall:
         raise ValueError(f"tool {value['name']!r} was not offered; there are {', '.join(sorted(offered))}")
     if not isinstance(value[key], dict):
         raise ValueError(f'"{key}" of {value["name"]}: expected an object')
-    return ToolCall(value["name"], json.dumps(value[key], ensure_ascii=False))
+    arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)  # no client reads NaN or Infinity
+    arguments.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which is no text
+    return ToolCall(value["name"], arguments)

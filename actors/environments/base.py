@@ -1,7 +1,7 @@
 """The environment contract. States are immutable values and stepping is pure, so branching is free and a crash loses nothing."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -205,6 +205,11 @@ class Environment(Protocol):
 
         An environment whose prompt shows the step count or earlier turns returns the situation without them.
         """
+        return None
+
+    def beside(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
+        """Return what else waits for the policy in the same episode while it acts in ``state``, or comes meanwhile, each with a name of its own: what
+        ``step`` returns one after the other later. None where nothing can."""
         return None
 
     def most(self, state: Any) -> int:

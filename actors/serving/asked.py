@@ -10,9 +10,12 @@ from typing import Any
 
 import msgspec
 
-from actors.serving.protocol import Refused
+from actors.serving.protocol import Refused, shown
 from actors.serving.remembered import Remembered
 from wire.dialogue import Message, text_of
+
+LONGEST = 2**31 - 1
+"""Stands for every larger number of tokens that a client allows."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -55,9 +58,7 @@ def responses_of(body: dict[str, Any], remembered: Remembered) -> tuple[Asked, C
     requests can refer to it. Raises Refused, which names the field."""
     for name in ("conversation", "prompt"):
         if body.get(name):
-            raise Refused(
-                f"`{name}`: {str(body[name])[:80]}: nothing of this name is stored here: send the whole input"
-            )
+            raise Refused(f"`{name}`: {shown(body[name])}: nothing of this name is stored here: send the whole input")
     said = body.get("instructions")
     instructions = [_message({"role": "system", "content": said})] if said else []  # not carried over to later requests
     messages = _input(body, remembered)
@@ -98,31 +99,37 @@ def _message(message: Any) -> Message:
             kept["tool_call_id"] = message.get("tool_call_id") or message.get("name")
         if calls := message.get("tool_calls"):
             kept["tool_calls"] = [
-                {
-                    "id": call.get("id"),
-                    "type": "function",
-                    "function": {"name": call["function"]["name"], "arguments": call["function"].get("arguments")},
-                }
-                for call in calls
+                _call(call.get("id"), call["function"]["name"], call["function"].get("arguments")) for call in calls
             ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Refused(f"`messages`: {str(message)[:80]}: {type(error).__name__} {error}") from None
+        raise Refused(f"`messages`: {shown(message)}: {type(error).__name__} {error}") from None
     if role not in ("system", "user", "assistant", "tool"):
         raise Refused(f"`messages`: role {role!r}: expected system, developer, user, assistant or tool")
     return kept
 
 
+def _call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
+    """Return a call of an earlier reply as chat completions write it. Raises ValueError for values of other types."""
+    if not isinstance(function, str) or not isinstance(arguments, str | dict | None):
+        raise ValueError("a tool call: expected a name and arguments as JSON text")
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
 def _tools(given: Any) -> list[dict[str, Any]]:
     """Return tools in the form of chat completions, in which chat templates read them."""
     tools = []
+    if not isinstance(given, list | None):
+        raise Refused(f"`tools`: {shown(given)}: expected a list of functions")
     for tool in given or []:
-        flat = tool if isinstance(tool, dict) and "function" not in tool else (tool or {}).get("function")
+        flat = tool.get("function", tool) if isinstance(tool, dict) else None
         if (
             not isinstance(flat, dict)
             or not isinstance(flat.get("name"), str)
+            or not isinstance(flat.get("description"), str | None)
+            or not isinstance(flat.get("parameters"), dict | None)
             or tool.get("type") not in (None, "function")
         ):
-            raise Refused(f"`tools`: {str(tool)[:80]}: expected functions; tools of the provider are not there")
+            raise Refused(f"`tools`: {shown(tool)}: expected functions; tools of the provider are not there")
         kept = {key: flat[key] for key in ("name", "description", "parameters") if flat.get(key) is not None}
         tools.append({"type": "function", "function": kept})
     return tools
@@ -142,7 +149,7 @@ def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, list[str]]:
     elif choice in names or (choice == "required" and names) or choice in (None, "auto", "none"):
         return choice or "auto", []
     raise Refused(
-        f"`tool_choice`: {str(given)[:80]}: expected auto, none, or with `tools` required, one of {names}, or"
+        f"`tool_choice`: {shown(given)}: expected auto, none, or with `tools` required, one of {names}, or"
         " allowed_tools of the mode auto or required with some of these names"
     )
 
@@ -160,8 +167,8 @@ def _most(body: dict[str, Any]) -> int:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     given = next((body[name] for name in names if body.get(name) is not None), None)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise Refused(f"`max_tokens`: {given!r}: expected a positive whole number")
-    return given or 0
+        raise Refused(f"`max_tokens`: {shown(given)}: expected a positive whole number")
+    return min(given or 0, LONGEST)
 
 
 def _input(body: dict[str, Any], remembered: Remembered) -> list[Message]:
@@ -193,11 +200,10 @@ def _add(item: Any, messages: list[Message], remembered: Remembered) -> None:
         last = (
             messages.pop() if messages and messages[-1]["role"] == "assistant" else {"role": "assistant", "content": ""}
         )
-        call = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-        }
+        try:
+            call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        except ValueError as error:
+            raise Refused(f"`input`: {shown(item)}: {error}") from None
         messages.append({**last, "tool_calls": [*last.get("tool_calls", []), call]})
     elif kind == "function_call_output":
         output = item.get("output")

@@ -6,6 +6,7 @@ or vLLM (``guided_regex``, ``guided_json``, ``structured_outputs``). A field tha
 
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -81,6 +82,18 @@ class Refused(Exception):
         """Return the error as the body of an answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+def http_refused(method: str, path: str, status: int, largest: int) -> Refused:
+    """Return an error of HTTP itself (no such path, a body of more than ``largest`` bytes) as a refusal in the protocol's form."""
+    if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        return Refused(f"the body is too long, expected at most {largest} bytes", status)
+    return Refused(f"{method} {path}: {HTTPStatus(status).phrase}", status)
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a field's value, for the reason of a refusal."""
+    return repr(value)[:80]
 
 
 class _JsonSchema(msgspec.Struct):

@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from actors.engines.local import LocalEngine
 from actors.serving import anthropic, tools
 from actors.serving.answers import Answer
 from actors.serving.asked import body_of
-from actors.serving.protocol import Asked, Completion, Refused, read
+from actors.serving.protocol import Asked, Completion, Refused, http_refused, read
 from actors.serving.remembered import Remembered
 from actors.serving.tools import Conversation, Tools
 from wire.chat_template import ChatTemplate
@@ -244,10 +243,8 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
         error = refused
     except (DataFault, InfrastructureFault) as fault:
         error = _refusal(fault)
-    except web.HTTPRequestEntityTooLarge:
-        error = Refused(f"the body is too long, expected at most {LARGEST_BODY} bytes", 413)
     except web.HTTPException as http:
-        error = Refused(f"{request.method} {request.path}: {HTTPStatus(http.status).phrase}", http.status)
+        error = http_refused(request.method, request.path, http.status, LARGEST_BODY)
     return web.json_response(anthropic.refusal(request.path, error), status=error.status)
 
 
