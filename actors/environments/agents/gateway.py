@@ -144,6 +144,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/messages", self._messages)
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._models)
             app.router.add_post(f"{prefix}/v1/episode/reward", self._reward)
             app.router.add_post(f"{prefix}/v1/retrieve", self._retrieve)
         self._runner = web.AppRunner(
@@ -198,9 +199,9 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return web.json_response(
-            {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "coppice"}]}
-        )
+        name = request.match_info.get("name")
+        model = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "coppice"}
+        return web.json_response(model if name else {"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.Response:
         session, body = self._session(request), body_of(await request.read())
