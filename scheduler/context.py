@@ -6,9 +6,11 @@ trajectory continues; at worst one call of the environment or the judge is repea
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
+from collections.abc import AsyncIterator
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +18,7 @@ import msgspec
 import numpy as np
 
 from actors.environments.base import SPLIT, Dropped, Spent, Task, Transition
+from scheduler.ahead import Ahead, Drawn, How
 from scheduler.scoring import Scoring
 from scheduler.services import Shop, Taken
 from scheduler.text import Shown
@@ -42,9 +45,11 @@ class Context(Scoring):
     def __init__(self, shop: Shop, task: Task, tree: Tree, rng: random.Random):
         super().__init__(shop, task, tree, rng)
         self.seed = rng.getrandbits(62)
+        self.ahead = Ahead()
 
     async def plant(self) -> None:
         """Add the root unless the tree has one: the first state with its prompt, or with the part that all turns' prompts share."""
+        self.ahead.forget()
         state = await asyncio.to_thread(self.environment.initial, self.task)
         self.state_type = type(state)
         if not self.tree.nodes:
@@ -60,10 +65,11 @@ class Context(Scoring):
         return self._show(await self.environment.open(self.after(node), self), trajectory, 0)
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
-        """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children."""
+        """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children. What else waits in the same episode is sampled at the
+        same time, for a later call of this method."""
         state = None if node.state is None else self.after(node)
-        samples, cached, opening = await self.acted(self.tree.prefix(node), n, state)
         trajectory = node.trajectory if trajectory is None else trajectory
+        samples, cached, opening = await self._drawn(self.tree.prefix(node), n, state, trajectory)
         actions = [self._sampled(node, sample, opening, trajectory=trajectory) for sample in samples]
         actions[0].cached = cached
         return actions
@@ -104,8 +110,11 @@ class Context(Scoring):
             return None  # the last: an observation without a next prompt ended the episode before a crash
         try:
             transition = await self.environment.step(self.state(node), self.action(node), self._taking(node))
-        except Dropped as fault:
-            return self._drop(node, fault)
+        except BaseException as error:
+            self.ahead.forget(node.trajectory)  # nobody will ask for it
+            if isinstance(error, Dropped):
+                return self._drop(node, error)
+            raise
         self.shop.counts["environment_steps"] += 1
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done:
@@ -116,6 +125,7 @@ class Context(Scoring):
         if transition.observation and fresh:  # for readers of the tree: the policy reads the next prompt instead
             self._observe(node, transition)
         if transition.done:
+            self.ahead.forget(node.trajectory)
             return None
         place = self._next(node, transition)
         if self._fits(place):
@@ -188,6 +198,42 @@ class Context(Scoring):
         """int32 [tokens]: the forced opening of an answer; empty if the environment forces none."""
         return self.shop.text.encode(self.environment.forced_prefix)
 
+    async def _drawn(self, prefix: np.ndarray, n: int, state: Any, trajectory: int) -> Drawn:
+        """Sample actions, or take what was begun ahead; meanwhile begin what else waits (``Environment.beside``)."""
+        others = None if state is None else self.environment.beside(state)
+        if others is None:
+            return await self.acted(prefix, n, state)
+        begun = self.ahead.take(trajectory, self._how(prefix, n, state))
+        own = begun or asyncio.ensure_future(self.acted(prefix, n, state))
+        watching = asyncio.create_task(self._begin(others, n, trajectory))
+        try:
+            return await own
+        except BaseException:
+            self.ahead.forget(trajectory)
+            raise
+        finally:
+            own.cancel()
+            watching.cancel()
+
+    async def _begin(self, others: AsyncIterator[tuple[str, Transition]], n: int, trajectory: int) -> None:
+        """Begin to sample what waits beside the action that is sampled now, each as soon as it comes. What cannot be shown fails in its own turn."""
+        async for call, transition in others:
+            with contextlib.suppress(ValueError):
+                prefix, state = self._prefix(transition, trajectory), transition.state
+                if self._room(len(prefix)):
+                    self.ahead.begin(trajectory, call, self._how(prefix, n, state), self.acted(prefix, n, state))
+
+    def _prefix(self, transition: Transition, trajectory: int) -> np.ndarray:
+        """int32 [tokens]: what the policy reads after a transition of a trajectory, as ``_next`` adds it to the tree."""
+        if transition.after is None:
+            _, tail = self.rendered(transition.state)
+            return np.concatenate([self.tree.nodes[0].tokens, self.encode(tail)])
+        node = self.tree.actions(trajectory)[transition.after]
+        return np.concatenate([self.tree.prefix(node), self.shop.text.encode(self._answered(node, transition))])
+
+    def _how(self, prefix: np.ndarray, n: int, state: Any) -> How:
+        return prefix.tobytes(), n, self.environment.most(state), self.environment.beginning(state)
+
     def _taking(self, node: Node) -> Taken:
         above = self.tree.parent(node)
         prompt = 0 if above is None else self.tree.length(above)
@@ -214,13 +260,15 @@ class Context(Scoring):
 
     def _observe(self, node: Node, transition: Transition) -> Node:
         """Add the environment's answer below an action. It continues the trajectory only where turns are appended."""
-        text, state = transition.observation, msgspec.to_builtins(transition.state)
-        if transition.messages:
-            text = self.shop.text.after(node.tokens, transition.messages)
+        text, state = self._answered(node, transition), msgspec.to_builtins(transition.state)
         tokens, appended = self.encode(Shown(text)), not self.environment.fresh
         observation = self.tree.add(node, "observation", tokens, text, state=state, chosen=appended)
         self.changed([observation])
         return observation
+
+    def _answered(self, node: Node, transition: Transition) -> str:
+        """The text that follows an action."""
+        return self.shop.text.after(node.tokens, transition.messages) if transition.messages else transition.observation
 
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
         """Add a fresh prompt that shows ``state`` as a child of the root, which holds what all turns share."""
@@ -232,8 +280,10 @@ class Context(Scoring):
 
     def _fits(self, place: Node) -> bool:
         """Whether the context has room for an action after ``place``, also if the action's opening is forced."""
-        tokens = self.tree.length(place) + len(self._forced) + self.settings.max_action_tokens
-        return not 0 < self.shop.longest < tokens
+        return self._room(self.tree.length(place))
+
+    def _room(self, length: int) -> bool:
+        return not 0 < self.shop.longest < length + len(self._forced) + self.settings.max_action_tokens
 
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:
         """End the episode after ``action``, since nothing can follow ``place``."""

@@ -4,7 +4,7 @@ import asyncio
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,6 +160,10 @@ class Services(Tools):
         text = self.shop.text.decode(tokens)
         return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
+    def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
+        """The tokens of a prompt (``actors.environments.base.Tools``)."""
+        return len(self.shop.text.encode(self.shop.text.prompt(messages, self.settings.thinking, tools)))
+
     async def judgements(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         """The judge's answer to each turn; empty ones from the judge "none"."""
         if judge == UNJUDGED:
@@ -192,7 +196,7 @@ class Taken(Tools):
 
     def __init__(self, asked: Services, spent: Spent, replies: tuple[str, ...]):
         self.rng, self.retrieve, self.play, self.say = asked.rng, asked.retrieve, asked.play, asked.say
-        self.check = asked.check
+        self.check, self.count = asked.check, asked.count
         self.spent, self.replies = lambda: spent, lambda: replies
 
 

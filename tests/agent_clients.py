@@ -6,6 +6,7 @@ A function imports what it needs, so that one client can be missing and the othe
 
 import json
 import os
+import urllib.request
 from typing import Any
 
 ASKED = "Add with the tool: "
@@ -279,3 +280,81 @@ def smol_tools(task: dict[str, Any]) -> float:
 def smol_code(task: dict[str, Any]) -> float:
     """smolagents' agent that writes code."""
     return right(task, _smol("CodeAgent").run(ASKED + task["question"]))
+
+
+def post(url: str, body: dict[str, Any], **headers: str) -> Any:
+    """The lines of an answer to a client without a library."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        return response.read().decode().splitlines()
+
+
+def messages(task: dict[str, Any], stream: bool = False) -> float:
+    """Anthropic's dialect as Claude Code speaks it: a system prompt of which a line differs in every call, and results in blocks."""
+    url, key = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", {"x-api-key": os.environ["ANTHROPIC_API_KEY"]}
+    tool = {"name": "add", "description": ADD["description"], "input_schema": PARAMETERS}
+    history = list[Any]([{"role": "user", "content": [{"type": "text", "text": ASKED + task["question"]}]}])
+    while True:
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cch={len(history)};"},
+            {"type": "text", "text": "You add."},
+        ]
+        body = {"model": "claude-any", "max_tokens": 200, "system": system, "messages": history, "tools": [tool]}
+        (counted,) = post(url + "/count_tokens", body, **key)
+        assert json.loads(counted)["input_tokens"] > 0
+        lines = post(url, {**body, "stream": stream}, **key)
+        message = streamed_message(lines) if stream else json.loads(lines[0])
+        calls = [block for block in message["content"] if block["type"] == "tool_use"]
+        assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
+        if not calls:
+            return right(task, message["content"][0]["text"])
+        results = [
+            {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": str(sum(call["input"].values()))}]}
+            for call in calls
+        ]  # fmt: skip
+        history += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": results}]
+
+
+def messages_streamed(task: dict[str, Any]) -> float:
+    """Anthropic's dialect, streamed."""
+    return messages(task, stream=True)
+
+
+def streamed_message(lines: list[str]) -> dict[str, Any]:
+    """The message that the events of a stream put together."""
+    message, blocks = dict[str, Any](), list[dict[str, Any]]()
+    for line in lines:
+        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+        delta = event.get("delta", {})
+        message |= {key: delta[key] for key in ("stop_reason",) if key in delta}
+        if event.get("type") == "content_block_start":
+            blocks.append(event["content_block"])
+        elif delta.get("type") == "text_delta":
+            blocks[-1]["text"] += delta["text"]
+        elif delta.get("type") == "input_json_delta":
+            blocks[-1]["input"] = json.loads(delta["partial_json"])
+    return {**message, "content": blocks}
+
+
+def references(task: dict[str, Any], previous: bool = False) -> float:
+    """The responses dialect of a client that sends the ids of what it was answered, as the AI SDK does."""
+    url, key = os.environ["OPENAI_BASE_URL"] + "/responses", f"Bearer {os.environ['OPENAI_API_KEY']}"
+    items, more = list[Any]([{"role": "user", "content": ASKED + task["question"]}]), dict[str, str]()
+    while True:
+        body = {"input": items, "instructions": "You add.", "tools": [{"type": "function", **ADD}], **more}
+        reply = json.loads(post(url, body, Authorization=key)[0])
+        calls = [item for item in reply["output"] if item["type"] == "function_call"]
+        if not calls:
+            return right(task, reply["output"][0]["content"][0]["text"])
+        outputs = [
+            {"type": "function_call_output", "call_id": call["call_id"], "output": total(call["arguments"])}
+            for call in calls
+        ]
+        items += [{"type": "item_reference", "id": item["id"]} for item in reply["output"]] + outputs
+        if previous:
+            items, more = outputs, {"previous_response_id": reply["id"]}
+
+
+def previous_response(task: dict[str, Any]) -> float:
+    """The responses dialect of a client that sends only what is new."""
+    return references(task, previous=True)

@@ -7,6 +7,7 @@ and its sampled tokens are taken, never a second rendering of its text.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ def _canonical(message: Message, ids: dict[str, int]) -> list[Any]:
     calls = []
     for call in message.get("tool_calls") or []:
         ids.setdefault(str(call.get("id")), len(ids))
-        calls.append([call["function"]["name"], arguments(call["function"].get("arguments"))])
+        calls.append([call["function"]["name"], _meant(call["function"].get("arguments"))])
     answered, text = message.get("tool_call_id"), text_of(message.get("content"))
     if message.get("role") == "assistant":
         text = text.rpartition(THOUGHT)[2].strip()
@@ -84,6 +85,20 @@ def is_too_deep(value: Any, left: int = DEEPEST) -> bool:
     """Return whether a JSON value has more than ``left`` lists and objects inside each other."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return inside is not None and (not left or any(is_too_deep(one, left - 1) for one in inside))
+
+
+def _meant(written: Any) -> Any:
+    """Return the arguments of a call so that equal ones are equal for every client: 1.0 is 1, as in JavaScript, which has one kind of number."""
+    try:
+        text = written if isinstance(written, str) else json.dumps(written)
+        return json.loads(text, parse_int=_number, parse_float=_number)
+    except ValueError:
+        return written
+
+
+def _number(written: str) -> float | str:
+    value = float(written)
+    return value + 0.0 if math.isfinite(value) else written  # -0.0 is 0, too
 
 
 def _written(value: Any) -> bytes:

@@ -109,6 +109,6 @@ def _call(value: Any, key: str, offered: Collection[str]) -> ToolCall:
         raise ValueError(f'"{key}" of {value["name"]}: expected an object')
     if is_too_deep(value[key]):
         raise ValueError(f'"{key}" of {value["name"]}: {TOO_DEEP}')
-    written = json.dumps(value[key], ensure_ascii=False)
-    written.encode()  # a lone surrogate is no text; its UnicodeEncodeError is a ValueError
-    return ToolCall(value["name"], written)
+    arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)  # no client reads NaN or Infinity
+    arguments.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which is no text
+    return ToolCall(value["name"], arguments)

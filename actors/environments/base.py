@@ -1,7 +1,7 @@
 """The environment contract. States are immutable values and stepping is pure, so branching is free and a crash loses nothing."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,6 +138,10 @@ class Tools(Protocol):
     def check(self, transition: Transition) -> None:
         """Raise unless the policy can be shown what follows ``transition``, and the journal can keep it."""
 
+    def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
+        """Return how many tokens the policy's prompt of a conversation has. Raises ValueError if the chat template refuses it."""
+        raise DataFault("these tools have no tokenizer, so they cannot count the tokens of a conversation")
+
     def spent(self) -> Spent:
         """Return what the action took that is stepped."""
         return Spent()
@@ -221,6 +225,11 @@ class Environment(Protocol):
 
         An environment whose prompt shows the step count or earlier turns returns the situation without them.
         """
+        return None
+
+    def beside(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
+        """Return what else waits for the policy in the same episode while it acts in ``state``, or comes meanwhile, each with a name of its own: what
+        ``step`` returns one after the other later. None where nothing can."""
         return None
 
     def most(self, state: Any) -> int:

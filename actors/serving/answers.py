@@ -106,7 +106,7 @@ class Answer:
             return None
         tokens = self._texts[index].take()
         if self.chat:
-            return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
+            return chat_logprobs(tokens)
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
@@ -116,6 +116,11 @@ class Answer:
 
 
 _UNFINISHED: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+
+
+def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
+    """Return log-probabilities as a choice of a chat has them."""
+    return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
 
 
 def _chat_logprob(token: TokenText) -> dict[str, Any]:

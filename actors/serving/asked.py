@@ -6,23 +6,30 @@ completions, in which chat templates read them.
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from actors.serving.protocol import Refused
+from actors.serving.protocol import Refused, shown
+from actors.serving.remembered import Remembered
 from wire.dialogue import TOO_DEEP, Message, is_too_deep, text_of
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
+LONGEST = 2**31 - 1
+"""Stands for every larger number of tokens that a client allows."""
+
 
 class Asked(msgspec.Struct, frozen=True):
-    """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one). most: tokens of the reply,
-    0 if the client does not say. id: names the request in its session; its response id ends with it."""
+    """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one). allowed: the names of the
+    tools that may be called, all if empty. most: tokens of the reply, 0 if the client does not say. id: names the request in its session; its response
+    id ends with it."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = []
     choice: str = "auto"
+    allowed: list[str] = []
     most: int = 0
     id: str = ""
 
@@ -30,7 +37,9 @@ class Asked(msgspec.Struct, frozen=True):
     def offered(self) -> list[str]:
         """The names of the tools that may be called."""
         names = [tool["function"]["name"] for tool in self.tools]
-        return [] if self.choice == "none" else [self.choice] if self.choice in names else names
+        if self.choice in names:
+            return [self.choice]
+        return [] if self.choice == "none" else [name for name in names if name in (self.allowed or names)]
 
     @property
     def must_call(self) -> bool:
@@ -38,18 +47,31 @@ class Asked(msgspec.Struct, frozen=True):
         return self.choice not in ("auto", "none")
 
 
-def chat_of(body: dict[str, Any]) -> Asked:
-    """Read the body of /v1/chat/completions. Raises Refused, which names the field."""
-    tools = _tools(body.get("tools"))
-    return Asked(_messages(body.get("messages")), tools, _choice(body.get("tool_choice"), tools), _most(body))
+def chat_of(body: dict[str, Any], shown: Sequence[str] = ()) -> Asked:
+    """Read the body of /v1/chat/completions. shown: further fields of a message, texts, that reach the template. Raises Refused, which names the field."""
+    messages = _messages(body.get("messages"))
+    if shown:
+        further = [{key: m[key] for key in shown if isinstance(m.get(key), str)} for m in body["messages"]]
+        messages = [message | more for message, more in zip(messages, further, strict=True)]
+    return _asked(body, messages)
 
 
-def responses_of(body: dict[str, Any]) -> Asked:
-    """Read the body of /v1/responses. Raises Refused, which names the field."""
-    if body.get("previous_response_id"):
-        raise Refused("`previous_response_id`: nothing is stored between calls: send the whole input")
+def responses_of(body: dict[str, Any], remembered: Remembered) -> tuple[Asked, Callable[[dict[str, Any]], None]]:
+    """Read the body of /v1/responses. remembered: what its ids refer to. Also returns what must be called with the body of the answer, so that later
+    requests can refer to it. Raises Refused, which names the field."""
+    for name in ("conversation", "prompt"):
+        if body.get(name):
+            raise Refused(f"`{name}`: {shown(body[name])}: nothing of this name is stored here: send the whole input")
+    said = body.get("instructions")
+    instructions = [_message({"role": "system", "content": said})] if said else []  # not carried over to later requests
+    messages = _input(body, remembered)
+    return _asked(body, [*instructions, *messages]), lambda answer: remembered.note(answer, messages)
+
+
+def _asked(body: dict[str, Any], messages: list[Message]) -> Asked:
     tools = _tools(body.get("tools"))
-    return Asked(_input(body), tools, _choice(body.get("tool_choice"), tools), _most(body))
+    choice, allowed = _choice(body.get("tool_choice"), tools)
+    return Asked(messages, tools, choice, allowed, _most(body))
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
@@ -62,7 +84,7 @@ def body_of(raw: bytes) -> dict[str, Any]:
         surrogate = " (or has a lone surrogate, which is no text)" if SURROGATE.search(raw) else ""
         raise Refused(f"the body is not JSON{surrogate}: {error}") from None
     if not isinstance(body, dict):
-        raise Refused("the body: expected a JSON object")
+        raise Refused(f"the body is {type(body).__name__}, expected a JSON object")
     if is_too_deep(body):
         raise Refused(f"the body: {TOO_DEEP}")
     return body
@@ -83,88 +105,123 @@ def _message(message: Any) -> Message:
             kept["tool_call_id"] = message.get("tool_call_id") or message.get("name")
         if calls := message.get("tool_calls"):
             kept["tool_calls"] = [
-                {
-                    "id": call.get("id"),
-                    "type": "function",
-                    "function": {"name": call["function"]["name"], "arguments": call["function"].get("arguments")},
-                }
-                for call in calls
+                _call(call.get("id"), call["function"]["name"], call["function"].get("arguments")) for call in calls
             ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Refused(f"`messages`: {str(message)[:80]}: {type(error).__name__} {error}") from None
+        raise Refused(f"`messages`: {shown(message)}: {type(error).__name__} {error}") from None
     if role not in ("system", "user", "assistant", "tool"):
         raise Refused(f"`messages`: role {role!r}: expected system, developer, user, assistant or tool")
     return kept
 
 
+def _call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
+    """Return a call of an earlier reply as chat completions write it. Raises ValueError for values of other types."""
+    if not isinstance(function, str) or not isinstance(arguments, str | dict | None):
+        raise ValueError("a tool call: expected a name and arguments as JSON text")
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
 def _tools(given: Any) -> list[dict[str, Any]]:
     """Return tools in the form of chat completions, in which chat templates read them."""
     tools = []
+    if not isinstance(given, list | None):
+        raise Refused(f"`tools`: {shown(given)}: expected a list of functions")
     for tool in given or []:
-        flat = tool if isinstance(tool, dict) and "function" not in tool else (tool or {}).get("function")
+        flat = tool.get("function", tool) if isinstance(tool, dict) else None
         if (
             not isinstance(flat, dict)
             or not isinstance(flat.get("name"), str)
+            or not isinstance(flat.get("description"), str | None)
+            or not isinstance(flat.get("parameters"), dict | None)
             or tool.get("type") not in (None, "function")
         ):
-            raise Refused(f"`tools`: {str(tool)[:80]}: expected functions; tools of the provider are not there")
+            raise Refused(f"`tools`: {shown(tool)}: expected functions; tools of the provider are not there")
         kept = {key: flat[key] for key in ("name", "description", "parameters") if flat.get(key) is not None}
         tools.append({"type": "function", "function": kept})
     return tools
 
 
-def _choice(given: Any, tools: list[dict[str, Any]]) -> str:
-    """Return "auto", "none", "required" or the name of the tool that must be called."""
-    names = [tool["function"]["name"] for tool in tools]
-    name = given.get("name") or (given.get("function") or {}).get("name") if isinstance(given, dict) else None
-    if isinstance(name, str) and name in names:
-        return name
-    if given not in (None, "auto", "none", "required") or (given == "required" and not names):
-        raise Refused(
-            f"`tool_choice`: {str(given)[:80]}: expected auto, none, or with `tools` required or one of {names}"
-        )
-    return given or "auto"
+def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return "auto", "none", "required" or the name of the tool that must be called, and the names of the allowed tools (empty: all)."""
+    names, allowed = [tool["function"]["name"] for tool in tools], list[str]()
+    choice = _name(given) or given
+    if isinstance(given, dict) and given.get("type") == "allowed_tools":
+        subset = given.get("allowed_tools") or given  # nested in chat completions, flat in responses
+        listed = subset.get("tools") if isinstance(subset, dict) else None
+        allowed = [_name(tool) for tool in listed] if isinstance(listed, list) else []
+        choice = subset.get("mode") if allowed and set(allowed) <= set(names) else None
+        if choice in ("auto", "required"):
+            return choice, allowed
+    elif choice in names or (choice == "required" and names) or choice in (None, "auto", "none"):
+        return choice or "auto", []
+    raise Refused(
+        f"`tool_choice`: {shown(given)}: expected auto, none, or with `tools` required, one of {names}, or"
+        " allowed_tools of the mode auto or required with some of these names"
+    )
+
+
+def _name(named: Any) -> str:
+    """Return the name of a tool that is written flat or nested; "" if there is none."""
+    if not isinstance(named, dict):
+        return ""
+    function = named.get("function")
+    name = named.get("name") or (function.get("name") if isinstance(function, dict) else None)
+    return name if isinstance(name, str) else ""
 
 
 def _most(body: dict[str, Any]) -> int:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     given = next((body[name] for name in names if body.get(name) is not None), None)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise Refused(f"`max_tokens`: {given!r}: expected a positive whole number")
-    return given or 0
+        raise Refused(f"`max_tokens`: {shown(given)}: expected a positive whole number")
+    return min(given or 0, LONGEST)
 
 
-def _input(body: dict[str, Any]) -> list[Message]:
-    """Return the conversation of a request to /v1/responses. A reply's text and the calls after it are one message, as in chat completions."""
+def _input(body: dict[str, Any], remembered: Remembered) -> list[Message]:
+    """Return the conversation of a request to /v1/responses, without its instructions."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise Refused("`input`: expected a text or a list of at least one item")
-    messages = [_message({"role": "system", "content": body["instructions"]})] if body.get("instructions") else []
+    messages = list[Message]()
+    if previous := body.get("previous_response_id"):
+        before, answer = remembered.conversation(previous)
+        messages = [*before]
+        items = [*answer, *items]
     for item in items:
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "message":
-            messages.append(_message(item))
-        elif kind == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            call = {
-                "id": item.get("call_id"),
-                "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-            }
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = item.get("output")
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id"),
-                    "content": output if isinstance(output, str) else json.dumps(output),
-                }
-            )
-        elif kind != "reasoning":
-            raise Refused(
-                f"`input`: an item of type {kind!r}: expected message, function_call, function_call_output or reasoning"
-            )
+        _add(item, messages, remembered)
     return messages
+
+
+def _add(item: Any, messages: list[Message], remembered: Remembered) -> None:
+    """Add an item to a conversation. A reply's text and the calls after it are one message, as in chat completions."""
+    kind = (
+        item.get("type") or ("item_reference" if [*item] == ["id"] else "message") if isinstance(item, dict) else None
+    )
+    if kind == "item_reference":
+        _add(remembered.item(item.get("id")), messages, remembered)
+    elif kind == "message":
+        messages.append(_message(item))
+    elif kind == "function_call":
+        last = (
+            messages.pop() if messages and messages[-1]["role"] == "assistant" else {"role": "assistant", "content": ""}
+        )
+        try:
+            call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        except ValueError as error:
+            raise Refused(f"`input`: {shown(item)}: {error}") from None
+        messages.append({**last, "tool_calls": [*last.get("tool_calls", []), call]})
+    elif kind == "function_call_output":
+        output = item.get("output")
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": item.get("call_id"),
+                "content": output if isinstance(output, str) else json.dumps(output),
+            }
+        )
+    elif kind != "reasoning":
+        raise Refused(
+            f"`input`: an item of type {kind!r}: expected message, function_call, function_call_output, item_reference"
+            " or reasoning"
+        )

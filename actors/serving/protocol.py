@@ -1,11 +1,12 @@
 """Requests of the OpenAI-compatible protocol, checked: an unsupported field that would change the answer is refused by its name.
 
 Fields beyond OpenAI's own: ``top_k``, ``chat_template_kwargs``, and a constraint with the field names of SGLang (``regex``, ``json_schema``)
-or vLLM (``guided_regex``, ``guided_json``, ``structured_outputs``). A field that is null counts as absent.
+or vLLM (``guided_regex``, ``guided_json``, ``structured_outputs``). A field that is null counts as absent, and so does one that nobody knows.
 """
 
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -21,8 +22,21 @@ COMPLETION_TOKENS = 16
 MOST_PROMPTS = 128
 """The most prompts of one completions request."""
 
-_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields that never change an answer."""
+_UNSUPPORTED = (
+    "guided_choice",
+    "guided_grammar",
+    "ebnf",
+    "grammar",
+    "structural_tag",
+    "stop_regex",
+    "allowed_token_ids",
+    "logits_processors",
+    "custom_logit_processor",
+    "truncate_prompt_tokens",
+    "chat_template",
+    "lora_path",
+)
+"""Fields of other servers that change the answer whatever their value is."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -49,6 +63,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "use_beam_search": (False,),
+    "prompt_logprobs": (False, 0),
+    "bad_words": ([],),
+    "documents": ([],),
+    **dict.fromkeys(_UNSUPPORTED, ()),
 }
 """Fields that other servers support, with the values that have no effect."""
 
@@ -66,32 +84,23 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One part of a message's content. Text is the only kind of part."""
+def http_refused(method: str, path: str, status: int, largest: int) -> Refused:
+    """Return an error of HTTP itself (no such path, a body of more than ``largest`` bytes) as a refusal in the protocol's form."""
+    if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        return Refused(f"the body is too long, expected at most {largest} bytes", status)
+    return Refused(f"{method} {path}: {HTTPStatus(status).phrase}", status)
 
-    type: Literal["text"]
-    text: str
 
-
-class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One message. content: a text, or a list of parts that are joined to a text."""
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-    reasoning_content: str | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates read."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {**msgspec.to_builtins(self), "content": text}
+def shown(value: Any) -> str:
+    """Return the beginning of a field's value, for the reason of a refusal."""
+    return repr(value)[:80]
 
 
 class _JsonSchema(msgspec.Struct):
     schema: dict[str, Any] | bool
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseFormat(msgspec.Struct):
     """The form of the answer. The type "json_schema" needs ``json_schema``."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -99,20 +108,20 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """A constraint with vLLM's field names."""
+    """A constraint with vLLM's field names. Its other fields are constraints too, so an unknown one is refused."""
 
     regex: str | None = None
     json: str | dict[str, Any] | None = None
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct):
     """include_usage: send one more chunk at the end with the counts of tokens. include_obfuscation: has no effect here."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Asked(msgspec.Struct, kw_only=True):
     """The fields that both kinds of request have."""
 
     model: str = ""
@@ -204,9 +213,8 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Chat(Asked, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+    """How the body of POST /v1/chat/completions is sampled. ``actors.serving.asked`` reads its messages and tools."""
 
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: _Positive | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
@@ -271,25 +279,15 @@ class Completion(Asked, kw_only=True):
 _Kind = TypeVar("_Kind", Chat, Completion)
 
 
-def read(raw: bytes, kind: type[_Kind]) -> _Kind:
-    """Return the request in ``raw``. Raises Refused, which names the field that cannot be served."""
-    try:
-        fields = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise Refused("the body is not JSON of reasonable depth") from None
-    if not isinstance(fields, dict):
-        raise Refused(f"the body is {type(fields).__name__}, expected a JSON object")
+def read(body: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
+    """Return the request of a body. Raises Refused, which names the field that cannot be served."""
     known = set(kind.__struct_fields__)
     left = {}
-    for name, value in fields.items():
-        if value is None or name in _IGNORED - known:
-            continue
-        if name in _NEUTRAL and name not in known:
-            _check_neutral(name, value)
-        else:
+    for name, value in body.items():
+        if value is not None and name in known:
             left[name] = value
+        elif value is not None and name in _NEUTRAL:
+            _check_neutral(name, value)
     try:
         return msgspec.convert(left, kind)
     except msgspec.ValidationError as error:
@@ -299,8 +297,8 @@ def read(raw: bytes, kind: type[_Kind]) -> _Kind:
 def _check_neutral(name: str, value: Any) -> None:
     neutral = _NEUTRAL[name]
     if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral):
-        shown = " or ".join(msgspec.json.encode(good).decode() for good in neutral)
-        raise Refused(f"`{name}`: {_short(value)}: this server does not support it, expected {shown} or nothing")
+        shown = "".join(f"{msgspec.json.encode(good).decode()} or " for good in neutral)
+        raise Refused(f"`{name}`: {_short(value)}: this server does not support it, expected {shown}nothing")
 
 
 def _short(value: Any) -> str:

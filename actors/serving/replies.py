@@ -1,21 +1,27 @@
 """Replies to agents in the words of /v1/chat/completions and /v1/responses, whole or replayed as server-sent events."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from actors.environments.base import Spent
+from actors.serving.protocol import Refused
 from wire.tool_calls import ToolCall
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the policy answered. think: its thought, which clients get beside the reply."""
+    """What the policy answered. think: its thought, which clients get beside the reply. stop: the stop string that ended it, "" if none did.
+    logprobs: as chat completions write them, None if nobody asks. others: further replies to the same request (a chat's ``n``)."""
 
     text: str
     calls: list[ToolCall] = []
     spent: Spent = Spent()
     think: str = ""
+    stop: str = ""
+    logprobs: dict[str, Any] | None = None
+    others: list["Reply"] = []
 
     @property
     def finish(self) -> str:
@@ -37,7 +43,11 @@ class Form:
         """Return the events of a stream. usage: whether the client asks a chat for the counts of tokens."""
         raise NotImplementedError
 
-    def call_id(self, place: int) -> str:
+    def refusal(self, refused: Refused) -> bytes:
+        """Return the event of a refusal that comes after the status was sent."""
+        return sse(refused.body())
+
+    def call_id(self, place: int | str) -> str:
         return f"call_{self.id.rpartition('-')[2]}_{place}"
 
 
@@ -47,6 +57,19 @@ class ChatForm(Form):
         self.id = "chatcmpl-"
 
     def whole(self, reply: Reply) -> dict[str, Any]:
+        choices = [self._choice(index, each) for index, each in enumerate([reply, *reply.others])]
+        return {**self._head("chat.completion"), "choices": choices, "usage": _usage(reply)}
+
+    def events(self, reply: Reply, usage: bool) -> list[bytes]:
+        chunks: list[dict[str, Any]] = []
+        for index, each in enumerate([reply, *reply.others]):
+            *deltas, last = self._deltas(index, each)
+            chunks += [_chunk(index, delta) for delta in deltas]
+            chunks += [_chunk(index, last, logprobs=each.logprobs), _chunk(index, {}, finish_reason=each.finish)]
+        chunks += [{"choices": [], "usage": _usage(reply)}] if usage else []
+        return [*(sse({**self._head("chat.completion.chunk"), **chunk}) for chunk in chunks), b"data: [DONE]\n\n"]
+
+    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": reply.text or (None if reply.calls else ""),
@@ -54,36 +77,36 @@ class ChatForm(Form):
             **({"reasoning_content": reply.think} if reply.think else {}),
         }
         if reply.calls:
-            message["tool_calls"] = self._calls(reply)
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": _usage(reply)}
+            message["tool_calls"] = self._calls(index, reply)
+        return {"index": index, "message": message, "logprobs": reply.logprobs, "finish_reason": reply.finish}
 
-    def events(self, reply: Reply, usage: bool) -> list[bytes]:
+    def _deltas(self, index: int, reply: Reply) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{"reasoning_content": reply.think}] if reply.think else []
         deltas += [{"content": reply.text}] if reply.text else []
-        deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(self._calls(reply))]
-        chunks = [
-            {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]} for delta in deltas
-        ]
-        chunks.append({"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": reply.finish}]})
-        chunks += [{"choices": [], "usage": _usage(reply)}] if usage else []
-        return [*(sse({**self._head("chat.completion.chunk"), **chunk}) for chunk in chunks), b"data: [DONE]\n\n"]
+        return deltas + [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(self._calls(index, reply))]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _calls(self, reply: Reply) -> list[dict[str, Any]]:
+    def _calls(self, index: int, reply: Reply) -> list[dict[str, Any]]:
+        choice = f"{index}_" if index else ""
         return [
-            {"id": self.call_id(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": self.call_id(f"{choice}{i}"),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for i, call in enumerate(reply.calls)
         ]
 
 
 class ResponsesForm(Form):
-    def __init__(self, model: str):
+    """note: is told every answer, to which later requests may refer."""
+
+    def __init__(self, model: str, note: Callable[[dict[str, Any]], None]):
         super().__init__(model)
-        self.id = "resp-"
+        self.id, self._note = "resp-", note
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         spent = reply.spent
@@ -92,9 +115,11 @@ class ResponsesForm(Form):
             "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": spent.prompt + spent.sampled,
         }  # fmt: skip
         cut = reply.finish == "length"
-        return self._body("incomplete" if cut else "completed", self._items(reply), usage) | {
+        body = self._body("incomplete" if cut else "completed", self._items(reply), usage) | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None
         }
+        self._note(body)
+        return body
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
         final = self.whole(reply)
@@ -154,10 +179,16 @@ def _emptied(item: dict[str, Any]) -> dict[str, Any]:
     return {"content": []} if item["type"] == "message" else {"arguments": ""}
 
 
+def _chunk(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return what a chunk of one choice says."""
+    return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}]}
+
+
 def _usage(reply: Reply) -> dict[str, Any]:
-    spent = reply.spent
+    """Return the counts of tokens. The prompt counts once, whatever the number of replies."""
+    spent, sampled = reply.spent, sum(each.spent.sampled for each in [reply, *reply.others])
     return {
-        "prompt_tokens": spent.prompt, "completion_tokens": spent.sampled, "total_tokens": spent.prompt + spent.sampled,
+        "prompt_tokens": spent.prompt, "completion_tokens": sampled, "total_tokens": spent.prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": spent.cached, "audio_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }  # fmt: skip

@@ -1,6 +1,7 @@
-"""An OpenAI-compatible HTTP server over the embedded engine: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /health.
+"""An HTTP server over the embedded engine, compatible with OpenAI's and Anthropic's: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses,
+/v1/messages, /health.
 
-A malformed request, or one with an unsupported field that would change the answer, is answered with status 400 and the reason. A request waits
+A malformed request, or one with a field that is known to change the answer and not supported, is answered with status 400 and the reason. A request waits
 while the engine is full. When a client hangs up, its samples are aborted. ``tools/serve-model`` starts a server (docs/serve-model.md).
 """
 
@@ -8,7 +9,6 @@ import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ from aiohttp import web
 
 from actors.engines.base import OnTop
 from actors.engines.local import LocalEngine
+from actors.serving import anthropic, tools
 from actors.serving.answers import Answer
-from actors.serving.protocol import Asked, Chat, Completion, Refused, read
-from actors.serving.tools import Conversation, Tools, conversation
+from actors.serving.asked import body_of
+from actors.serving.protocol import Asked, Completion, Refused, http_refused, read
+from actors.serving.remembered import Remembered
+from actors.serving.tools import Conversation, Tools
 from wire.chat_template import ChatTemplate
 from wire.faults import DataFault, Fault, InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult
@@ -42,6 +45,7 @@ class Server:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.template = ChatTemplate(folder)
         self.tools = Tools(self.template, self.tokenizer)
+        self.remembered = Remembered(responses=256)
         self._started = int(time.time())
 
     def application(self) -> web.Application:
@@ -51,19 +55,23 @@ class Server:
             [
                 web.get("/health", self.health),
                 web.get("/v1/models", self.models),
+                web.get("/v1/models/{name:.+}", self.model),
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/responses", self.responses),
+                web.post("/v1/messages", self.messages),
+                web.post("/v1/messages/count_tokens", self.count_tokens),
             ]
         )
         return app
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        keys = request.headers.get("Authorization", ""), f"Bearer {request.headers.get('X-Api-Key', '')}"
         expected = f"Bearer {self._api_key}".encode()
-        if self._api_key and request.path != "/health" and not hmac.compare_digest(sent, expected):
-            raise Refused("expected this server's API key as a bearer token", 401, "invalid_api_key")
+        known = any(hmac.compare_digest(key.encode("utf-8", "surrogateescape"), expected) for key in keys)
+        if self._api_key and request.path != "/health" and not known:
+            raise Refused("expected this server's API key as a bearer token or as x-api-key", 401, "invalid_api_key")
         return await handler(request)
 
     # ------------------------------------------------------------------------------------------ routes
@@ -76,41 +84,50 @@ class Server:
 
     async def models(self, request: web.Request) -> web.Response:
         """Answer with the one model that is served."""
-        one = {"id": self.name, "object": "model", "created": self._started, "owned_by": "coppice"}
-        return web.json_response({"object": "list", "data": [one]})
+        return web.json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """Answer GET /v1/models/NAME."""
+        self._check(request.match_info["name"])
+        return web.json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self._started, "owned_by": "coppice"}
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/chat/completions."""
-        if talk := conversation(await request.read(), self.name):
-            return await self._converse(request, talk)
-        asked = read(await request.read(), Chat)
-        if not self.template.available:
-            raise Refused(f"model {self.name} has no chat template: use /v1/completions")
-        try:
-            text = self.template.render([message.plain() for message in asked.messages], asked.chat_template_kwargs)
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        return await self._answer(request, asked, [text])
+        talk = tools.chat(body_of(await request.read()), self.name)
+        if talk.plain:
+            return await self._answer(request, talk.sampled, [self._prompt(talk)])
+        return await self._converse(request, talk)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/responses."""
-        talk = conversation(await request.read(), self.name, responses=True)
-        assert talk is not None
+        talk = tools.responses(body_of(await request.read()), self.name, self.remembered)
         return await self._converse(request, talk)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Answer POST /v1/messages."""
+        return await self._converse(request, tools.messages(body_of(await request.read()), self.name))
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Answer POST /v1/messages/count_tokens."""
+        talk = tools.messages(body_of(await request.read()), self.name, counted=True)
+        self._check(talk.sampled.model)
+        tokens = await asyncio.to_thread(self._encode, self._prompt(talk))
+        return web.json_response({"input_tokens": len(tokens)})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/completions."""
-        asked = read(await request.read(), Completion)
+        asked = read(body_of(await request.read()), Completion)
         return await self._answer(request, asked, asked.prompts)
 
     # ------------------------------------------------------------------------------------------ answers
 
     async def _converse(self, request: web.Request, talk: Conversation) -> web.StreamResponse:
         """Answer whole, because calls are known at the end; a stream is replayed."""
-        self._check(talk.sampled)
-        if not self.template.available:
-            raise Refused(f"model {self.name} has no chat template: use /v1/completions")
-        ask = await self._ask(talk.sampled, self.tools.prompt(talk))
+        self._check(talk.sampled.model)
+        ask = await self._ask(talk.sampled, self._prompt(talk))
         sampling = msgspec.structs.replace(ask.sampling, constraint=talk.constraint)
         (result,) = await self._generate([msgspec.structs.replace(ask, sampling=sampling)])
         reply = self.tools.reply(talk, result)
@@ -123,12 +140,17 @@ class Server:
         await response.write_eof()
         return response
 
-    def _check(self, asked: Asked) -> None:
-        if asked.model not in ("", self.name):
-            raise Refused(f"`model`: {asked.model!r}: this server has {self.name!r}", 404, "model_not_found")
+    def _prompt(self, talk: Conversation) -> str:
+        if not self.template.available:
+            raise Refused(f"model {self.name} has no chat template: use /v1/completions")
+        return self.tools.prompt(talk)
+
+    def _check(self, model: str) -> None:
+        if model not in ("", self.name):
+            raise Refused(f"`model`: {model!r}: this server has {self.name!r}", 404, "model_not_found")
 
     async def _answer(self, request: web.Request, asked: Asked, prompts: list[str | list[int]]) -> web.StreamResponse:
-        self._check(asked)
+        self._check(asked.model)
         asks = [await self._ask(asked, prompt) for prompt in prompts]
         answer = Answer(asked, self.name, self.tokenizer, len(asks) * asked.n)
         if asked.stream:
@@ -221,11 +243,9 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
         error = refused
     except (DataFault, InfrastructureFault) as fault:
         error = _refusal(fault)
-    except web.HTTPRequestEntityTooLarge:
-        error = Refused(f"the body is too long, expected at most {LARGEST_BODY} bytes", 413)
     except web.HTTPException as http:
-        error = Refused(f"{request.method} {request.path}: {HTTPStatus(http.status).phrase}", http.status)
-    return web.json_response(error.body(), status=error.status)
+        error = http_refused(request.method, request.path, http.status, LARGEST_BODY)
+    return web.json_response(anthropic.refusal(request.path, error), status=error.status)
 
 
 def _refusal(fault: Fault) -> Refused:

@@ -1,4 +1,4 @@
-"""Chats with tools on a served model: prompts with tools, replies with calls, and the constraint that makes a reply a call."""
+"""Conversations on a served model: prompts with tools, replies with calls, and the constraint that makes a reply a call."""
 
 import uuid
 from typing import Any
@@ -7,27 +7,35 @@ import msgspec
 import tokenizers
 
 from actors.environments.base import Spent
-from actors.serving.asked import Asked, body_of, chat_of, responses_of
+from actors.serving import anthropic
+from actors.serving.answers import chat_logprobs
+from actors.serving.asked import Asked, chat_of, responses_of
+from actors.serving.pieces import Pieces
 from actors.serving.protocol import Chat, Refused, read
+from actors.serving.remembered import Remembered
 from actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
 from wire.chat_template import ChatTemplate
 from wire.dialogue import Renderer
-from wire.messages import Constraint, GenerateResult
+from wire.messages import Constraint, GenerateResult, Sample
 from wire.tool_calls import MARKS, ToolCall, family_of, parse
 
 _CALLS = ("tools", "tool_choice", "parallel_tool_calls")
+_SHOWN = ("name", "reasoning_content")
+"""Fields of messages that some templates read."""
 _SAMPLED = ("model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "chat_template_kwargs")
-"""Fields that both endpoints have."""
+"""Fields of /v1/responses that mean what they mean in chat completions."""
 _DEFINITIONS = ("$defs", "definitions")
 """Where schemas keep what they refer to."""
 
 
 class Conversation(msgspec.Struct):
-    """A request with tools, or to /v1/responses. sampled: how to sample it. form: how to write its reply."""
+    """A request that is a conversation. sampled: how to sample it. form: how to write its reply. plain: it is a chat that has neither tools nor
+    calls, so its texts can be sent while they grow."""
 
     asked: Asked
     sampled: Chat
     form: Form
+    plain: bool = False
 
     @property
     def constraint(self) -> Constraint | None:
@@ -40,60 +48,79 @@ class Conversation(msgspec.Struct):
         return Constraint("json_schema", msgspec.json.encode(_one_of(offered)).decode())
 
 
-def conversation(raw: bytes, name: str, responses: bool = False) -> Conversation | None:
-    """Return the conversation of a body, or None for a chat that has neither tools nor calls. name: of the model. Raises Refused."""
-    body = body_of(raw)
-    if not responses and not _has_calls(body):
-        return None
-    asked = responses_of(body) if responses else chat_of(body)
-    fields = (
-        {key: body[key] for key in _SAMPLED if key in body}
-        if responses
-        else {k: v for k, v in body.items() if k not in _CALLS}
-    )
-    if responses:
-        fields |= {"max_tokens": asked.most or None, "response_format": _format(body)}
-    sampled = read(msgspec.json.encode({**fields, "messages": [{"role": "user", "content": ""}]}), Chat)
-    if sampled.n != 1 or sampled.wants_logprobs:
-        raise Refused("`n` and `logprobs` are not supported with `tools`: expected 1 and false")
-    form = ResponsesForm(sampled.model or name) if responses else ChatForm(sampled.model or name)
-    form.id += uuid.uuid4().hex
-    return Conversation(asked, sampled, form)
+def chat(body: dict[str, Any], name: str) -> Conversation:
+    """Return the conversation of a body of /v1/chat/completions. name: of the model. Raises Refused."""
+    asked = chat_of(body, _SHOWN)
+    sampled = read({key: value for key, value in body.items() if key not in _CALLS}, Chat)
+    calls = any(m["role"] == "tool" or "tool_calls" in m for m in asked.messages)
+    return _named(Conversation(asked, sampled, ChatForm(sampled.model or name), not calls and not asked.tools))
+
+
+def responses(body: dict[str, Any], name: str, remembered: Remembered) -> Conversation:
+    """Return the conversation of a body of /v1/responses. name: of the model. remembered: what its ids refer to. Raises Refused."""
+    asked, note = responses_of(body, remembered)
+    fields = {key: body[key] for key in _SAMPLED if key in body}
+    sampled = read({**fields, "max_tokens": asked.most or None, "response_format": _format(body)}, Chat)
+    return _named(Conversation(asked, sampled, ResponsesForm(sampled.model or name, note)))
+
+
+def messages(body: dict[str, Any], name: str, counted: bool = False) -> Conversation:
+    """Return the conversation of a body of /v1/messages. name: of the model. counted: only its tokens are asked for. Raises Refused."""
+    talk = chat(anthropic.chat_body(body, counted), name)
+    return _named(Conversation(talk.asked, talk.sampled, anthropic.MessagesForm(body, name)))
+
+
+def _named(talk: Conversation) -> Conversation:
+    talk.form.id += uuid.uuid4().hex
+    return talk
 
 
 class Tools:
     """Prompts and replies of one model."""
 
     def __init__(self, template: ChatTemplate, tokenizer: tokenizers.Tokenizer):
-        self.renderer, self.tokenizer, self.family = Renderer(template), tokenizer, family_of(template.source)
+        self.template, self.renderer = template, Renderer(template)
+        self.tokenizer, self.family = tokenizer, family_of(template.source)
         added = tokenizer.get_added_tokens_decoder().items()
         self._unsaid = {number for number, token in added if token.special and token.content not in MARKS}
 
     def prompt(self, of: Conversation) -> str:
         """Return the text before the reply. Raises Refused when the template refuses the conversation."""
+        messages, switches = of.asked.messages, of.sampled.chat_template_kwargs
         try:
-            return self.renderer.whole(of.asked.messages, of.asked.tools, of.sampled.chat_template_kwargs)
+            if of.plain:
+                return self.template.render(messages, switches)
+            return self.renderer.whole(messages, of.asked.tools, switches)
         except ValueError as error:
             raise Refused(str(error)) from None
 
     def reply(self, of: Conversation, result: GenerateResult) -> Reply:
         """Return what was sampled. A call that cannot be read is text."""
-        (sample,) = result.samples
+        first, *others = [self._one(of, result, sample) for sample in result.samples]
+        return msgspec.structs.replace(first, others=others)
+
+    def _one(self, of: Conversation, result: GenerateResult, sample: Sample) -> Reply:
         text = self.tokenizer.decode(
             [t for t in sample.tokens.tolist() if t not in self._unsaid], skip_special_tokens=False
         )
-        text = text[: min((place for stop in of.sampled.stops if (place := text.find(stop)) >= 0), default=len(text))]
+        place, stop = min(
+            ((place, stop) for stop in of.sampled.stops if (place := text.find(stop)) >= 0), default=(len(text), "")
+        )
         spent = Spent(result.prompt_tokens, result.cached_tokens, len(sample.tokens), sample.finish)
-        if of.asked.must_call:
-            return _called(text, spent)
+        reply = _called(text[:place], spent) if of.asked.must_call else self._parsed(of, text[:place], spent)
+        return msgspec.structs.replace(reply, stop=stop, logprobs=self._logprobs(of, sample))
+
+    def _parsed(self, of: Conversation, text: str, spent: Spent) -> Reply:
         parsed = parse(text, self.family, of.asked.offered)
         return Reply(parsed.text, parsed.calls, spent, parsed.think)
 
-
-def _has_calls(body: dict[str, Any]) -> bool:
-    messages = body.get("messages")
-    messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    return bool(body.get("tools")) or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
+    def _logprobs(self, of: Conversation, sample: Sample) -> dict[str, Any] | None:
+        if not of.sampled.wants_logprobs:
+            return None
+        pieces, top = Pieces(self.tokenizer, ()), sample.top or [{}] * len(sample.tokens)
+        for token, logprob, likely in zip(sample.tokens.tolist(), sample.logprobs.tolist(), top, strict=True):
+            pieces.feed(token, logprob, likely)
+        return chat_logprobs(pieces.take())
 
 
 def _called(text: str, spent: Spent) -> Reply:

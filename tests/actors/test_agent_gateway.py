@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.environments.agents import gateway as module
 from actors.environments.agents.episode import Ended, Episode, Limits
@@ -15,9 +18,33 @@ from actors.environments.agents.gateway import Gateway, Session
 from actors.environments.agents.nursery import Nursery
 from actors.environments.base import Spent
 from actors.serving.replies import Reply
+from wire.tool_calls import ToolCall
 
 HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+SANE = [
+    {**HELLO, "tools": [ADD], "tool_choice": "auto"},
+    {"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}]}]},
+    {"queries": ["x"], "topk": 1},
+    {"reward": 1.0},
+]
+FIELDS = [
+    *("messages", "input", "instructions", "tools", "tool_choice", "model", "max_tokens", "stream", "stream_options"),
+    *("text", "n", "stop", "response_format", "logprobs", "functions", "previous_response_id", "reward", "response_id"),
+    *("queries", "topk"),
+]
+WORDS = [
+    *("role", "content", "type", "text", "tool_calls", "tool_call_id", "function", "name", "arguments", "call_id"),
+    *("output", "parameters", "format", "id"),
+]
+PATHS = ["chat/completions", "responses", "episode/reward", "retrieve"]
+
+
+async def opened_client() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession()
 
 
 class Door:
@@ -59,9 +86,18 @@ async def test_a_session_is_its_key_wherever_a_client_puts_it(door: Door) -> Non
         assert reply["choices"][0]["message"]["content"] == "hi" and reply["model"] == "gpt-any"
 
 
+async def test_every_name_is_that_of_the_policy(door: Door) -> None:
+    headers = {"Authorization": f"Bearer {door.session.key}"}
+    for path, wanted in (("models", "policy"), ("models/meta/any-name", "meta/any-name")):
+        async with door.http.get(f"{door.gateway.url}/{path}", headers=headers) as response:
+            answer = await response.json()
+        assert (response.status, answer.get("data", [answer])[0]["id"]) == (200, wanted)
+
+
 async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request_that_waits(door: Door) -> None:
     assert (await door.post("chat/completions", HELLO, Authorization="Bearer nobody"))[0] == 401
     assert (await door.post("episode/reward", {"reward": 1}, Authorization="Bearer nobody"))[0] == 401
+    assert door.session.reward is None
     waiting = asyncio.create_task(door.post("chat/completions", HELLO))
     await door.session.requests.get()
     door.gateway.end(door.session, "the episode has ended")
@@ -69,6 +105,8 @@ async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request
         await waiting,
         await door.post("chat/completions", HELLO),
         await door.post("responses", {"input": "x"}),
+        await door.post("episode/reward", {"reward": 1}),
+        await door.post("retrieve", {"queries": ["x"]}),
     ):
         assert status == 409 and "the episode has ended" in json.loads(text)["error"]["message"]
 
@@ -78,7 +116,9 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         "temperature": 0,
         "top_p": 0.1,
         "seed": 3,
-        "stop": ["x"],
+        "response_format": {"type": "text"},
+        "logprobs": False,
+        "functions": [],
         "logit_bias": {},
         "user": "u",
         "parallel_tool_calls": True,
@@ -104,6 +144,19 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
     ("path", "body", "said"),
     [
         ("chat/completions", {**HELLO, "n": 2}, "`n`"),
+        ("chat/completions", {**HELLO, "response_format": {"type": "json_object"}}, "`response_format`"),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
+        ("responses", {"input": "x", "text": "x"}, "`text`"),
+        ("chat/completions", {**HELLO, "logprobs": True, "top_logprobs": 2}, "`logprobs`"),
+        ("chat/completions", {**HELLO, "functions": [ADD["function"]]}, "`functions`"),
+        ("chat/completions", {**HELLO, "stream": "yes"}, "`stream`"),
+        ("chat/completions", {**HELLO, "stream": True, "stream_options": "usage"}, "`stream_options`"),
+        ("chat/completions", {**HELLO, "model": ["m"]}, "`model`"),
+        ("chat/completions", {**HELLO, "tools": "add"}, "`tools`"),
+        ("chat/completions", {**HELLO, "tools": [{"type": "function", "function": "add"}]}, "`tools`"),
+        ("chat/completions", {**HELLO, "tools": [ADD], "tool_choice": {"type": "function", "function": "add"}}, "`tool_choice`"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "`messages`"),
+        ("responses", {"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "`input`"),
         ("chat/completions", {"messages": []}, "`messages`"),
         ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "role 'wizard'"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
@@ -113,10 +166,16 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         ("chat/completions", {**HELLO, "tools": [{"type": "web_search"}]}, "`tools`"),
         ("responses", {"input": []}, "`input`"),
         ("responses", {"input": "x", "previous_response_id": "resp-1"}, "`previous_response_id`"),
+        ("responses", {"input": "x", "conversation": {"id": "conv_1"}}, "`conversation`"),
         ("responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
+        ("responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference 'msg_1'"),
+        ("responses", {"input": [{"type": "item_reference", "id": ["msg_1"]}]}, "item_reference"),
         ("episode/reward", {"reward": "good"}, "`reward`"),
         ("episode/reward", {"reward": True}, "`reward`"),
         ("episode/reward", {}, "`reward`"),
+        ("episode/reward", {"reward": int("9" * 400)}, "`reward`"),
+        ("episode/reward", {"reward": [1]}, "`reward`"),
+        ("episode/reward", {"reward": 1, "response_id": 3}, "`response_id`"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_answered_is_refused_with_its_name(door: Door, path: str, body: Any, said: str) -> None:
@@ -156,10 +215,138 @@ async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
     assert other["choices"][0]["message"]["content"] == "three"
 
 
+async def test_one_idempotency_key_is_one_call_and_another_key_is_another_call(door: Door) -> None:
+    own = {"Authorization": f"Bearer {door.session.key}"}
+    asking = [
+        asyncio.create_task(door.post("chat/completions", HELLO, **own, **{"Idempotency-Key": key}))
+        for key in ("a", "b", "a")
+    ]
+    pending = [await door.session.requests.get() for _ in range(2)]
+    assert door.session.requests.empty() or len({asked.id for asked, _ in pending}) == 2
+    for number, (_, answer) in enumerate(pending):
+        answer.set_result(Reply(f"reply {number}"))
+    first, other, again = [json.loads((await one)[1])["id"] for one in asking]
+    assert first == again != other
+    assert door.session.requests.empty()
+
+
+async def test_a_call_that_waits_is_known_again_behind_many_others(door: Door) -> None:
+    answers = [door.session.ask(module.Asked([]), f"{number}") for number in range(20)]
+    assert door.session.ask(module.Asked([]), "0", again=True) == answers[0]
+    for _, answer in answers:
+        answer.set_result(Reply("x"))
+    door.session.ask(module.Asked([]), "more")
+    assert len(door.session._answers) == module.REMEMBERED + 1
+
+
+async def test_of_an_ended_session_only_its_key_is_kept_and_of_many_the_last(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLOSED", 2)
+    keys, alive = list[str](), weakref.WeakSet[Session]()
+
+    def play() -> None:
+        session = door.gateway.opened()
+        alive.add(session)
+        keys.append(session.key)
+        door.gateway.end(session, "the episode has ended")
+
+    for _ in range(3):
+        play()
+    assert not alive and list(door.gateway.sessions) == [door.session.key]
+    late = [(await door.post("chat/completions", HELLO, Authorization=f"Bearer {key}"))[0] for key in keys]
+    assert late == [401, 409, 409]
+
+
+async def test_errors_of_http_itself_are_told_in_the_protocols_form(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, own = f"http://{door.gateway.host}:{door.gateway.port}", {"Authorization": f"Bearer {door.session.key}"}
+    async with door.http.get(f"{url}/v1/chat/completions", headers=own) as wrong:
+        assert wrong.status == 405 and "GET /v1/chat/completions" in (await wrong.json())["error"]["message"]
+    status, text = await door.post("nothing", HELLO)
+    assert status == 404 and "/v1/nothing" in json.loads(text)["error"]["message"]
+    status, text = await door.post("chat/completions", {"messages": "x" * module.LARGEST_BODY})
+    assert status == 413 and str(module.LARGEST_BODY) in json.loads(text)["error"]["message"]
+
+
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=12,
+)
+BODIES: Any = st.dictionaries(st.sampled_from(FIELDS), JSON) | st.builds(
+    lambda sane, name, value: {**sane, name: value}, st.sampled_from(SANE), st.sampled_from(FIELDS), JSON
+)
+
+
+def test_no_body_is_answered_with_an_error_of_the_server() -> None:
+    with asyncio.Runner() as runner:
+        gateway = Gateway()
+        runner.run(gateway.start())
+        http = runner.run(opened_client())
+        door = Door(gateway, http)
+
+        async def answering() -> None:
+            while True:
+                _, answer = await door.session.requests.get()
+                answer.set_result(Reply("x"))
+
+        task = runner.get_loop().create_task(answering())
+
+        @settings(max_examples=60, deadline=None, derandomize=True)
+        @given(st.sampled_from(PATHS), BODIES)
+        def ask(path: str, body: Any) -> None:
+            status, text = runner.run(door.post(path, body))
+            assert status in (200, 400, 404, 409), (path, body, status, text)
+            assert status == 200 or "message" in json.loads(text)["error"]
+
+        ask()
+        task.cancel()
+        runner.run(http.close())
+        runner.run(gateway.close())
+
+
 async def test_usage_is_what_was_spent(door: Door) -> None:
     usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 3, 13)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+async def test_items_and_responses_are_known_again_by_their_ids_in_their_own_session_alone(door: Door) -> None:
+    tools = [{"type": "function", "name": "add", "parameters": {}}]
+    asked: list[module.Asked] = []
+
+    async def turn(reply: Reply, **body: Any) -> dict[str, Any]:
+        asking = asyncio.create_task(door.post("responses", {"instructions": "Add.", "tools": tools, **body}))
+        request, answer = await door.session.requests.get()
+        asked.append(request)
+        answer.set_result(reply)
+        return json.loads((await asking)[1])
+
+    user = {"role": "user", "content": "1 + 2"}
+    first = await turn(Reply("I add.", [ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")]), input=[user])
+    said, *calls = first["output"]
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "3"} for call in calls]
+    references = [{"type": "item_reference", "id": said["id"]}, *({"id": call["id"]} for call in calls)]
+    second = await turn(Reply("3"), input=[user, *first["output"], *results])
+    await turn(Reply("3"), input=[user, *references, *results])
+    await turn(Reply("3"), input=results, previous_response_id=first["id"])
+    assert asked[1].messages == asked[2].messages == asked[3].messages
+    assert len(asked[1].messages) == 5
+    await turn(Reply("ok"), input="More.", previous_response_id=second["id"])
+    assert [m["role"] for m in asked[4].messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "user",
+    ]
+    door.session = door.gateway.opened()
+    for body in ({"input": references}, {"input": "x", "previous_response_id": first["id"]}):
+        assert (await door.post("responses", body))[0] == 400
 
 
 async def lasting() -> Ended:
@@ -175,8 +362,9 @@ async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_an
 
     async def turn(text: str) -> str:
         asking = asyncio.create_task(door.post("chat/completions", HELLO))
-        await episode.next()
-        episode.answer(Reply(text))
+        asked = await episode.next()
+        assert isinstance(asked, module.Asked)
+        episode.answer(asked, Reply(text))
         return json.loads((await asking)[1])["id"]
 
     first = await turn("one")
@@ -194,7 +382,7 @@ async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_an
 def test_ids_repeat_in_a_session_that_repeats_what_was_asked() -> None:
     async def names() -> list[str]:
         session = Session("key")
-        return [session.ask(module.Asked([]), digest, False)[0] for digest in ("a", "b", "a")]
+        return [session.ask(module.Asked([]), digest)[0] for digest in ("a", "b", "a")]
 
     one, other = asyncio.run(names()), asyncio.run(names())
     assert one == other and len(set(one)) == 3

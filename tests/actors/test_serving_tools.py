@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.serving.tools import conversation
+from actors.serving import tools
 from tests.actors import test_openai_server
 from tests.actors.test_openai_server import SETTINGS, Client, serving
 
@@ -165,8 +165,6 @@ async def test_responses_answer_in_their_own_words(client: Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required", "regex": "a"}, "constraint"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
@@ -180,6 +178,138 @@ async def test_what_cannot_be_done_is_refused_by_name(client: Client, fields: di
     assert word in answer["error"]["message"]
 
 
+async def test_several_replies_and_their_log_probabilities_come_beside_tools(client: Client) -> None:
+    asked = {**ASKED, "max_tokens": 12, "n": 3, "logprobs": True, "top_logprobs": 2, "seed": 5}
+    answer = await client.chat(**asked)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    counted = [len(choice["logprobs"]["content"]) for choice in answer["choices"]]
+    assert sum(counted) == answer["usage"]["completion_tokens"]
+    for choice in answer["choices"]:
+        assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
+    chunks = [choice for chunk in await client.stream("chat/completions", asked) for choice in chunk["choices"]]
+    for choice in answer["choices"]:
+        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert "".join(chunk["delta"].get("content", "") for chunk in own) == choice["message"]["content"]
+        tokens = [e["token"] for chunk in own if chunk["logprobs"] for e in chunk["logprobs"]["content"]]
+        assert tokens == [entry["token"] for entry in choice["logprobs"]["content"]]
+    called = (await client.chat(**ASKED, n=2, tool_choice="required"))["choices"]
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in called}) == 2
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+async def test_of_allowed_tools_one_is_called_and_all_stay_in_the_prompt(client: Client, path: str) -> None:
+    named = {"mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    if path == "responses":
+        flat = [{"type": "function", **tool["function"]} for tool in (LOOK, ADD)]
+        body = {"input": "1 + 3", "tools": flat, "tool_choice": {"type": "allowed_tools", **named}}
+        answer = (await client.post(path, body))[1]
+        called, prompt = answer["output"][0]["name"], answer["usage"]["input_tokens"]
+        whole = (await client.post(path, body | {"tool_choice": "none", "max_output_tokens": 1}))[1]["usage"][
+            "input_tokens"
+        ]
+    else:
+        body = ASKED | {"tools": [LOOK, ADD], "tool_choice": {"type": "allowed_tools", "allowed_tools": named}}
+        answer = await client.chat(**body)
+        called, prompt = (
+            answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"],
+            answer["usage"]["prompt_tokens"],
+        )
+        whole = (await client.chat(**body | {"tool_choice": "none", "max_tokens": 1}))["usage"]["prompt_tokens"]
+    assert (called, prompt) == ("add", whole)
+
+
+@pytest.mark.parametrize("tools", [[], [ADD]])
+async def test_what_nobody_knows_changes_nothing_wherever_it_stands(client: Client, tools: list[Any]) -> None:
+    """As clients write it: extensions of their own, and a reply's ``model_dump()`` in the history."""
+    fields = {"tools": tools, "max_tokens": 4, "seed": 1}
+    reply = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    more: dict[str, Any] = {
+        "reasoning_effort": "high",
+        "provider_specific_fields": {"a": 1},
+        "verbosity": "low",
+        "extra": 1,
+    }
+    plain = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "so"},
+    ]
+    parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+    told = [
+        {"role": "user", "content": parts, "provider_specific_fields": {}},
+        reply,
+        {"role": "user", "content": "so", "id": 3},
+    ]
+    wanted = await client.chat(messages=plain, **fields)
+    answer = await client.chat(messages=told, **fields, **more)
+    assert (
+        answer["choices"] == wanted["choices"] and answer["usage"]["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
+    )
+
+
+async def test_the_messages_dialect_is_served_with_calls_and_counts(client: Client) -> None:
+    tool = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+    body = {
+        "max_tokens": 400,
+        "messages": [{"role": "user", "content": "1 + 3"}],
+        "tools": [tool],
+        "tool_choice": {"type": "any"},
+    }
+    status, message = await client.post("messages", body)
+    (call,) = message["content"]
+    assert (status, message["stop_reason"], call["name"]) == (200, "tool_use", "add")
+    assert call["input"]["b"] == 3
+    counted = (await client.post("messages/count_tokens", body))[1]["input_tokens"]
+    assert counted == message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "4"}
+    history = [*body["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    _, message = await client.post(
+        "messages",
+        body | {"messages": history, "tool_choice": {"type": "none"}, "max_tokens": 4, "stop_sequences": ["~~"]},
+    )
+    assert message["content"][0]["type"] == "text" and message["usage"]["output_tokens"] <= 4
+    status, answer = await client.post("messages", body | {"model": "claude"})
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_a_stop_sequence_is_told_in_the_messages_dialect(client: Client) -> None:
+    body = {
+        "max_tokens": 20,
+        "messages": [{"role": "user", "content": "hi"}],
+        "stop_sequences": ["b", "c"],
+        "regex": "aaabc",
+    }
+    _, message = await client.post("messages", body)
+    assert (message["content"][0]["text"], message["stop_reason"], message["stop_sequence"]) == (
+        "aaa",
+        "stop_sequence",
+        "b",
+    )
+
+
+async def test_responses_are_known_again_by_their_ids(client: Client) -> None:
+    limit = {"max_output_tokens": 4, "seed": 1}
+    _, first = await client.post("responses", {"input": "hi", **limit})
+    whole = [{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "so"}]
+    wanted = (await client.post("responses", {"input": whole, **limit}))[1]["usage"]["input_tokens"]
+    references = [
+        {"role": "user", "content": "hi"},
+        {"type": "item_reference", "id": first["output"][0]["id"]},
+        whole[-1],
+    ]
+    for body in ({"input": references}, {"input": "so", "previous_response_id": first["id"]}):
+        status, answer = await client.post("responses", {**body, **limit})
+        assert (status, answer["usage"]["input_tokens"]) == (200, wanted)
+
+
 async def test_a_form_that_is_no_object_is_refused_by_name(client: Client) -> None:
     for text in ("plain", {"format": "json"}):
         status, answer = await client.post("responses", {"input": "hi", "text": text})
@@ -188,4 +318,4 @@ async def test_a_form_that_is_no_object_is_refused_by_name(client: Client) -> No
 
 
 def test_a_chat_without_tools_is_none_of_this() -> None:
-    assert conversation(json.dumps({"messages": ASKED["messages"], "tools": []}).encode(), "m") is None
+    assert tools.chat({"messages": ASKED["messages"], "tools": []}, "m").plain

@@ -17,8 +17,11 @@ from actors.environments import registry
 from actors.environments.base import Task
 from actors.environments.sotopia import conversation
 from actors.environments.webshop.replies import read_reply
-from actors.serving.protocol import Chat, Completion, Refused
+from actors.serving import tools as dialects
+from actors.serving.asked import body_of
+from actors.serving.protocol import Completion, Refused
 from actors.serving.protocol import read as read_body
+from actors.serving.remembered import Remembered
 from judges import sotopia
 from judges.exact_match import exact_match, extract_answer, f1
 from judges.pprm import parse_final_score
@@ -99,10 +102,15 @@ def rank_batch(data: bytes) -> None:
 
 
 def http_chat(data: bytes) -> None:
-    for kind in (Chat, Completion):
+    readers: list[Callable[[dict[str, Any]], Any]] = [
+        lambda body: read_body(body, Completion),
+        lambda body: dialects.chat(body, "m").sampled,
+        lambda body: dialects.responses(body, "m", Remembered()).sampled,
+        lambda body: dialects.messages(body, "m").sampled,
+    ]
+    for reader in readers:
         with contextlib.suppress(Refused):
-            asked = read_body(data, kind)  # pyright: ignore[reportArgumentType]
-            asked.sampling(64)
+            reader(body_of(data)).sampling(64)
 
 
 def http_answer(data: bytes) -> None:
@@ -196,6 +204,10 @@ def seeds(target: str) -> list[bytes]:
             b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":4,"stop":["a"],"logprobs":true,"top_logprobs":2}',
             b'{"prompt":["a","b"],"max_tokens":3,"n":2,"temperature":0.5,"logprobs":1,"stream":true}',
             b'{"messages":[],"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"object"}}}}',
+            b'{"input":[{"id":"msg_1"},{"type":"function_call","call_id":"c","name":"f","arguments":"{}"}],"previous_response_id":"r","tools":[{"name":"f"}]}',
+            b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"t","name":"f","input":{"a":1}}]},{"role":"user","content":['
+            b'{"type":"tool_result","tool_use_id":"t","content":[{"type":"text","text":"x"}],"is_error":true}]}],"tools":[{"name":"f","input_schema":{}}],'
+            b'"system":[{"type":"text","text":"s"}],"tool_choice":{"type":"tool","name":"f"},"output_config":{"format":{"type":"json_schema","schema":{}}}}',
         ],
         "http_answer": [b'{"choices":[{"message":{"content":"x"}}]}', b"Wed, 21 Oct 2015 07:28:00 GMT", b"120"],
         "judge_replies": [

@@ -50,7 +50,8 @@ def is_one_path(tree: Tree, trajectory: int = 0) -> bool:
 FAITHFUL = {
     "chat": "openai", "chat_streamed": "openai", "responses": "openai", "responses_streamed": "openai",
     "agents_responses": "agents", "agents_streamed": "agents", "agents_chat": "agents", "agents_chat_streamed": "agents",
-    "pydantic_tool": "pydantic_ai", "langgraph": "langchain_openai",
+    "pydantic_tool": "pydantic_ai", "langgraph": "langchain_openai", "messages": "urllib", "messages_streamed": "urllib",
+    "references": "urllib", "previous_response": "urllib",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from actors.environments.agents import environment
 from actors.environments.base import Task
 from scheduler.context import Context
 from scheduler.strategies import chain, full, mc_value
@@ -157,8 +158,9 @@ def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(
 
 
 async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_stays(
-    stage: Callable[..., Stage],
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
     s = stage(lambda prompt, i: "r", "changing")
     ctx = context(s)
     await ctx.plant()
@@ -174,7 +176,10 @@ async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_s
     assert await ctx.step(action) is None, "a resumed tree does not try again"
 
 
-async def test_values_without_a_single_continuation_are_a_fault_of_the_task(stage: Callable[..., Stage]) -> None:
+async def test_values_without_a_single_continuation_are_a_fault_of_the_task(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
     s = stage(lambda prompt, i: "r", "changing")
     with pytest.raises(DataFault, match="no continuation of an action has an outcome"):
         await s.grow(mc_value, continuations=3)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from actors.environments.agents import environment
 from scheduler.context import Context
 from scheduler.strategies import chain, full, slate
 from tests.agent_stage import Stage, adds
@@ -169,7 +170,10 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
     assert again.policy.prompts[0].startswith(expected)
 
 
-async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(stage: Callable[..., Stage]) -> None:
+async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
     s = stage(lambda prompt, i: "r", "random_one")
     context = Context(s.shop, s.task, s.tree, random.Random(1))
     first = await s.environment.open(s.environment.initial(s.task), context)

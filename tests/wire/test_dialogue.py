@@ -51,6 +51,23 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("sampled", "sent", "equal"),
+    [
+        ('{"a": 1.0}', '{"a":1}', True),
+        ('{"a": [2, -0.0, 1e3]}', {"a": [2.0, 0, 1000]}, True),
+        ('{"a": 12345678901234567890}', '{"a":12345678901234567000}', True),  # what JavaScript makes of it
+        ('{"a": 1}', '{"a":"1"}', False),
+        ('{"a": 1}', '{"a":true}', False),
+        ('{"a": 1}', '{"a":1.5}', False),
+        ('{"a": 1e400}', '{"a":1e401}', False),
+    ],
+)
+def test_equal_numbers_are_equal_arguments(sampled: str, sent: Any, equal: bool) -> None:
+    one, other = ([{"role": "assistant", "content": "", "tool_calls": [call("f", a, "c")]}] for a in (sampled, sent))
+    assert (histories(one) == histories(other)) == equal
+
+
 def test_a_history_is_known_again_however_a_client_has_written_it() -> None:
     written_again: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], "name": "s"},

@@ -87,11 +87,18 @@ def test_what_is_read_is_what_was_written(family: str, text: str, arguments: dic
         "llama3": f"<|python_tag|>{written}",
         "mistral": f"[TOOL_CALLS][{written}]",
     }
-    assume(THOUGHT not in text)
+    assume(THOUGHT not in text + calls[family])
     parsed = parse(text + calls[family], family, ["look"])
     assume(kind.mark not in text + calls[family][: len(kind.mark) - 1])
     assert (parsed.text, parsed.problem) == (text.rstrip(), "")
     assert [json.loads(call.arguments) for call in parsed.calls] == [arguments]
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", r'"\ud800"', r'{"\udfff": 1}'])
+def test_arguments_that_no_client_can_read_are_an_invalid_call(value: str) -> None:
+    text = f'<tool_call>{{"name": "look", "arguments": {{"a": {value}}}}}</tool_call>'
+    parsed = parse(text, "hermes", ["look"])
+    assert parsed.calls == [] and parsed.problem and parsed.text == text
 
 
 def test_the_family_is_that_of_the_template() -> None:

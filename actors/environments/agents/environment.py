@@ -9,9 +9,10 @@ sampled reply is rendered; a request that continues none (another agent inside, 
 """
 
 import asyncio
+import contextlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -35,7 +36,9 @@ OVER = "The budget of this episode is used up."
 SHOWN = 300
 """Characters of a message of the agent that a judge's context shows."""
 MOST_OVER = 16
-"""Calls beyond the budget after which an agent is ended."""
+"""Calls beyond the budget, one after the other, after which an agent is ended."""
+PATIENCE_S = 5.0
+"""Seconds for which a replay waits for a recorded request while another one waits: parallel calls come in any order."""
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +69,8 @@ class Standing(msgspec.Struct, frozen=True):
 
 class Agent(Environment):
     """run: "module:function", called with the task (id, question, golds, seed) in a process of its own, or a command line, which finds them as JSON in
-    its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY. horizon: calls of an episode. outcome_judge: the
+    its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY, and at
+    ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY. horizon: calls of an episode. outcome_judge: the
     judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
     retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
     composite of its columns think, query and answer. step_rewards: whether the agent posts a reward of every reply there, with its response_id and
@@ -152,11 +156,11 @@ class Agent(Environment):
         record = (*state.record, Exchange(state.asked, _digest(asked, reply), reply.spent))
         episode.session.check = partial(_check, tools, state, record)
         try:
-            episode.answer(reply)
+            episode.answer(asked, reply)
             event = await episode.next()
             reward = episode.session.step_reward
             if isinstance(event, Asked) and len(record) >= self.horizon:
-                event = await _told_that_it_is_over(episode, event)
+                event = await _told_that_it_is_over(episode)
         except BaseException:
             self._end(episode)
             raise
@@ -165,10 +169,24 @@ class Agent(Environment):
             if event.fault and episode.session.refused:
                 raise TurnedAway(f"the agent ended ({event.fault}){_refused(episode)}: {event.last}")
             return msgspec.structs.replace(self._ended(state, record, event), reward=reward)
-        place, tail = _continued(record, event)
-        after = _standing(state, record, event, whole=place is None)
-        self._keep(after, episode, event)
-        return Transition(after, "", False, reward=reward, messages=tail, after=place)
+        transition = _asking(state, record, event)
+        self._keep(transition.state, episode, event)
+        return msgspec.structs.replace(transition, reward=reward)
+
+    async def beside(self, state: Standing) -> AsyncIterator[tuple[str, Transition]]:
+        """Yield the other calls of the agent that waits in ``state``, those that wait already and those that come, as long as the budget has room."""
+        found = next(((episode, asked) for waits, episode, asked in self._waiting if waits == state), None)
+        if found is None:
+            return
+        episode, seen = found[0], {found[1].id}
+        while len(seen) < self.horizon - len(state.record):
+            new = [asked for asked in episode.asked() if asked.id not in seen]
+            for asked in new[: self.horizon - len(state.record) - len(seen)]:
+                seen.add(asked.id)
+                yield asked.id, _asking(state, state.record, asked)
+            if episode.over:
+                return
+            await episode.news()
 
     def outgrown(self, state: Standing) -> Transition:
         """Return the end of an episode whose conversation has no room: a failure."""
@@ -216,37 +234,46 @@ class Agent(Environment):
         place = next((i for i, (waits, _, _) in enumerate(self._waiting) if waits == state), None)
         if place is not None:
             return self._waiting.pop(place)[1:]
-        episode, asked = await self._begun(state, tools)
+        episode, _ = await self._begun(state, tools)
         try:
-            return episode, await self._brought(state, tools, episode, asked)
+            return episode, await self._brought(state, tools, episode)
         except BaseException:
             self._end(episode)
             raise
 
-    async def _brought(self, state: Standing, tools: Tools, episode: Episode, asked: Asked) -> Asked:
-        """Give a new agent the recorded replies, and return its request in ``state``. Raises Diverged."""
+    async def _brought(self, state: Standing, tools: Tools, episode: Episode) -> Asked:
+        """Give a new agent the recorded replies, in whatever order it asks for them, and return its request in ``state``. Raises Diverged."""
         left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
-        while left:
-            digest = histories(asked.messages, asked.tools)[-1]
-            known = next((pair for pair in left if pair[0].asked == digest), None)
-            if known is None:
-                raise Diverged(
-                    f"the agent asks something else after {len(state.record) - len(left)} of {len(state.record)} replies of a replay"
-                )
-            left.remove(known)
-            self.replayed += 1
-            episode.answer(self._reply(known[1], asked.offered, known[0].spent))
-            event = await episode.next()
-            if isinstance(event, Ended):
-                raise Diverged(
-                    f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
-                )
-            asked = event
-        if state.asked and histories(asked.messages, asked.tools)[-1] != state.asked:
+        while True:
+            waiting = [(histories(asked.messages, asked.tools)[-1], asked) for asked in episode.asked()]
+            known = next(((asked, pair) for digest, asked in waiting for pair in left if pair[0].asked == digest), None)
+            if known is not None:
+                asked, (exchange, text) = known
+                left.remove((exchange, text))
+                self.replayed += 1
+                episode.answer(asked, self._reply(text, asked.offered, exchange.spent))
+                continue
+            here = next((asked for digest, asked in waiting if state.asked in ("", digest)), None)
+            if here is not None and not left:
+                return here
+            await self._patience(episode, bool(waiting), len(left), len(state.record))
+
+    async def _patience(self, episode: Episode, waits: bool, left: int, of: int) -> None:
+        """Wait until a replay gets another request. waits: whether one waits that is not recorded. left: of ``of`` replies. Raises Diverged."""
+        if waits:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE_S):
+                    await episode.news()
+                if not episode.over:
+                    return
+            where = f"after {of - left} of {of} replies of a replay" if left else "at the end of a replay"
             raise Diverged(
-                "the agent asks something else at the end of a replay: expected one that asks the same when it is told the same"
+                f"the agent asks something else {where}: expected one that asks the same when it is told the same"
             )
-        return asked
+        if isinstance(event := await episode.next(), Ended):
+            raise Diverged(
+                f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
+            )
 
     def _reply(self, text: str, offered: Sequence[str], spent: Spent) -> Reply:
         parsed = parse(text, self.family, offered)
@@ -258,6 +285,7 @@ class Agent(Environment):
         await asyncio.shield(self._started)
         episode = Episode(self.gateway, self.nursery, state.task, self.limits)
         episode.session.check = partial(_check, tools, state, state.record)
+        episode.session.count = lambda asked: tools.count(asked.messages, asked.tools)
         if self.searches:
             episode.session.retrieve = tools.retrieve
         try:
@@ -334,6 +362,12 @@ def _standing(before: Standing, record: tuple[Exchange, ...], asked: Asked, whol
     return Standing(before.task, record, histories(asked.messages, asked.tools)[-1], *limits, *request)
 
 
+def _asking(before: Standing, record: tuple[Exchange, ...], asked: Asked) -> Transition:
+    """What a request is after the replies of ``record``: the continuation of one of them, or a branch."""
+    place, tail = _continued(record, asked)
+    return Transition(_standing(before, record, asked, place is None), "", False, messages=tail, after=place)
+
+
 def _digest(asked: Asked, reply: Reply) -> str:
     """The digest of a conversation with its reply, as an agent will send it back."""
     calls = [
@@ -354,10 +388,11 @@ def _continued(record: tuple[Exchange, ...], asked: Asked) -> tuple[int | None, 
     return None, []
 
 
-async def _told_that_it_is_over(episode: Episode, event: Asked | Ended) -> Ended:
-    """Answer all further calls that the budget is used up, until the agent ends."""
+async def _told_that_it_is_over(episode: Episode) -> Ended:
+    """Answer all further calls that the budget is used up, those that wait at the same time at once, until the agent ends."""
     for _ in range(MOST_OVER):
-        episode.answer(Reply(OVER))
+        for asked in episode.asked():
+            episode.answer(asked, Reply(OVER))
         event = await episode.next()
         if isinstance(event, Ended):
             return event

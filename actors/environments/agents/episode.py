@@ -41,18 +41,18 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Episode:
-    """A process and its session, from ``start`` to ``close``. Requests come one at a time: ``next``, then ``answer``."""
+    """A process and its session, from ``start`` to ``close``. Several requests may wait at the same time; each is answered once."""
 
     def __init__(self, gateway: Gateway, nursery: Nursery, task: dict[str, Any], limits: Limits):
         self.gateway, self.nursery, self.task, self.limits = gateway, nursery, task, limits
         self.session: Session = gateway.opened()
-        self._asked = ""
-        self._answer: asyncio.Future[Reply] | None = None
+        self._waiting: dict[str, tuple[Asked, asyncio.Future[Reply]]] = {}
         self._process: Running | None = None
         self._ended: asyncio.Task[Ended] | None = None
         self._said = bytearray()
         self._limit: asyncio.Timeout = asyncio.timeout(None)
-        self._left, self._since = limits.seconds, 0.0
+        self._left = limits.seconds
+        self._since: float | None = None
 
     async def start(self) -> None:
         """Start the process. Raises OSError if it cannot be started."""
@@ -60,6 +60,8 @@ class Episode:
         known = {
             "OPENAI_BASE_URL": self.gateway.url,
             "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.gateway.url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
             "COPPICE_SESSION": key,
             "COPPICE_TASK": json.dumps(self.task),
         }
@@ -67,30 +69,49 @@ class Episode:
         self._process = await self.nursery.start(self.task, {**_environment(), **known}, memory)
         self._ended = asyncio.create_task(self._run())
 
-    async def next(self) -> Asked | Ended:
-        """Return the next request, or the end of the episode. Raises InfrastructureFault if its process is lost."""
-        assert self._ended is not None
-        request = asyncio.create_task(self.session.requests.get())
-        try:
-            await asyncio.wait([request, self._ended], return_when=asyncio.FIRST_COMPLETED)
-            if request.done():
-                asked, self._answer = request.result()
-                self._left -= asyncio.get_running_loop().time() - self._since
-                self._hold(None)
-                self._asked, self.session.open = asked.id, ""
-                return asked
-            return self._ended.result()
-        finally:
-            request.cancel()
+    def asked(self) -> list[Asked]:
+        """Return the requests that wait for their answers, in the order in which they came. While there are any, the agent's time stands still."""
+        while not self.session.requests.empty():
+            asked, answer = self.session.requests.get_nowait()
+            self._waiting[asked.id] = asked, answer
+        if self._waiting and self._since is not None:
+            self._left -= asyncio.get_running_loop().time() - self._since
+            self._since = None
+            self._hold(None)
+        return [asked for asked, _ in self._waiting.values()]
 
-    def answer(self, reply: Reply) -> None:
-        """Answer the request that ``next`` returned. An agent that has gone away has no use for it."""
-        self.session.open, self.session.step_reward = self._asked, None
+    @property
+    def over(self) -> bool:
+        """Whether the process has ended."""
+        return self._ended is None or self._ended.done()
+
+    async def news(self) -> None:
+        """Wait until another request comes or the process ends."""
+        assert self._ended is not None
+        coming = asyncio.create_task(self.session.news.wait())
+        try:
+            await asyncio.wait([coming, self._ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            coming.cancel()
+
+    async def next(self) -> Asked | Ended:
+        """Return the oldest request that waits, or the end of the episode. Raises InfrastructureFault if its process is lost."""
+        assert self._ended is not None
+        while not (waiting := self.asked()):
+            if self._ended.done():
+                return self._ended.result()
+            await self.news()
+        self.session.open = ""
+        return waiting[0]
+
+    def answer(self, asked: Asked, reply: Reply) -> None:
+        """Answer a request that waits. An agent that has gone away has no use for it."""
+        self.session.open, self.session.step_reward = asked.id, None
         self._since = asyncio.get_running_loop().time()
         self._hold(self._since + max(self._left, 0.0))
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(reply)
-        self._answer = None
+        _, answer = self._waiting.pop(asked.id)
+        if not answer.done():
+            answer.set_result(reply)
 
     async def close(self) -> None:
         """Kill the process, with all that it has started, and close the session."""

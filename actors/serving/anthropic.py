@@ -1,0 +1,231 @@
+"""The Messages dialect of Anthropic's clients, /v1/messages: its bodies as those of chat
+completions, and replies and errors in its words.
+
+Blocks of earlier thoughts are left out of a history, as the reasoning of the other dialects is:
+where a reply was sampled here, its tokens stand with their thoughts in the tree. Images and
+documents are refused, as they are in the other dialects.
+"""
+
+import json
+import re
+from typing import Any
+
+from actors.serving.protocol import Refused
+from actors.serving.replies import Form, Reply, sse
+from wire.dialogue import text_of
+
+_TRANSLATED = (
+    "messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format", "stop",
+    "response_format", "n", "logprobs", "top_logprobs", "functions",
+)  # fmt: skip
+"""Fields that are written anew, and those of chat completions that this dialect does not have."""
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""What Claude Code writes before its system prompt for its provider. It differs in every
+request, so no request would continue another."""
+_UNTHREADED = "thread_unsupported_request"
+"""The reason after which Anthropic's clients send the whole conversation instead of the id of a
+message."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
+    """Return the body of chat completions that asks the same. counted: only its tokens are asked
+    for. Raises Refused, which names the field."""
+    listed = body.get("messages")
+    if not isinstance(listed, list) or not listed:
+        raise Refused("`messages`: expected a list of at least one message")
+    messages = [message for each in listed for message in _messages(each)]
+    if messages[-1]["role"] == "assistant" and not counted:
+        raise Refused(
+            "`messages`: the last one is the assistant's: a begun reply cannot be continued; expected a user's"
+        )
+    if body.get("mcp_servers"):
+        raise Refused("`mcp_servers`: tools of the provider are not there: expected none")
+    if body.get("thread"):
+        raise Refused("`thread`: no conversation is held here: send the whole one without it", code=_UNTHREADED)
+    fields = {
+        "messages": [*_system(body.get("system")), *messages],
+        "tools": [_tool(tool) for tool in _list(body, "tools")],
+        "tool_choice": _choice(body.get("tool_choice")),
+        "stop": body.get("stop_sequences") or None,
+        "response_format": _format(body),
+    }
+    rest = {key: value for key, value in body.items() if key not in _TRANSLATED}
+    return rest | {key: value for key, value in fields.items() if value is not None}
+
+
+def _list(body: dict[str, Any], name: str) -> list[Any]:
+    value = body.get(name) or []
+    if not isinstance(value, list):
+        raise Refused(f"`{name}`: {str(value)[:80]}: expected a list")
+    return value
+
+
+def _system(system: Any) -> list[dict[str, Any]]:
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
+    try:
+        text = "".join(_BILLING.sub("", text_of([block])) for block in blocks)
+    except (TypeError, ValueError):
+        raise Refused(f"`system`: {str(system)[:80]}: expected a text or a list of text blocks") from None
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _messages(message: Any) -> list[dict[str, Any]]:
+    """Return a message as chat completions have it. Each result of a tool is a message of its
+    own there."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("system", "user", "assistant"):
+        raise Refused(f"`messages`: {str(message)[:80]}: expected an object with the role user or assistant")
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise Refused(f"`messages`: `content`: {str(content)[:80]}: expected a text or a list of blocks")
+    results, texts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(block)
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(_call(block))
+        elif kind == "tool_result" and role == "user":
+            results += [{"role": role, "content": texts}] if texts else []
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block)})
+            texts = []
+        elif kind not in ("thinking", "redacted_thinking"):
+            raise Refused(
+                f"`messages`: `content`: a block of type {kind!r} from the {role}: expected text, a user's tool_result, or an"
+                " assistant's tool_use or thinking"
+            )
+    said = {"role": role, "content": texts, **({"tool_calls": calls} if calls else {})}
+    return [*results, said] if texts or not results else results
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise Refused(f"`messages`: {str(block)[:80]}: expected a tool_use with a `name` and an object as `input`")
+    written = json.dumps(arguments, ensure_ascii=False)
+    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": written}}
+
+
+def _result(block: dict[str, Any]) -> str:
+    try:
+        text = text_of(block.get("content"))
+    except ValueError:
+        raise Refused(
+            f"`messages`: {str(block)[:80]}: expected a tool_result whose `content` is a text or a list of text blocks"
+        ) from None
+    return f"Error: {text}" if block.get("is_error") else text
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else ""
+    if kind not in (None, "custom") or not isinstance(tool.get("input_schema"), dict):
+        raise Refused(f"`tools`: {str(tool)[:80]}: expected an `input_schema`; tools of the provider are not there")
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> Any:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice is not None and kind not in _CHOICES:
+        raise Refused(f"`tool_choice`: {str(choice)[:80]}: expected the type auto, any, none, or tool with a `name`")
+    return _CHOICES.get(kind or "auto")
+
+
+def _format(body: dict[str, Any]) -> dict[str, Any] | None:
+    config = body.get("output_config")
+    wanted = body.get("output_format") or (config.get("format") if isinstance(config, dict) else None)
+    if not wanted:
+        return None
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        raise Refused(f"`output_config`: `format`: {str(wanted)[:80]}: expected the type json_schema with a `schema`")
+    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+
+
+class MessagesForm(Form):
+    """thinks: whether the client asks for the thought, as a block before the text."""
+
+    def __init__(self, body: dict[str, Any], model: str):
+        super().__init__(str(body.get("model") or model))
+        thinking = body.get("thinking")
+        self.id = "msg-"
+        self.thinks = isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive")
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        return self._message(self._content(reply), _usage(reply)) | self._end(reply)
+
+    def events(self, reply: Reply, usage: bool) -> list[bytes]:
+        start = self._message([], {**_usage(reply), "output_tokens": 0})
+        events: list[dict[str, Any]] = [{"type": "message_start", "message": start}, {"type": "ping"}]
+        for index, block in enumerate(self._content(reply)):
+            deltas, emptied = _deltas(block)
+            events.append({"type": "content_block_start", "index": index, "content_block": {**block, **emptied}})
+            events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+            events.append({"type": "content_block_stop", "index": index})
+        events.append({"type": "message_delta", "delta": self._end(reply), "usage": _usage(reply)})
+        events.append({"type": "message_stop"})
+        return [sse(event, event["type"]) for event in events]
+
+    def refusal(self, refused: Refused) -> bytes:
+        return sse(_error(refused), "error")
+
+    def call_id(self, place: int | str) -> str:
+        return f"toolu_{self.id.rpartition('-')[2]}_{place}"
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return head | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _content(self, reply: Reply) -> list[dict[str, Any]]:
+        blocks: list[dict[str, Any]] = []
+        if reply.think and self.thinks:
+            blocks.append({"type": "thinking", "thinking": reply.think, "signature": ""})
+        if reply.text or not reply.calls:
+            blocks.append({"type": "text", "text": reply.text})
+        for place, call in enumerate(reply.calls):
+            arguments = json.loads(call.arguments, parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+            blocks.append({"type": "tool_use", "id": self.call_id(place), "name": call.name, "input": arguments})
+        return blocks
+
+    def _end(self, reply: Reply) -> dict[str, Any]:
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reply.finish)
+        return {
+            "stop_reason": reason or ("stop_sequence" if reply.stop else "end_turn"),
+            "stop_sequence": None if reason else reply.stop or None,
+        }
+
+
+def _deltas(block: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the deltas of a block, and the fields in which it begins empty."""
+    if block["type"] == "tool_use":
+        return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}], {"input": {}}
+    if block["type"] == "text":
+        return [{"type": "text_delta", "text": block["text"]}], {"text": ""}
+    deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}, {"type": "signature_delta", "signature": ""}]
+    return deltas, {"thinking": ""}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    spent = reply.spent
+    return {
+        "input_tokens": spent.prompt - spent.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": spent.cached,
+        "output_tokens": spent.sampled,
+    }
+
+
+def refusal(path: str, refused: Refused) -> dict[str, Any]:
+    """Return the body of a refusal in the dialect of a request's path."""
+    return _error(refused) if "/v1/messages" in path else refused.body()
+
+
+def _error(refused: Refused) -> dict[str, Any]:
+    kind = _ERRORS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+    details = {"error_code": _UNTHREADED, "unsupported": ["thread"]}
+    more = {"details": details} if refused.code == _UNTHREADED else {}
+    return {"type": "error", "error": {"type": kind, "message": str(refused), **more}}

@@ -1,0 +1,202 @@
+"""The Messages dialect at the gateway, over HTTP: a conversation in it asks what the same chat asks, and replies, streams and errors are in its words."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from actors.environments.base import Spent
+from actors.serving import anthropic
+from actors.serving.asked import Asked, chat_of
+from actors.serving.replies import Reply
+from tests.actors.test_agent_gateway import Door, door  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from wire.dialogue import histories
+from wire.tool_calls import ToolCall
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+HELLO: dict[str, Any] = {"model": "claude-any", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
+HISTORY = [
+    {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "2"}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "I add."}, {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_use", "id": "toolu_2", "name": "add", "input": {}},
+    ]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]},
+        {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no `a`", "is_error": True},
+        {"type": "text", "text": "Go on."},
+    ]},
+]  # fmt: skip
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+SAME_CHAT = [
+    {"role": "system", "content": "Be brief. Add."},
+    {"role": "user", "content": "1 + 2"},
+    {"role": "assistant", "content": "I add.", "tool_calls": [CALL, {"id": "c2", "function": {"name": "add", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    {"role": "tool", "tool_call_id": "c2", "content": "Error: no `a`"},
+    {"role": "user", "content": "Go on."},
+]  # fmt: skip
+
+
+def asked_by(**body: Any) -> Asked:
+    return chat_of(anthropic.chat_body({**HELLO, **body}))
+
+
+async def replied(door: Door, reply: Reply, body: dict[str, Any], **headers: str) -> str:  # noqa: F811
+    """What the client gets."""
+    asking = asyncio.create_task(door.post("messages", body, **headers))
+    _, answer = await door.session.requests.get()
+    answer.set_result(reply)
+    status, text = await asking
+    assert status == 200
+    return text
+
+
+def test_a_conversation_in_blocks_is_the_same_history_as_the_chat_that_says_the_same() -> None:
+    chat = chat_of({
+        "messages": SAME_CHAT, "max_tokens": 9,
+        "tools": [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}],
+    })  # fmt: skip
+    system = [{"type": "text", "text": "Be brief. "}, {"type": "text", "text": "Add.", "cache_control": {"type": "x"}}]
+    for given in (system, "Be brief. Add."):
+        asked = asked_by(messages=HISTORY, tools=[TOOL], system=given)
+        assert histories(asked.messages, asked.tools) == histories(chat.messages, chat.tools)
+        assert (asked.tools, asked.choice, asked.most) == (chat.tools, "auto", 9)
+
+
+def test_the_line_that_claude_code_changes_in_every_request_is_no_part_of_the_prompt() -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1.100; cch={};"
+    plain = asked_by(system="You add.").messages
+    for number in (1, 2):
+        billed = line.format(number)
+        for system in (f"{billed}\nYou add.", [{"type": "text", "text": billed}, {"type": "text", "text": "You add."}]):
+            assert asked_by(system=system).messages == plain
+
+
+@pytest.mark.parametrize(
+    ("choice", "offered", "must_call"),
+    [
+        ({"type": "auto", "disable_parallel_tool_use": True}, ["add"], False),
+        ({"type": "any"}, ["add"], True),
+        ({"type": "tool", "name": "add"}, ["add"], True),
+        ({"type": "none"}, [], False),
+    ],
+)
+def test_a_choice_of_tools_means_what_it_means_there(choice: Any, offered: list[str], must_call: bool) -> None:
+    asked = asked_by(tools=[TOOL], tool_choice=choice)
+    assert (asked.offered, asked.must_call) == (offered, must_call)
+
+
+async def test_a_reply_has_its_text_and_its_calls_as_blocks_and_its_thought_only_if_it_is_wanted(door: Door) -> None:  # noqa: F811
+    reply = Reply("I add.", [ToolCall("add", '{"a": 1}')], Spent(10, 4, 3), "hm")
+    for thinking in ({}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}):
+        key = door.session.key
+        message = json.loads(await replied(door, reply, {**HELLO, "tools": [TOOL], **thinking}, **{"x-api-key": key}))
+        *thoughts, text, call = message["content"]
+        assert [block["thinking"] for block in thoughts] == (["hm"] if thinking else [])
+        assert text == {"type": "text", "text": "I add."}
+        assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
+        assert (message["model"], message["stop_reason"]) == ("claude-any", "tool_use")
+        usage = {"input_tokens": 6, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 3}
+        assert message["usage"] == usage
+
+
+async def test_a_stream_puts_together_the_whole_message(door: Door) -> None:  # noqa: F811
+    body = {**HELLO, "tools": [TOOL], "thinking": {"type": "adaptive"}}
+    reply = Reply("I add.", [ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")], Spent(10, 4, 3), "hm")
+    whole = json.loads(await replied(door, reply, body))
+    *events, rest = (await replied(door, reply, {**body, "stream": True})).split("\n\n")
+    names, sent = zip(*(event.split("\n") for event in events), strict=True)
+    decoded = [json.loads(line.removeprefix("data: ")) for line in sent]
+    assert rest == "" and [name.removeprefix("event: ") for name in names] == [event["type"] for event in decoded]
+    message = decoded[0]["message"]
+    for event in decoded:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            for key in ("text", "thinking", "signature"):
+                block |= {key: block[key] + delta[key]} if key in delta else {}
+            block |= {"input": json.loads(delta["partial_json"])} if "partial_json" in delta else {}
+        elif event["type"] == "message_delta":
+            message |= {**event["delta"], "usage": event["usage"]}
+    for one in (whole, message):
+        one["id"] = ""
+        for block in one["content"]:
+            block.pop("id", None)
+    assert message == whole and decoded[-1] == {"type": "message_stop"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [(Reply("x"), "end_turn"), (Reply("x", spent=Spent(1, 0, 1, "length")), "max_tokens"), (Reply("x", stop="\n"), "stop_sequence")],
+)  # fmt: skip
+async def test_the_reason_of_the_end_is_in_its_words(door: Door, reply: Reply, reason: str) -> None:  # noqa: F811
+    message = json.loads(await replied(door, reply, HELLO))
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, reply.stop or None)
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": []}, "`messages`"),
+        ({"messages": ["hi"]}, "role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "`content`"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]}, "tool_result"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "add", "input": {}}]}]}, "'tool_use'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "add", "input": 3}]}]}, "`input`"),
+        ({"messages": [*HELLO["messages"], {"role": "assistant", "content": "The answer is"}]}, "cannot be continued"),
+        ({**HELLO, "system": [IMAGE]}, "`system`"),
+        ({**HELLO, "max_tokens": 0}, "`max_tokens`"),
+        ({**HELLO, "tools": 3}, "`tools`"),
+        ({**HELLO, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools of the provider"),
+        ({**HELLO, "mcp_servers": [{"url": "x"}]}, "`mcp_servers`"),
+        ({**HELLO, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "`tool_choice`"),
+        ({**HELLO, "tool_choice": "auto"}, "`tool_choice`"),
+        ({**HELLO, "output_config": {"format": {"type": "xml"}}}, "`output_config`"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_answered_is_refused_in_its_shape(door: Door, body: Any, said: str) -> None:  # noqa: F811
+    status, text = await door.post("messages", body)
+    answer = json.loads(text)
+    assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert said in answer["error"]["message"] and door.session.requests.empty()
+
+
+async def test_a_client_that_refers_to_a_held_conversation_is_told_to_send_it_whole(door: Door) -> None:  # noqa: F811
+    """The tool runner of anthropic 2.13 reads this reason, and goes on with whole conversations."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg-1"}):
+        status, text = await door.post("messages", {**HELLO, "thread": thread})
+        error = json.loads(text)["error"]
+        assert (status, error["details"]["error_code"]) == (400, "thread_unsupported_request")
+    assert door.session.requests.empty()
+
+
+async def test_an_unknown_key_and_a_refusal_in_a_stream_are_in_its_shape(door: Door) -> None:  # noqa: F811
+    status, text = await door.post("messages", HELLO, **{"x-api-key": "nobody"})
+    assert (status, json.loads(text)["error"]["type"]) == (401, "authentication_error")
+    asking = asyncio.create_task(door.post("messages", {**HELLO, "stream": True}))
+    await door.session.requests.get()
+    door.gateway.end(door.session, "the episode has ended")
+    name, line = (await asking)[1].strip().split("\n")
+    assert (
+        name == "event: error"
+        and "the episode has ended" in json.loads(line.removeprefix("data: "))["error"]["message"]
+    )
+
+
+async def test_tokens_are_counted_by_whoever_has_the_tokenizer(door: Door) -> None:  # noqa: F811
+    begun = {**HELLO, "messages": [*HELLO["messages"], {"role": "assistant", "content": "half"}]}
+    status, text = await door.post("messages/count_tokens", begun)
+    assert status == 404 and json.loads(text)["error"]["type"] == "not_found_error"
+    door.session.count = lambda asked: len(asked.messages)
+    assert await door.post("messages/count_tokens", begun) == (200, '{"input_tokens": 2}')

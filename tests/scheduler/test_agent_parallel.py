@@ -1,0 +1,160 @@
+"""Agents that call the policy several times at the same time: all calls are sampled at once, and every one is below exactly what was read."""
+
+import asyncio
+import gc
+import random
+import weakref
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.environments.agents.episode import Episode
+from actors.environments.agents.gateway import Session
+from scheduler.context import Context
+from scheduler.strategies import chain, full, mc_value, slate
+from scheduler.tree import Tree
+from tests.agent_stage import Stage
+from wire.messages import GenerateRequest
+
+AGENTS = '''
+import json, os, threading, urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+def call(messages):
+    body = json.dumps({"messages": messages}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def fan(task):
+    """Asks one question, then six at the same time that go on from the reply, then one about all replies."""
+    messages = [user("go")]
+    messages.append(call(messages))
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda i: call([*messages, user(f"part {i}")])["content"], range(6)))
+    call([user(" ".join(replies))])
+    return float(len(replies))
+
+def hasty(task):
+    """Does not wait for two of its calls."""
+    for i in range(2):
+        threading.Thread(target=call, args=[[user(f"aside {i}")]], daemon=True).start()
+    call([user("main")])
+    os._exit(0)
+
+def lasting(task):
+    messages = [user("go")]
+    for i in range(2):
+        messages += [call(messages), user("on")]
+    return 1.0
+'''
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+    """Makes stages over ``AGENTS``; ends what they have started."""
+    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    stages: list[Stage] = []
+
+    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
+        stages.append(Stage(tmp_path, llama, reply, name, **options))
+        return stages[-1]
+
+    yield make
+    for one in stages:
+        await one.environment.close()
+        one.journal.close()
+
+
+def parts(prompt: str, i: int) -> str:
+    return "r" + "".join(character for character in prompt[-60:] if character.isdigit())
+
+
+def together(stage: Stage, number: int) -> None:
+    """Answer no call about a part before ``number`` of them wait."""
+    call, all_there, waiting = stage.policy.call, asyncio.Event(), list[str]()
+
+    async def held(service: str, request: Any, **more: Any) -> Any:
+        if isinstance(request, GenerateRequest):
+            prompt = stage.text.tokenizer.decode(request.tokens.tolist(), skip_special_tokens=False)
+            if "part" in prompt:
+                waiting.append(prompt)
+                if len(waiting) == number:
+                    all_there.set()
+                async with asyncio.timeout(30):
+                    await all_there.wait()
+        return await call(service, request, **more)
+
+    stage.policy.call = held
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "at_once"), [(chain, {}, 6), (slate, {"k": 2}, 6), (full, {"k": 2}, 12)]
+)
+async def test_parallel_calls_are_all_sampled_before_any_is_answered(
+    stage: Callable[..., Stage], strategy: Any, options: dict[str, Any], at_once: int
+) -> None:
+    s = stage(parts, "fan")
+    together(s, at_once)
+    tree = await s.grow(strategy, **options)
+    s.check(tree)
+    for trajectory in range(at_once // 6):
+        first, *middle, last = tree.actions(trajectory)
+        assert [tree.nodes[action.parent].parent for action in middle] == [first.id] * 6
+        assert {tree.nodes[action.parent].text.count("part") for action in middle} == {1}
+        assert tree.nodes[last.parent].parent == 0 and last.scores["outcome"] == 6.0
+
+
+async def test_calls_beyond_the_budget_are_not_sampled_ahead(stage: Callable[..., Stage]) -> None:
+    s = stage(parts, "fan", horizon=4)
+    together(s, 3)
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert len(s.policy.samples) == 4 and tree.actions()[-1].scores["outcome"] == 6.0
+
+
+async def test_parallel_calls_are_given_their_replies_again_in_a_replay(stage: Callable[..., Stage]) -> None:
+    s = stage(parts, "fan")
+    tree = await s.grow(mc_value, continuations=2)
+    assert [action.scores["mc_value"] for action in tree.actions()] == [6.0] * 8
+    assert s.environment.replayed > 0 and s.counts["dropped_branches"] == 0
+
+
+async def test_of_calls_whose_agent_is_gone_nothing_goes_on(stage: Callable[..., Stage]) -> None:
+    s = stage(parts, "hasty")
+    context = Context(s.shop, s.task, s.tree, random.Random(1))
+    await context.plant()
+    await chain.grow(s.tree, context)
+    assert not context.ahead._begun
+    assert all(action.parent >= 0 for action in s.tree.actions())
+
+
+async def test_an_ended_episode_leaves_neither_its_tree_nor_its_contexts_in_memory(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = {kind: weakref.WeakSet[Any]() for kind in (Context, Session, Episode, Tree)}
+    for kind, ones in alive.items():
+
+        def noted(self: Any, *args: Any, ones: weakref.WeakSet[Any] = ones, start: Any = kind.__init__) -> None:
+            ones.add(self)
+            start(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    s = stage(parts, "lasting", retriever=True)
+
+    async def play(number: int) -> None:
+        tree = Tree(number, s.task.id)
+        s.journal.start_tree(tree, number, 0)
+        await s.grow(full, tree, k=2)
+
+    for number in range(1, 4):
+        await play(number)
+    await asyncio.gather(*s.environment._closing)
+    gc.collect()
+    assert {kind: list(ones) for kind, ones in alive.items()} == {Context: [], Session: [], Episode: [], Tree: [s.tree]}
