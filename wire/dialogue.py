@@ -31,6 +31,11 @@ def text_of(content: Any) -> str:
     raise ValueError("`content`: expected a text, null, or a list of text parts")
 
 
+def until(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the first of the strings that end it."""
+    return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
+
+
 def histories(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[str]:
     """Return a digest of every beginning of a conversation, the empty one first. Equal digests mean equal roles, texts, calls and tools.
 

@@ -18,13 +18,15 @@ LONGEST = 2**31 - 1
 
 class Asked(msgspec.Struct, frozen=True):
     """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one). most: tokens of the reply,
-    0 if the client does not say. id: names the request in its session; its response id ends with it."""
+    0 if the client does not say. id: names the request in its session; its response id ends with it. stop: strings that end the reply, which
+    ends before them."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = []
     choice: str = "auto"
     most: int = 0
     id: str = ""
+    stop: tuple[str, ...] = ()
 
     @property
     def offered(self) -> list[str]:
