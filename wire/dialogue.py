@@ -78,11 +78,7 @@ def arguments(written: Any) -> Any:
 
 def _meant(written: Any) -> Any:
     """Return the arguments of a call so that equal ones are equal for every client: 1.0 is 1, as in JavaScript, which has one kind of number."""
-    try:
-        text = written if isinstance(written, str) else json.dumps(written)
-        return json.loads(text, parse_int=_number, parse_float=_number)
-    except ValueError:
-        return written
+    return json.loads(json.dumps(arguments(written)), parse_int=_number, parse_float=_number)
 
 
 def _number(written: str) -> float | str:
