@@ -79,16 +79,18 @@ class Context(Scoring):
         log-probabilities with which they were sampled. Fewer are kept if the engine would otherwise not see the beginning of a stop string, and
         no fewer than were not sampled (``Environment.beginning``).
         """
-        action, kept, stop = fork.action, fork.kept, self.environment.stop
+        action, kept = fork.action, fork.kept
+        place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
+        assert place is not None, "an action has a prompt above it"
+        state = None if place.state is None else self.after(place)
+        stop = self.environment.stop if state is None else self.environment.stops(state)
         openings = tuple(text[:end] for text in stop for end in range(1, len(text)))
         while kept and self.shop.text.decode(action.tokens[:kept]).endswith(openings):
             kept -= 1
         opening = 0 if action.sampled is None else int((~action.sampled).sum())
         kept = max(kept, opening)
-        place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
-        assert place is not None, "an action has a prompt above it"
         prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
-        limit = 0 if place.state is None else self.environment.most(self.after(place))
+        limit = 0 if state is None else self.environment.most(state)
         (sample,), cached = await self.sample(prefix, 1, stop, kept=kept, limit=limit)
         new = [sample.tokens, sample.logprobs, sample.versions]
         tokens, logprobs, versions = (np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True))
@@ -232,7 +234,8 @@ class Context(Scoring):
         return np.concatenate([self.tree.prefix(node), self.shop.text.encode(self._answered(node, transition))])
 
     def _how(self, prefix: np.ndarray, n: int, state: Any) -> How:
-        return prefix.tobytes(), n, self.environment.most(state), self.environment.beginning(state)
+        asked = self.environment
+        return prefix.tobytes(), n, asked.most(state), asked.beginning(state), asked.stops(state)
 
     def _taking(self, node: Node) -> Taken:
         above = self.tree.parent(node)

@@ -25,6 +25,7 @@ from scheduler.text import Text
 from scheduler.together import together
 from scheduler.tree import Tree
 from wire import support
+from wire.dialogue import until
 from wire.faults import DataFault
 from wire.messages import (
     GenerateRequest,
@@ -126,7 +127,8 @@ class Services(Tools):
         opening = self.shop.text.encode("" if state is None else environment.beginning(state))
         given, limit = len(opening), 0 if state is None else environment.most(state)
         begun = np.concatenate([prefix, opening]) if given else prefix
-        samples, cached = await self.sample(begun, n, environment.stop, beside, given, limit)
+        stop = environment.stop if state is None else environment.stops(state)
+        samples, cached = await self.sample(begun, n, stop, beside, given, limit)
         return [_opened(sample, opening) for sample in samples] if given else samples, cached, given
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
@@ -157,8 +159,7 @@ class Services(Tools):
         result = await self._generate(GenerateRequest(prompt, 1, sampling), beside=False)
         tokens = result.samples[0].tokens
         self.shop.counts["generated_tokens"] += len(tokens)
-        text = self.shop.text.decode(tokens)
-        return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
+        return until(self.shop.text.decode(tokens), stop)
 
     def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
         """The tokens of a prompt (``actors.environments.base.Tools``)."""

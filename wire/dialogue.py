@@ -35,6 +35,11 @@ def text_of(content: Any) -> str:
     raise ValueError("`content`: expected a text, null, or a list of text parts")
 
 
+def until(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the first of the strings that end it."""
+    return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
+
+
 def histories(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[str]:
     """Return a digest of every beginning of a conversation, the empty one first. Equal digests mean equal roles, texts, calls and tools.
 
@@ -89,11 +94,7 @@ def is_too_deep(value: Any, left: int = DEEPEST) -> bool:
 
 def _meant(written: Any) -> Any:
     """Return the arguments of a call so that equal ones are equal for every client: 1.0 is 1, as in JavaScript, which has one kind of number."""
-    try:
-        text = written if isinstance(written, str) else json.dumps(written)
-        return json.loads(text, parse_int=_number, parse_float=_number)
-    except ValueError:
-        return written
+    return json.loads(json.dumps(arguments(written)), parse_int=_number, parse_float=_number)
 
 
 def _number(written: str) -> float | str:

@@ -232,6 +232,10 @@ class Environment(Protocol):
         ``step`` returns one after the other later. None where nothing can."""
         return None
 
+    def stops(self, state: Any) -> list[str]:
+        """Return the strings that end an action in ``state``."""
+        return self.stop
+
     def most(self, state: Any) -> int:
         """Return the most tokens of an action in ``state`` if it is fewer than the run's, 0 for no limit of its own."""
         return 0

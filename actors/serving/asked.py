@@ -22,9 +22,11 @@ LONGEST = 2**31 - 1
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one). allowed: the names of the
-    tools that may be called, all if empty. most: tokens of the reply, 0 if the client does not say. id: names the request in its session; its response
-    id ends with it."""
+    """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one).
+
+    allowed: the names of the tools that may be called, all if empty. most: tokens of the reply, 0 if the client does not say. id: names
+    the request in its session; its response id ends with it. stop: strings that end the reply, which ends before them.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] = []
@@ -32,6 +34,7 @@ class Asked(msgspec.Struct, frozen=True):
     allowed: list[str] = []
     most: int = 0
     id: str = ""
+    stop: tuple[str, ...] = ()
 
     @property
     def offered(self) -> list[str]:

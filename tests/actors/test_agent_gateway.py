@@ -149,6 +149,8 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         ("responses", {"input": "x", "text": "x"}, "`text`"),
         ("chat/completions", {**HELLO, "logprobs": True, "top_logprobs": 2}, "`logprobs`"),
         ("chat/completions", {**HELLO, "functions": [ADD["function"]]}, "`functions`"),
+        ("chat/completions", {**HELLO, "stop": [""]}, "`stop`"),
+        ("chat/completions", {**HELLO, "stop": {"a": 1}}, "`stop`"),
         ("chat/completions", {**HELLO, "stream": "yes"}, "`stream`"),
         ("chat/completions", {**HELLO, "stream": True, "stream_options": "usage"}, "`stream_options`"),
         ("chat/completions", {**HELLO, "model": ["m"]}, "`model`"),

@@ -31,6 +31,7 @@ from actors.environments.agents.environment import OVER
 from actors.environments.agents.episode import Episode
 from scheduler.strategies import chain, full
 from tests.agent_stage import THINKING, Stage
+from wire.messages import GenerateRequest
 
 AGENTS = '''
 import json, os, threading, urllib.request
@@ -115,6 +116,14 @@ def graded(task):
         if i != 1:
             post("/episode/reward", {"reward": i + 0.5, "response_id": reply["id"]})
         messages += [reply["choices"][0]["message"], user(f"on {i}")]
+
+def stopping(task):
+    """Ends each reply before a word of its own, which it never sees."""
+    messages = [user("go")]
+    for i in range(2):
+        reply = call(messages, "look", stop=["Observation", "\\n\\n"])
+        messages += [reply, user(f"on {i}")]
+    return float(messages[1]["content"] == "I look. " == messages[3]["content"])
 
 def long(task):
     messages = [user("go")]
@@ -240,6 +249,24 @@ async def test_a_reward_of_a_reply_is_its_column_and_the_others_have_none(stage:
     assert s.environment.gives_step_rewards
     assert [action.scores.get("step_reward") for action in tree.actions()] == [0.5, None, 2.5]
     assert "outcome" not in tree.actions()[-1].scores
+
+
+async def test_what_ends_a_reply_was_sampled_and_the_agent_does_not_get_it(stage: Callable[..., Stage]) -> None:
+    s = stage(lambda prompt, i: "I look. Observation", "stopping")
+    stops, call = list[Any](), s.policy.call
+
+    async def noted(service: str, request: Any, **more: Any) -> Any:
+        if isinstance(request, GenerateRequest):
+            stops.append(request.sampling.stop)
+        return await call(service, request, **more)
+
+    s.policy.call = noted
+    tree = await s.grow(chain)
+    s.check(tree)
+    first, last = tree.actions()
+    assert stops == [["Observation", "\n\n"]] * 2
+    assert tree.nodes[last.parent].parent == first.id and last.scores["outcome"] == 1.0
+    assert first.text == "I look. Observation"
 
 
 async def test_a_state_holds_none_of_the_replies_before_it(stage: Callable[..., Stage]) -> None:

@@ -60,7 +60,7 @@ ASKED: list[dict[str, Any]] = [
         ('{"a": 1}', '{"a":"1"}', False),
         ('{"a": 1}', '{"a":true}', False),
         ('{"a": 1}', '{"a":1.5}', False),
-        ('{"a": 1e400}', '{"a":1e401}', False),
+        ('{"a": 1%s}' % ("0" * 400), '{"a": 2%s}' % ("0" * 400), False),
     ],
 )
 def test_equal_numbers_are_equal_arguments(sampled: str, sent: Any, equal: bool) -> None:

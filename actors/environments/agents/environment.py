@@ -25,7 +25,7 @@ from actors.environments.base import Action, Diverged, Environment, Spent, Task,
 from actors.serving.asked import Asked
 from actors.serving.protocol import Refused
 from actors.serving.replies import Reply
-from wire.dialogue import Message, histories
+from wire.dialogue import Message, histories, until
 from wire.faults import DataFault, InfrastructureFault
 from wire.messages import JudgedTurn
 from wire.numbers import Count, NotNegative, Positive
@@ -52,7 +52,7 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
 
 class Standing(msgspec.Struct, frozen=True):
     """A state: an agent that waits for a reply. asked: the digest of what it asks. offered: names of the tools; must_call: the reply must call one.
-    most: tokens of the reply, 0 if the agent sets no limit. messages, tools: the whole request where it begins a branch, otherwise empty."""
+    most: tokens of the reply, 0 if the agent sets no limit. stop: strings that end it. messages, tools: the whole request where it begins a branch, otherwise empty."""
 
     task: dict[str, Any]
     record: tuple[Exchange, ...] = ()
@@ -62,6 +62,7 @@ class Standing(msgspec.Struct, frozen=True):
     most: int = 0
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.asked, self.record))
@@ -138,13 +139,17 @@ class Agent(Environment):
         """Return the agent's own limit of a reply."""
         return state.most
 
+    def stops(self, state: Standing) -> list[str]:
+        """Return the agent's own strings that end a reply. They were sampled, so they are in the tree; the agent does not get them."""
+        return list(state.stop)
+
     def beginning(self, state: Standing) -> str:
         """Return how a call begins, if the agent requires one and the run opens it."""
         return opening(self.family, state.offered) if self.open_calls and state.must_call else ""
 
     def read(self, state: Standing, text: str) -> Action:
         """Return the reply. Its tool calls must be readable and of tools that were offered, and there must be one if the agent requires one."""
-        parsed = parse(text, self.family, state.offered)
+        parsed = parse(until(text, state.stop), self.family, state.offered)
         invalid = parsed.problem or (state.must_call and not parsed.calls)
         kind = "invalid" if invalid else "search" if parsed.calls else "answer"
         return Action(kind, text, answer=None if parsed.calls else parsed.text)
@@ -152,7 +157,7 @@ class Agent(Environment):
     async def step(self, state: Standing, action: Action, tools: Tools) -> Transition:
         """Give the agent a reply, and return what it asks next, or how its episode ended."""
         episode, asked = await self._stand(state, tools)
-        reply = self._reply(action.text, state.offered, tools.spent())
+        reply = self._reply(action.text, asked, tools.spent())
         record = (*state.record, Exchange(state.asked, _digest(asked, reply), reply.spent))
         episode.session.check = partial(_check, tools, state, record)
         try:
@@ -194,7 +199,7 @@ class Agent(Environment):
 
     def judged(self, task: Task, state: Standing, action: Action, step: int, budget: int) -> JudgedTurn:
         """Return what a judge sees of a reply: a query if it calls tools (the texts among their arguments), an answer if it does not."""
-        reply = parse(action.text, self.family, state.offered)
+        reply = parse(until(action.text, state.stop), self.family, state.offered)
         return JudgedTurn(
             question=task.question or task.id,
             golds=task.golds,
@@ -251,7 +256,7 @@ class Agent(Environment):
                 asked, (exchange, text) = known
                 left.remove((exchange, text))
                 self.replayed += 1
-                episode.answer(asked, self._reply(text, asked.offered, exchange.spent))
+                episode.answer(asked, self._reply(text, asked, exchange.spent))
                 continue
             here = next((asked for digest, asked in waiting if state.asked in ("", digest)), None)
             if here is not None and not left:
@@ -275,8 +280,8 @@ class Agent(Environment):
                 f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
             )
 
-    def _reply(self, text: str, offered: Sequence[str], spent: Spent) -> Reply:
-        parsed = parse(text, self.family, offered)
+    def _reply(self, text: str, asked: Asked, spent: Spent) -> Reply:
+        parsed = parse(until(text, asked.stop), self.family, asked.offered)
         return Reply(parsed.text, parsed.calls, spent, parsed.think)
 
     async def _begun(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
@@ -359,7 +364,7 @@ def _query(calls: Sequence[ToolCall]) -> str:
 def _standing(before: Standing, record: tuple[Exchange, ...], asked: Asked, whole: bool) -> Standing:
     request = (tuple(asked.messages), tuple(asked.tools)) if whole else ((), ())
     limits = tuple(asked.offered), asked.must_call, asked.most
-    return Standing(before.task, record, histories(asked.messages, asked.tools)[-1], *limits, *request)
+    return Standing(before.task, record, histories(asked.messages, asked.tools)[-1], *limits, *request, asked.stop)
 
 
 def _asking(before: Standing, record: tuple[Exchange, ...], asked: Asked) -> Transition:

@@ -34,6 +34,8 @@ REMEMBERED = 4
 """Answered requests of a session that are kept for a client that asks again. A request that waits is always kept."""
 CLOSED = 10_000
 """Ended sessions whose keys are kept, with their reasons, so that a late call is told why it is refused."""
+MOST_STOPS = 16
+"""The most stop strings of one request."""
 MOST_PASSAGES = 1_000
 """The most passages of one query that an agent may ask for."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -283,6 +285,7 @@ class Gateway:
 
     async def _answer(self, request: web.Request, body: dict[str, Any], asked: Asked, form: Form) -> web.StreamResponse:
         _check(body)
+        asked = msgspec.structs.replace(asked, stop=_stop(body))
         digest = hashlib.blake2b(await request.read(), digest_size=8).hexdigest()
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         name, answer = self._session(request).ask(asked, digest, again, request.headers.get("Idempotency-Key", ""))
@@ -332,6 +335,14 @@ def _model(body: dict[str, Any]) -> str:
     if not isinstance(name, str):
         raise Refused(f"`model`: {shown(name)}: expected a name")
     return name
+
+
+def _stop(body: dict[str, Any]) -> tuple[str, ...]:
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop) or len(stop) > MOST_STOPS:
+        raise Refused(f"`stop`: {shown(stop)}: expected a text or a list of at most {MOST_STOPS} texts")
+    return tuple(stop)
 
 
 def _check(body: dict[str, Any]) -> None:
