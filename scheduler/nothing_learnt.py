@@ -18,15 +18,15 @@ LATEST_STEP = 8
 """Groups of this step and of later ones are counted together."""
 COMPARED, EQUAL = "compared_step_", "equal_step_"
 COUNTS = [f"{name}{step}" for name in (COMPARED, EQUAL) for step in range(1, LATEST_STEP + 1)]
-"""Counts by step: groups of two trajectories or more, and those of them whose rewards are equal."""
+"""Counts by step: groups of two scored trajectories or more, and those of them whose rewards are equal."""
 NO_EVIDENCE = "tasks/without_evidence"
 """Not a metric, but a value that ``Fruitless`` adds to each record."""
 
 
 def counted(turns: Sequence[Turn], column: str, equal: Equal) -> Counter[str]:
     """Count one emitted group, as ``COUNTS`` says. A group's step is that of its first turn. column, equal: what
-    ``dynamic_sampling.differs`` compares. A group of one trajectory is compared with nothing, so it is not counted."""
-    if len({turn.trajectory for turn in turns}) < 2:
+    ``dynamic_sampling.differs`` compares. A group of which fewer than two trajectories have the column is not counted: there is nothing to compare."""
+    if len({turn.trajectory for turn in turns if column in turn.scores}) < 2:
         return Counter()
     step = min(LATEST_STEP, min(turn.turn for turn in turns))
     return Counter({f"{COMPARED}{step}": 1, f"{EQUAL}{step}": int(not differs([turns], column, equal))})

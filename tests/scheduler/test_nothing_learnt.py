@@ -88,4 +88,5 @@ def test_the_summary_counts_equal_groups_by_the_step_of_the_trajectory() -> None
         "groups whose rewards are all equal, which teach nothing: 3 of 4 (75%);"
         " step 1: 1 of 2, step 2: 1 of 1, step 8: 1 of 1 (step 8: or later)"
     )
+    assert not counted(group(1, 1, 1), "another column", "turns")
     assert summary({}) == ""
