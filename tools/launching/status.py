@@ -46,11 +46,12 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 class Status(msgspec.Struct):
     """The page. state: running, finished, stopped, failed, killed (the launcher is gone without a word), or unknown. damaged: what could not
-    be read. do: what to do next."""
+    be read. name: that of its config. do: what to do next."""
 
     run: str
     state: str
     said: str
+    name: str = ""
     damaged: list[str] = []
     version: int | None = None
     updates: int | None = None
@@ -129,7 +130,8 @@ def _state(run: Path, launched: Record | None) -> tuple[str, str]:
 def _read_config(run: Path, status: Status) -> None:
     try:
         # Only the types: names of plug-ins would be imported, which a look at a run must not do.
-        status.updates = msgspec.json.decode((run / "config.json").read_bytes(), type=Config).scheduler.updates
+        config = msgspec.json.decode((run / "config.json").read_bytes(), type=Config)
+        status.name, status.updates = config.name, config.scheduler.updates
     except (msgspec.DecodeError, OSError) as error:
         status.damaged.append(f"config.json is torn or of another version ({error}): restore it, or start anew")
 
