@@ -249,7 +249,8 @@ def head(status: Status, width: int = WIDTH) -> list[str]:
     of = f" of {status.updates}" if status.updates is not None else ""
     idle = f"; last progress {span(status.idle_s)} ago" if status.idle_s is not None else ""
     if status.phase:  # a scheduler learns the version from the learner, when that has joined
-        update = f"update {status.version}{of} ({status.phase})" if status.version is not None else status.phase
+        phase = f" ({status.phase})" if status.state != "finished" else ""
+        update = f"update {status.version}{of}{phase}" if status.version is not None else status.phase
         lines += told(f"{update}{idle}", width)
     lines += told(status.paused, width)
     if status.trees:
