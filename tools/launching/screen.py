@@ -114,7 +114,9 @@ class Screen:
         if self._live and not heading:
             up = self._below
             self._write(self._out, f"\x1b[{up}A\r\x1b[K{self._bar(width)}\x1b[{up}B\r")
-        elif not heading and self._progress.done:  # nothing is written anew here, and the last bar tells of fewer updates
+        elif (
+            not heading and self._progress.done
+        ):  # nothing is written anew here, and the last bar tells of fewer updates
             self._print(self._bar(width), "detail", fold=False)
 
     def _bar(self, width: int) -> str:

@@ -96,7 +96,9 @@ def test_a_pipe_gets_lines_of_at_most_a_hundred_columns_and_no_code(tmp_path: Pa
     assert "\x1b" not in written
     table = [line for line in written.splitlines() if line.startswith("  ")]
     assert max(map(len, table)) <= WIDEST
-    assert len(written.splitlines()) == 3 * 2 + UPDATES + 1 + 4  # bars and headings, rows, the last bar, and four lines of words
+    assert (
+        len(written.splitlines()) == 3 * 2 + UPDATES + 1 + 4
+    )  # bars and headings, rows, the last bar, and four lines of words
     copy = (tmp_path / "lines.out").read_text()
     assert [line for line in written.splitlines() if "of 50 updates" not in line] == copy.splitlines()
 
