@@ -16,7 +16,7 @@ import msgspec
 
 from scheduler import health, tracking
 from tools.defaults.settings import cache_folder
-from tools.launching import changes, environment, jobs, processes, rules, status
+from tools.launching import changes, environment, jobs, needs, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.disk import existing, no_space
@@ -139,8 +139,12 @@ def main(command: list[str] | None = None) -> int:
             if options.cluster in jobs.WRITERS:
                 print(jobs.WRITERS[options.cluster](config, command if command is not None else sys.argv[1:]), end="")
                 return 0
+            for lacking in needs.lacking_files(config):
+                raise ConfigError(lacking)
             if options.dry_run:
                 return dry_run(config, run)
+            for lacking in needs.lacking_machine(config):
+                raise ConfigError(lacking)
             s = config.scheduler
             screen = Screen(s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards)
             nodes = held.enter_context(_nodes(config, screen))
@@ -150,7 +154,7 @@ def main(command: list[str] | None = None) -> int:
             with _silence() if options.quiet else contextlib.nullcontext():
                 assets = prepare(config)
         except (ConfigError, OSError, ValueError, MemoryError) as error:
-            print(f"tools/launch: {error}", file=sys.stderr)
+            print(f"tools/launch: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
@@ -242,16 +246,22 @@ def _announce(config: Config, model: Path, run: Path, screen: Screen, changed: l
 
 
 def dry_run(config: Config, run: Path) -> int:
-    """Print the resolved config, the process plan and a memory estimate, and start nothing."""
+    """Print the resolved config, the process plan and a memory estimate, and start nothing. Raises FileNotFoundError for a wrong model."""
     import tempfile
 
+    from tools.defaults.models import check_name  # it imports transformers
+
+    check_name(config.model.name)
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
-    _announce(config, model, run, Screen(config.scheduler.updates), changes.changes(run, config))
+    screen = Screen(config.scheduler.updates)
+    _announce(config, model, run, screen, changes.changes(run, config))
+    for lacking in needs.lacking_machine(config):
+        screen.say(f"warning: {lacking}")
     print("processes:")
     for p in plan:
         print(f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)")
