@@ -109,7 +109,7 @@ def former(run: Path) -> list[dict[str, Any]]:
 
 def check_free(run: Path) -> None:
     """Refuse a folder that holds a run already, because a new run would be mixed with it. Raises ConfigError."""
-    if not any((run / name).exists() for name in (NAME, "journal.sqlite", "checkpoints")):
+    if not any((run / name).exists() for name in (NAME, "journal.sqlite")):  # the scheduler refuses checkpoints alone
         return
     status = gather(run, time.monotonic())
     reached = f", update {status.version} of {status.updates}" if status.version is not None else ""
