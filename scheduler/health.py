@@ -198,8 +198,8 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``. ``work`` runs until it is cancelled. newest: the
-    newest report. order: the file that pauses the run, if it is not in the folder of the reports."""
+    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``. ``work`` runs until it is cancelled; ``write`` then
+    writes the last report. newest: the newest report. order: the file that pauses the run, if it is not in the folder of the reports."""
 
     def __init__(
         self,
@@ -240,11 +240,15 @@ class Reporter:
         """Write a report every heartbeat. A full disk must not end the run here, since the journal tells of it."""
         while True:
             self._obey(await asyncio.to_thread(self.order.is_file))
-            report = self.newest = self.report(self.dispatcher.clock())
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
-            self._remind(report)
+            self._remind(await self.write())
             self._lag_s = await _rest(self.dispatcher.config.heartbeat_s)
+
+    async def write(self) -> Health:
+        """Write the report of this moment, and return it."""
+        report = self.newest = self.report(self.dispatcher.clock())
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
+        return report
 
     def _obey(self, paused: bool) -> None:
         if paused != self.paused and self.order.parent == self.run:  # the first scheduler says it for all

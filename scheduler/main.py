@@ -160,6 +160,8 @@ class Run:
             await self._run()
         finally:
             self._reporting.cancel()
+        await asyncio.wait([self._reporting])
+        await self.reporter.write()  # the last heartbeat may have come before the last update
 
     async def _run(self) -> None:
         await self._wait_for_workers()

@@ -28,7 +28,10 @@ by a gigabyte in some hundred updates and is no faster (docs/performance.md). Va
 
 
 def ensure(*extras: str) -> None:
-    """Return inside the project's environment, with ``extras`` installed; elsewhere, make it and start the command again there."""
+    """Return inside the project's environment, with ``extras`` installed; elsewhere, make it and start the command again there.
+
+    A command that is asked for its help makes and installs nothing: it goes on in the environment that is there, or in this Python.
+    """
     if sys.version_info < (3, 11):
         sys.exit(f"Coppice needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     _open_standard_files()
@@ -43,9 +46,9 @@ def ensure(*extras: str) -> None:
     if installed and not python.exists():
         sys.exit(f"{python} leads to a Python that is gone: remove the environment (rm -r {venv}) and start again")
     wanted = sorted({os.environ.get("COPPICE_EXTRA") or _hardware(installed), *extras})
-    if not installed >= {_mark(), *wanted}:
+    if not installed >= {_mark(), *wanted} and not _asks_for_help():
         _install(venv, stamp, wanted)
-    if strange or Path(sys.prefix).resolve() != venv.resolve():
+    if python.exists() and (strange or Path(sys.prefix).resolve() != venv.resolve()):
         os.environ["PYTHONPATH"] = str(ROOT)
         os.execv(python, [str(python), *sys.orig_argv[1:]])
     if str(ROOT) not in sys.path:
@@ -56,7 +59,19 @@ def start(place: str, *extras: str) -> NoReturn:
     """Call the function at ``place`` ("module:name") inside the project's environment, and exit with the status that it returns."""
     ensure(*extras)
     module, _, name = place.partition(":")
-    sys.exit(getattr(importlib.import_module(module), name)())
+    try:
+        command = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if not _asks_for_help():
+            raise
+        print(sys.modules["__main__"].__doc__)
+        print(f"The options need the module {error.name}: run the command without --help once, which installs all.")
+        sys.exit(0)
+    sys.exit(command())
+
+
+def _asks_for_help() -> bool:
+    return not {"-h", "--help"}.isdisjoint(sys.argv[1:])
 
 
 def _open_standard_files() -> None:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 T = TypeVar("T")
 
 
@@ -116,6 +114,8 @@ def checked(section: str, plug_in: str, function: Callable[..., Any], options: d
 
     "null", which TOML lacks, is None for an option that may be None; it takes any other option away.
     """
+    import msgspec  # not at the top: a Python without it prints the help of tools/test
+
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()  # a class without __init__ has *args and **kwargs
     takes = [p.name for p in parameters if p.name not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -137,6 +137,8 @@ def checked(section: str, plug_in: str, function: Callable[..., Any], options: d
 
 
 def _is_struct(hint: Any) -> bool:
+    import msgspec
+
     return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 

@@ -61,7 +61,7 @@ class Inside:
             from sglang import Engine  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError as error:
             raise InfrastructureFault(
-                f"sglang cannot be imported here ({error}): install the gpu extra, set actors.sglang.python to an interpreter that"
+                f"sglang cannot be imported here ({error}): install the sglang extra, set actors.sglang.python to an interpreter that"
                 ' has it, or use actors.sglang.way = "server"'
             ) from None
         try:

@@ -27,7 +27,7 @@ def main() -> None:
         from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         sys.exit(
-            f"{sys.executable} cannot import sglang ({error}): install the gpu extra there, or name another interpreter in"
+            f"{sys.executable} cannot import sglang ({error}): install the sglang extra there, or name another interpreter in"
             " actors.sglang.python"
         )
     load_plugins()

@@ -82,7 +82,7 @@ def prepare(folder: Path) -> None:
 def launch(config: Path, run: Path, *arguments: str, folder: Path = ROOT) -> subprocess.Popen[str]:
     """tools/launch as the first of a process group of its own, started in ``folder``."""
     command = [sys.executable, "-c", "import sys; from tools.launching.command import main; sys.exit(main())"]
-    command += ["--config", str(config), "--run-folder", str(run), *arguments]
+    command += [*([] if "--resume" in arguments else ["--config", str(config), "--run-folder", str(run)]), *arguments]
     environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command,

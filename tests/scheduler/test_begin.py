@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from scheduler import health
 from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from scheduler.dispatch import DispatchConfig
 from scheduler.journal import Journal
 from scheduler.main import Run
 from scheduler.spread import Weights
@@ -46,6 +48,7 @@ class House:
             updates=UPDATES,
             questions_per_update=QUESTIONS,
             max_action_tokens=4,
+            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
             evaluation=EvaluationConfig(questions=HELD_OUT),
         )
         options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
@@ -151,6 +154,8 @@ async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_
     check(tmp_path)
     assert grown[0] == QUESTIONS  # the trees of one update, no more
     assert ended.exists()
+    assert (report := health.read(tmp_path)) is not None
+    assert report.version == UPDATES  # though the run ended between two heartbeats
     assert house.loads == [(1, ["start"]), (2, ["start"])]
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,21 @@ def test_the_tools_start_where_python_does_not_put_a_scripts_folder_on_its_path(
     started = subprocess.run([str(ROOT / "tools" / tool), "--help"], cwd="/", env=shell, capture_output=True, text=True)
     assert started.returncode == 0, started.stderr
     assert "usage: " in started.stdout
+
+
+@pytest.mark.parametrize(("tool", "said"), [("test", "--quick"), ("gpu_check", "--record FILE"), ("launch", "module")])
+@pytest.mark.parametrize("packages", [[], ["old"]])
+def test_a_help_installs_nothing(tool: str, said: str, packages: list[str], tmp_path: Path) -> None:
+    if packages:  # an environment for an earlier pyproject.toml, in which nothing was installed
+        venv.create(tmp_path / "venv", symlinks=True)
+        (tmp_path / "venv" / ".coppice").write_text("old cpu")
+    before = sorted(tmp_path.rglob("*"))
+    shell = os.environ | {"COPPICE_VENV": str(tmp_path / "venv"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-S", ROOT / "tools" / tool, "--help"]  # -S: without the packages of this environment
+    started = subprocess.run(command, env=shell, capture_output=True, text=True)
+    assert (started.returncode, started.stderr) == (0, "")
+    assert said in started.stdout
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_tool_starts_alike_with_a_closed_stdin_a_plain_ascii_shell_and_a_proxy() -> None:
@@ -85,20 +101,20 @@ def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_reme
 @contextlib.contextmanager
 def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
     """A set-up of the environment whose pip is at work: its process, the lock, and the pipe that ends the pip when something is written to it."""
-    venv, reached, go_on = folder / "venv", folder / "reached", folder / "go_on"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "pip").touch()
-    (venv / "bin" / "python").write_text(f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n")
-    (venv / "bin" / "python").chmod(0o755)
+    place, reached, go_on = folder / "venv", folder / "reached", folder / "go_on"
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "pip").touch()
+    (place / "bin" / "python").write_text(f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n")
+    (place / "bin" / "python").chmod(0o755)
     for pipe in (reached, go_on):
         os.mkfifo(pipe)
     listen = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background ignores it
     )
-    command = f"{listen}; from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(venv)!r}), Path('no'), ['cpu'])"
+    command = f"{listen}; from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(place)!r}), Path('no'), ['cpu'])"
     with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as set_up:
         assert reached.read_text() == "reached\n"
-        yield set_up, Path(f"{venv}.lock"), go_on
+        yield set_up, Path(f"{place}.lock"), go_on
 
 
 def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended(tmp_path: Path) -> None:

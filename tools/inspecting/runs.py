@@ -1,5 +1,6 @@
 """Reads run folders for reports: live, failed and older ones too. What a run lacks is named in ``Run.missing`` and costs nothing else."""
 
+import itertools
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from scheduler.journal import Journal
 from scheduler.nothing_learnt import COMPARED, EQUAL
 from scheduler.records import Reader
 from tools.inspecting.intervals import interval
-from tools.launching import environment, status
+from tools.launching import changes, environment, status
 from wire import shards
 
 SHARE = "share/"
@@ -31,7 +32,7 @@ UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
 
 class Run(msgspec.Struct, frozen=True):
     """A run folder. records: one per update, in order. evaluations: the held-out results, in the order of their versions. summary, config,
-    environment: the contents of those files, empty where there is none. missing: sentences on what the folder lacks."""
+    environment: the contents of those files, empty where there is none. missing: sentences on what the folder lacks, and on settings that a resume changed."""
 
     folder: Path
     name: str
@@ -72,6 +73,7 @@ def read(folder: Path, name: str | None = None) -> Run:
             (environment.NAME, "it was launched before the machine and the packages were recorded"),
         )
     )
+    missing += _changed(folder, config)
     for home in shards.homes(folder)[1:]:
         other = _object(home / "summary.json", "another of its schedulers has not ended in order", missing)
         summary |= {of: Counter(summary.get(of)) + Counter(other.get(of)) for of in ("counts", "calls") if of in other}
@@ -113,6 +115,16 @@ def _object(path: Path, consequence: str, missing: list[str]) -> dict[str, Any]:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         missing.append(f"{path.name} {why}: {consequence}.")
     return {}
+
+
+def _changed(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Say which settings each resume of the run has changed."""
+    try:
+        configs = [*changes.former(folder), config]
+    except UNREADABLE as error:
+        return [f"Its former settings cannot be read ({error})."]
+    told = ["; ".join(map(str, changes.differences(old, new))) for old, new in itertools.pairwise(configs)]
+    return [f"A resume changed its settings: {text}." for text in told]
 
 
 def _evaluations(folder: Path, summary: dict[str, Any], missing: list[str]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import msgspec
 
 from scheduler import health, tracking
 from tools.defaults.settings import cache_folder
-from tools.launching import environment, jobs, processes, rules, status
+from tools.launching import changes, environment, jobs, needs, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.disk import existing, no_space
@@ -26,7 +26,7 @@ from tools.launching.number_types import number_type
 from tools.launching.prepare import prepare
 from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
-from wire.atomic import fresh, write_whole
+from wire.atomic import fresh
 from wire.options import command_parser
 
 _EXAMPLES = """\
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     new = parser.add_argument_group("what to train")
     default = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
-    new.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=default)
+    new.add_argument("--config", type=Path, metavar="FILE", help=default)
     new.add_argument("--actors", type=int, help="actor processes (default: the config's actors.count)")
     new.add_argument("--learner", type=int, help="learner ranks (default: the config's learner.count)")
     change = "change a key, e.g. learner.lr=1e-6; null takes a key or section away; repeatable"
@@ -81,6 +81,10 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
         command.error("--quiet has no effect with --dry-run and --status, which print one page: remove it")
     if parsed.json and parsed.dry_run:
         command.error("--json has no effect with --dry-run, which prints no records: remove it")
+    if parsed.resume and (parsed.config or parsed.run_folder):
+        command.error(
+            "--resume goes on in its own folder with its own config: remove --config and --run-folder, change keys with --set"
+        )
     return parsed
 
 
@@ -96,7 +100,7 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     if options.track:
         overrides.append(f"scheduler.trackers={options.track}")
     if options.resume is None:
-        config = load(options.config, overrides)
+        config = load(options.config or DEFAULT_CONFIG, overrides)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return config, options.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
     saved = options.resume / "config.json"
@@ -108,20 +112,18 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         raise ConfigError(
             f"--resume {options.resume}: its config.json is torn ({error}): restore it, or start anew"
         ) from None
-    shards = tree.get("scheduler", {}).get("shards", 1)
     config = convert(tree, overrides)
-    if config.scheduler.shards != shards:
-        raise ConfigError(
-            f"scheduler.shards = {config.scheduler.shards}: {options.resume} was begun with {shards}, by which its tasks and ids are split; remove the change"
-        )
+    changes.check(options.resume, config)
     return config, options.resume
 
 
-def _check_place(run: Path) -> None:
-    """Refuse a run folder that cannot be made, before the set-up spends minutes. Raises ConfigError."""
+def _check_place(run: Path, resumed: bool) -> None:
+    """Refuse a run folder that cannot be made or is another run's, before the set-up spends minutes. Raises ConfigError."""
     place = existing(run)
     if not place.is_dir():
         raise ConfigError(f"run folder {run}: {place} is a file, expected a folder: choose another --run-folder")
+    if not resumed:
+        changes.check_free(run)
 
 
 def main(command: list[str] | None = None) -> int:
@@ -132,13 +134,17 @@ def main(command: list[str] | None = None) -> int:
     with contextlib.ExitStack() as held:
         try:
             config, run = resolve(options)
-            _check_place(run)
+            _check_place(run, options.resume is not None)
             tracking.check_installed(config.scheduler.trackers)
             if options.cluster in jobs.WRITERS:
                 print(jobs.WRITERS[options.cluster](config, command if command is not None else sys.argv[1:]), end="")
                 return 0
+            for lacking in needs.lacking_files(config):
+                raise ConfigError(lacking)
             if options.dry_run:
                 return dry_run(config, run)
+            for lacking in needs.lacking_machine(config):
+                raise ConfigError(lacking)
             s = config.scheduler
             screen = Screen(s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards)
             nodes = held.enter_context(_nodes(config, screen))
@@ -148,7 +154,7 @@ def main(command: list[str] | None = None) -> int:
             with _silence() if options.quiet else contextlib.nullcontext():
                 assets = prepare(config)
         except (ConfigError, OSError, ValueError, MemoryError) as error:
-            print(f"tools/launch: {error}", file=sys.stderr)
+            print(f"tools/launch: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
@@ -156,7 +162,7 @@ def main(command: list[str] | None = None) -> int:
         try:
             named = options.resume is not None or options.run_folder is not None
             run = (run if named else fresh(run)).resolve()
-            return _launch(config, assets, run, screen, nodes)
+            return _launch(config, assets, run, screen, nodes, options.resume is not None)
         except (OSError, ValueError) as error:
             print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
             return 2
@@ -207,7 +213,9 @@ def _nodes(config: Config, screen: Screen) -> Iterator[Nodes | None]:
         nodes.close()
 
 
-def _launch(config: Config, assets: Assets, run: Path, screen: Screen, nodes: Nodes | None = None) -> int:
+def _launch(
+    config: Config, assets: Assets, run: Path, screen: Screen, nodes: Nodes | None = None, resumed: bool = False
+) -> int:
     """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and ValueError with the remedy."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
@@ -215,16 +223,20 @@ def _launch(config: Config, assets: Assets, run: Path, screen: Screen, nodes: No
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
-        write_whole(run / "config.json", config)
+        if not resumed:  # another launch may have begun and ended here during the set-up
+            changes.check_free(run)
+        changed = changes.record(run, config)
         environment.write(run)
         (run / health.PAUSED).unlink(missing_ok=True)  # whoever launches wants the run to go on
-        _announce(config, Path(assets.model), run, screen)
+        _announce(config, Path(assets.model), run, screen, changed)
         placed = reachable(config, nodes.address()) if nodes is not None else config
         return supervise(run, lambda: processes.make(placed, assets, run), screen, nodes)
 
 
-def _announce(config: Config, model: Path, run: Path, screen: Screen) -> None:
-    """Show the warnings about a config, its number type and the run folder. model: the policy's folder."""
+def _announce(config: Config, model: Path, run: Path, screen: Screen, changed: list[changes.Change]) -> None:
+    """Show what a resume changes, the warnings about a config, its number type and the run folder. model: the policy's folder."""
+    for change in changed:
+        screen.say(f"changed: {change}", "detail")
     lines = [f"warning: {doubt}" for doubt in rules.doubts(config)]
     for line in [*lines, *filter(None, [memory_warning(config, model)]), number_type(config, model)]:
         screen.say(line, "fault" if line.startswith("warning: ") else "detail")
@@ -234,16 +246,22 @@ def _announce(config: Config, model: Path, run: Path, screen: Screen) -> None:
 
 
 def dry_run(config: Config, run: Path) -> int:
-    """Print the resolved config, the process plan and a memory estimate, and start nothing."""
+    """Print the resolved config, the process plan and a memory estimate, and start nothing. Raises FileNotFoundError for a wrong model."""
     import tempfile
 
+    from tools.defaults.models import check_name  # it imports transformers
+
+    check_name(config.model.name)
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
-    _announce(config, model, run, Screen(config.scheduler.updates))
+    screen = Screen(config.scheduler.updates)
+    _announce(config, model, run, screen, changes.changes(run, config))
+    for lacking in needs.lacking_machine(config):
+        screen.say(f"warning: {lacking}")
     print("processes:")
     for p in plan:
         print(f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)")

@@ -17,12 +17,32 @@ import msgspec
 
 from tools.bootstrap import ROOT
 from tools.launching import engine_rules, rules
+from tools.launching.disk import shown
 from tools.launching.method import option_table
 from tools.launching.settings import Config, with_agent
 from wire.atomic import as_json
 from wire.options import known, option
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
+
+
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "batch_size": "questions_per_update",
+    "train_batch_size": "questions_per_update",
+    "max_new_tokens": "max_action_tokens",
+    "max_tokens": "max_action_tokens",
+    "max_model_len": "max_context",
+    "num_epochs": "epochs",
+    "total_steps": "updates",
+    "max_steps": "updates",
+    "max_grad_norm": "grad_clip",
+    "warmup_steps": "warmup_updates",
+    "lr_scheduler_type": "lr_schedule",
+    "kl_beta": "kl_coef",
+    "model_name_or_path": "name",
+}
+"""Names that other libraries give to keys -> our keys."""
 
 
 class ConfigError(ValueError):
@@ -73,7 +93,7 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shipped() -> str:
-    return ", ".join(str(path) for path in sorted(Path("configs").glob("*.toml")))
+    return ", ".join(str(shown(path)) for path in sorted((ROOT / "configs").glob("*.toml")))
 
 
 def saved(config: Config) -> bytes:
@@ -167,9 +187,9 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, 1)
+            near = _nearest(path, key, list(hints))
             table = option_table(path, key)
-            guess = f"; did you mean {path}{near[0]!s}?" if near else f"; expected one of {sorted(hints)}"
+            guess = f"; did you mean {near}?" if near else f"; expected one of {sorted(hints)}"
             guess = f"; it is an option of a plug-in: write {path}{table}.{key}" if table else guess
             raise ConfigError(f"config: unknown key {path}{key} = {value!r}{guess}")
         if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
@@ -177,6 +197,25 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
         inner = _struct(hints[key])
         if inner is not None and isinstance(value, dict):
             _check_keys(value, inner, f"{path}{key}.")
+
+
+def _nearest(path: str, key: str, here: list[str]) -> str:
+    """The key that somebody most likely meant: what a name of other libraries is called here, the same key in another section, or the nearest spelling
+    among those of the section, ``here``; "" if there is none."""
+    name = _SYNONYMS.get(key, key)
+    if name in here:
+        return f"{path}{name}"
+    elsewhere = [known for known in _keys(Config) if known.rpartition(".")[2] == name]
+    near = [f"{path}{one}" for one in difflib.get_close_matches(key, here, 1)]
+    return next(iter([*elsewhere, *near] if len(elsewhere) == 1 else near), "")
+
+
+def _keys(kind: type, path: str = "") -> Iterator[str]:
+    """Every key of a section and of the sections in it."""
+    for key, hint in typing.get_type_hints(kind).items():
+        yield f"{path}{key}"
+        if (inner := _struct(hint)) is not None:
+            yield from _keys(inner, f"{path}{key}.")
 
 
 def _struct(hint: Any) -> type | None:

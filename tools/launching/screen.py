@@ -1,7 +1,7 @@
 """What the launcher shows of a run: the scheduler's lines, its records as a table under a progress bar, and its own lines about processes.
 
 On a terminal the bar is written anew in its place, above the rows that came since. Elsewhere, and with NO_COLOR, it comes as a plain line with
-each heading, and nothing is ever overwritten.
+each heading and after the last update, and nothing is ever overwritten.
 """
 
 import contextlib
@@ -114,6 +114,10 @@ class Screen:
         if self._live and not heading:
             up = self._below
             self._write(self._out, f"\x1b[{up}A\r\x1b[K{self._bar(width)}\x1b[{up}B\r")
+        elif (
+            not heading and self._progress.done
+        ):  # nothing is written anew here, and the last bar tells of fewer updates
+            self._print(self._bar(width), "detail", fold=False)
 
     def _bar(self, width: int) -> str:
         full, empty, words = self._progress.line(width - 1)

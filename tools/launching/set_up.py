@@ -13,7 +13,7 @@ from actors.environments.task_files import listed
 from tools.defaults.facts import ensure_facts
 from tools.defaults.index_corpus import ensure_index
 from tools.defaults.legal_play import ensure_legal_play
-from tools.defaults.models import ensure_model
+from tools.defaults.models import check_weights, ensure_model
 from tools.defaults.search_play import Tags, ensure_search_play
 from tools.defaults.settings import cache_folder
 from tools.defaults.tiny_agent import NAME as TINY_AGENT
@@ -28,6 +28,7 @@ def prepare(config: Config) -> Assets:
     """Make, in this process, every asset that is not cached yet. Raises FileNotFoundError, ValueError or MemoryError with the remedy."""
     cache = cache_folder()
     assets = _prepare(config, ensure_model(config.model.name, cache), cache)
+    check_weights(Path(assets.model))  # a warm start's folder is cached too
     if config.judges.model is None:
         return assets
     try:

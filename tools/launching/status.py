@@ -46,11 +46,12 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 class Status(msgspec.Struct):
     """The page. state: running, finished, stopped, failed, killed (the launcher is gone without a word), or unknown. damaged: what could not
-    be read. do: what to do next."""
+    be read. name: that of its config. do: what to do next."""
 
     run: str
     state: str
     said: str
+    name: str = ""
     damaged: list[str] = []
     version: int | None = None
     updates: int | None = None
@@ -129,7 +130,8 @@ def _state(run: Path, launched: Record | None) -> tuple[str, str]:
 def _read_config(run: Path, status: Status) -> None:
     try:
         # Only the types: names of plug-ins would be imported, which a look at a run must not do.
-        status.updates = msgspec.json.decode((run / "config.json").read_bytes(), type=Config).scheduler.updates
+        config = msgspec.json.decode((run / "config.json").read_bytes(), type=Config)
+        status.name, status.updates = config.name, config.scheduler.updates
     except (msgspec.DecodeError, OSError) as error:
         status.damaged.append(f"config.json is torn or of another version ({error}): restore it, or start anew")
 
@@ -247,7 +249,8 @@ def head(status: Status, width: int = WIDTH) -> list[str]:
     of = f" of {status.updates}" if status.updates is not None else ""
     idle = f"; last progress {span(status.idle_s)} ago" if status.idle_s is not None else ""
     if status.phase:  # a scheduler learns the version from the learner, when that has joined
-        update = f"update {status.version}{of} ({status.phase})" if status.version is not None else status.phase
+        phase = f" ({status.phase})" if status.state != "finished" else ""
+        update = f"update {status.version}{of}{phase}" if status.version is not None else status.phase
         lines += told(f"{update}{idle}", width)
     lines += told(status.paused, width)
     if status.trees:

@@ -79,6 +79,11 @@ class Progress:
             self._seen.clear()
         self._seen.append((self._clock(), version))
 
+    @property
+    def done(self) -> bool:
+        """True once all updates are made."""
+        return bool(self._seen) and self._seen[-1][1] >= self.updates
+
     def line(self, width: int) -> tuple[str, str, str]:
         """Return the bar's full part, its empty part and the words, together at most ``width`` wide; a narrow terminal has no bar."""
         version = self._seen[-1][1] if self._seen else 0
@@ -90,7 +95,7 @@ class Progress:
 
     def _left(self, version: int) -> str:
         (start, first), (end, last) = (self._seen[0], self._seen[-1]) if self._seen else ((0, 0), (0, 0))
-        if version >= self.updates:
+        if self.done:
             return "done"
         return f"{spoken((end - start) / (last - first) * (self.updates - version))} left" if last > first else ""
 

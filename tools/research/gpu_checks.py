@@ -6,6 +6,7 @@ checks end within ``WHOLE_S``: no check begins after that time, and a check that
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import importlib.util
 import json
@@ -19,9 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import psutil
-
 from tools.bootstrap import ROOT
 from wire.options import command_parser
 
@@ -33,7 +31,8 @@ BEGIN, END = "<!-- tools/gpu_check writes from here -->", "<!-- to here -->"
 _CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 
 
-class Check(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Check:
     """One check. name: its name on the command line. module: the module that ``python -m`` runs, and its arguments. limit_s: its time limit
     in seconds. sglang: the check needs SGLang."""
 
@@ -43,7 +42,8 @@ class Check(msgspec.Struct, frozen=True):
     sglang: bool = False
 
 
-class Outcome(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Outcome:
     """The result of one check. failure: "" if the check passed. output: everything that it printed."""
 
     name: str
@@ -116,6 +116,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
     """Interrupt a process, so that it ends its servers and frees their memory; then kill it and every process that it had started."""
     if process.poll() is not None:
         return
+    import psutil  # not at the top: a Python without it prints the help
+
     family = psutil.Process(process.pid).children(recursive=True)  # servers have sessions of their own
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):

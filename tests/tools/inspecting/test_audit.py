@@ -116,3 +116,12 @@ def test_a_changed_checkpoint_and_one_without_digests_are_found(run: Path) -> No
     (folder / frontier.FILE).write_bytes(state)
     (folder / digest.SUMS).unlink()
     assert rules(run) == {"checkpoints are whole"}
+
+
+def test_the_bound_is_the_largest_that_the_run_had_when_a_resume_changed_it(run: Path) -> None:
+    with sqlite3.connect(run / "journal.sqlite") as journal:
+        journal.execute("UPDATE groups SET trained=3 WHERE tree=0")
+    journal.close()
+    assert "within the staleness bound" in rules(run)
+    (run / "config-1.json").write_text('{"scheduler": {"max_staleness": 2}}')
+    assert "within the staleness bound" not in rules(run)

@@ -185,6 +185,22 @@ def test_of_thousands_of_nodes_only_those_in_view_are_drawn(tmp_path: Path, wind
     assert drawn == sorted(drawn, key=window.evaluate("order.map(([node]) => node.id)").index)
     window.evaluate(f"reveal({last})")
     assert window.evaluate("document.activeElement.dataset.node") == str(last)
-    box, view = window.locator(f"[data-node='{last}']").bounding_box(), window.locator("#view").bounding_box()
+    assert in_view(window, last)
+    window.goto((tmp_path / "trees.html").as_uri())
+    assert not in_view(window, last)
+    window.evaluate(f"location.hash = '#0:{last}'")  # a link within the page
+    window.wait_for_selector(f"[data-node='{last}'][aria-selected=true]")
+    assert in_view(window, last)
+    window.reload()  # a link from elsewhere
+    assert f" {last}" in window.inner_text("#details h2")
+    assert in_view(window, last)
+
+
+def in_view(window: Page, node: int) -> bool:
+    """Whether the node's box stands in the part of the tree that is seen."""
+    if not window.locator(f"[data-node='{node}']").count():
+        return False
+    box, view = window.locator(f"[data-node='{node}']").bounding_box(), window.locator("#view").bounding_box()
     assert box is not None and view is not None
-    assert view["x"] <= box["x"] < view["x"] + view["width"] and view["y"] <= box["y"] < view["y"] + view["height"]
+    across = view["x"] <= box["x"] < view["x"] + view["width"]
+    return across and view["y"] <= box["y"] < view["y"] + view["height"]

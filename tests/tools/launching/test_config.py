@@ -108,6 +108,10 @@ def test_set_changes_a_key() -> None:
     ("override", "message"),
     [
         ("learner.lrr=1", "learner.lrr = 1; did you mean learner.lr"),
+        ("learner.learning_rate=1", r"unknown key learner.learning_rate = 1; did you mean learner.lr\?"),
+        ("learner.batch_size=8", r"did you mean scheduler.questions_per_update\?"),
+        ("model.model_name_or_path=x", r"did you mean model.name\?"),
+        ("actors.top_p=0.9", r"did you mean scheduler.top_p\?"),
         ("scheduler.k=3", "scheduler.k = 3; it is an option of a plug-in: write scheduler.strategy_options.k"),
         ("scheduler.selection=best-of-k", r"write scheduler\.strategy_options\.selection"),
         ("scheduler.continuations=3", r"write scheduler\.strategy_options\.continuations"),
@@ -279,6 +283,18 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load(tmp_path, [])
     with pytest.raises(ConfigError, match=r"bad\.toml/x\.toml cannot be read: Not a directory"):
         load(tmp_path / "bad.toml" / "x.toml", [])
+
+
+def test_a_missing_config_lists_the_configs_that_exist_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load(Path("configs/slate-tinny.toml"), [])
+    assert "config configs/slate-tinny.toml does not exist; there are " in str(caught.value)
+    assert {path.name for path in (ROOT / "configs").glob("*.toml")} == {
+        Path(name).name for name in str(caught.value).partition("there are ")[2].split(", ")
+    }
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -74,4 +74,4 @@ def test_a_run_is_not_resumed_with_another_number_of_schedulers(
     (tmp_path / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, TWO)))
     assert main(["--resume", str(tmp_path), "--set", "scheduler.shards=3"]) == 2
     said = capsys.readouterr().err
-    assert f"scheduler.shards = 3: {tmp_path} was begun with 2, by which its tasks and ids are split" in said
+    assert f"{tmp_path} cannot change scheduler.shards: 2 -> 3 (its tasks and ids were drawn by it): remove" in said

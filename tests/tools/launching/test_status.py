@@ -54,12 +54,12 @@ def launched(run: Path, state: str, pid: int = NOBODY, **members: Member) -> Non
     write_whole(run / record.NAME, body)
 
 
-def reported(run: Path, pid: int, idle_s: float = 1.0, paused: bool = False) -> None:
+def reported(run: Path, pid: int, idle_s: float = 1.0, paused: bool = False, version: int = 4) -> None:
     """Write the scheduler's report."""
     now = time.monotonic()
     judge = WorkerHealth("judges", NOBODY, "here", ["judge.x"], now, "here", 3, 4, 9, 0, [])
     health = Health(
-        pid, "here", now, time.time(), "updates", 4, 9, True, 2, 5, 1, now - idle_s, "judges",
+        pid, "here", now, time.time(), "updates", version, 9, True, 2, 5, 1, now - idle_s, "judges",
         {"judge.x": Queue(3, 1, 1, now - 7, "tree 4", ["judges"])}, [judge], 120.0, 1800.0, (time.time() - 5, "judge.x: late"),
         paused=paused,
     )  # fmt: skip
@@ -140,9 +140,10 @@ def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
 ) -> None:
     run = a_run(tmp_path / "run")
     launched(run, state)
-    reported(run, NOBODY)
+    reported(run, NOBODY, version=9)
     said = page(run, capsys)
     assert f"run {run}: {says}" in said
+    assert f"update 9 of 9{'' if state == 'finished' else ' (updates)'} tasks" in said
     assert "what waits" not in said
     assert said.endswith(f"what to do {do.replace('RUN', str(run))}")
 

@@ -1,0 +1,170 @@
+"""What a resume may change of a run, and that a new run is never mixed with one that is there."""
+
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.run_folder import make
+from tools.inspecting import runs
+from tools.launching import changes
+from tools.launching.assets import Assets
+from tools.launching.command import main
+from tools.launching.config import DEFAULT_CONFIG, ROOT, convert, load
+from tools.launching.settings import Config
+
+JUDGED = ['judges.use.slate.endpoint={url = "http://127.0.0.1:1/v1", model = "m"}', "scheduler.judge=slate"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that has a config and no more."""
+    (tmp_path / "run").mkdir()
+    changes.record(tmp_path / "run", load(DEFAULT_CONFIG, ["learner.lr=1e-4"]))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set-up that is done, and processes that end at once."""
+    assets = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
+    monkeypatch.setattr("tools.launching.command.prepare", lambda config: assets)
+    monkeypatch.setattr("tools.launching.command.supervise", lambda *given: 0)
+
+
+def saved(run: Path) -> dict[str, Any]:
+    return json.loads((run / "config.json").read_bytes())
+
+
+def flags(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_and_both_remedies(
+    dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    run = make(tmp_path / "run", ended=False)
+    config = saved(run)
+    other = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
+    assert main(["--config", str(other), "--run-folder", str(run), *dry]) == 2
+    said = capsys.readouterr().err
+    assert f"{run} holds the run 'slate-tiny' already (unknown, 3 trees): go on with it by" in said
+    assert f"tools/launch --resume {run}, or choose another --run-folder\n" in said
+    assert said.count("\n") == 1
+    assert saved(run) == config
+
+
+@pytest.mark.usefixtures("started")
+def test_a_run_that_began_in_the_folder_during_the_set_up_is_not_mixed_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(config: Config) -> Assets:
+        make(tmp_path / "run")
+        return Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
+
+    monkeypatch.setattr("tools.launching.command.prepare", prepare)
+    assert main(["--run-folder", str(tmp_path / "run")]) == 2
+    assert "holds the run 'slate-tiny' already" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("started")
+def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--resume", str(run), *flags("learner.lr=5e-5", "scheduler.max_staleness=3")]) == 0
+    told = capsys.readouterr().out
+    assert "changed: scheduler.max_staleness: 1 -> 3\n" in told
+    assert "changed: learner.lr: 0.0001 -> 5e-05\n" in told
+    assert main(["--resume", str(run)]) == 0
+    assert "changed" not in capsys.readouterr().out
+    assert main(["--resume", str(run), *flags("scheduler.max_staleness=2"), "--dry-run"]) == 0
+    assert "changed: scheduler.max_staleness: 3 -> 2\n" in capsys.readouterr().out
+    assert main(["--resume", str(run), *flags("scheduler.max_staleness=2")]) == 0
+    assert [one["scheduler"]["max_staleness"] for one in [*changes.former(run), saved(run)]] == [1, 3, 2]
+    assert "A resume changed its settings: scheduler.max_staleness: 3 -> 2." in runs.read(run).missing
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("override", ["learner.lr=5e-5", "scheduler.evaluation.questions=7", "actors.count=2"])
+def test_what_harms_no_old_tree_may_be_changed(override: str, run: Path) -> None:
+    assert main(["--resume", str(run), *flags(override)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["seed=1"], "seed: 0 -> 1 (its tasks and ids were drawn by it)"),
+        (["model.name=other"], 'model.name: "tiny-search" -> "other" (its weights began with that)'),
+        (["data.train=mine.jsonl"], 'data.train: "default" -> "mine.jsonl" (its trees grew from that)'),
+        (["learner.lora.rank=8"], "learner.lora.rank: 0 -> 8 (its checkpoints hold that)"),
+        (["scheduler.temperature=0.5"], "scheduler.temperature: 1.0 -> 0.5 (its trees were sampled so)"),
+        (["scheduler.budget=2"], "scheduler.budget: 4 -> 2 (its trees have that shape)"),
+        (JUDGED, 'scheduler.judge: "slate_rules" -> "slate" (its trees were scored so)'),
+        (
+            ["scheduler.strategy=chain", "scheduler.strategy_options=null", "learner.scheme=turn_grpo"],
+            'learner.scheme: "slate" -> "turn_grpo"',
+        ),
+    ],
+)
+def test_what_would_make_old_trees_or_checkpoints_wrong_is_refused(
+    overrides: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    config = saved(run)
+    assert main(["--resume", str(run), *flags(*overrides)]) == 2
+    error = capsys.readouterr().err
+    assert f"--resume {run} cannot change " in error
+    assert said in error
+    assert "remove the change, or begin another run" in error
+    assert error.count("\n") == 1
+    assert saved(run) == config
+
+
+def test_where_a_judge_is_reached_may_change_and_how_it_judges_may_not(tmp_path: Path) -> None:
+    changes.record(tmp_path, load(DEFAULT_CONFIG, JUDGED))
+    moved = convert(saved(tmp_path), ["judges.use.slate.endpoint.url=http://127.0.0.1:2/v1"])
+    changes.check(tmp_path, moved)
+    assert [change.key for change in changes.changes(tmp_path, moved)] == ["judges.use.slate.endpoint.url"]
+    with pytest.raises(ValueError, match=r'endpoint\.model: "m" -> "n"'):
+        changes.check(tmp_path, convert(saved(tmp_path), ["judges.use.slate.endpoint.model=n"]))
+
+
+def test_a_resume_refuses_another_config_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--resume", str(run), "--config", str(DEFAULT_CONFIG)])
+    assert ended.value.code == 2
+    assert "goes on in its own folder with its own config: remove --config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["agent-tiny", "oprl-sotopia", "slate-7b", "vpr-sudoku"])
+def test_no_shipped_config_changes_by_being_resumed(name: str, tmp_path: Path) -> None:
+    changes.record(tmp_path, load(ROOT / "configs" / f"{name}.toml", []))
+    assert changes.changes(tmp_path, convert(saved(tmp_path), [])) == []
+
+
+def test_a_run_of_an_earlier_release_has_the_defaults_of_the_keys_that_it_lacks(run: Path) -> None:
+    config = saved(run)
+    del config["scheduler"]["top_k"], config["learner"]["watch"]
+    (run / "config.json").write_text(json.dumps(config))
+    assert changes.changes(run, convert(config, [])) == []
+
+
+def exists(kind: Any, path: list[str]) -> bool:
+    """Whether a type of the config has the key ``path``; the keys of a dict are free."""
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else [kind]
+    struct = next((one for one in kinds if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
+    if not path or path == ["*"] or struct is None:
+        return True
+    name, hints = path[0].removesuffix("*"), typing.get_type_hints(struct)
+    return name in hints and exists(hints[name], path[1:])
+
+
+def test_the_rule_names_keys_that_exist() -> None:
+    keys = [key for keys in (*changes.FIXED.values(), changes.REACHED) for key in keys]
+    assert [key for key in keys if not exists(Config, key.split("."))] == []

@@ -1,0 +1,120 @@
+"""What a resume may change of a run's config, and the record of what it changed.
+
+``RUN/config.json`` is the newest config. ``RUN/config-1.json``, ``config-2.json`` and so on are those that the run had before, the oldest first.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.launching.config import ConfigError
+from tools.launching.disk import resume_command
+from tools.launching.settings import Config
+from tools.launching.status import gather
+from wire.atomic import as_json, write_whole
+
+NAME = "config.json"
+FIXED = {
+    "its tasks and ids were drawn by it": ("seed", "scheduler.shards"),
+    "its promise is that of the whole run": ("deterministic",),
+    "its trees grew from that": ("data.*", "retriever.encoder"),
+    "its weights began with that": ("model.name", "warm_start.*"),
+    "its checkpoints hold that": (
+        "learner.train_vision",
+        *(f"learner.{part}" for part in ("lora.*", "critic", "critic.lora*", "prm", "prm.lora*")),
+    ),
+    "its trees were sampled so": tuple(f"scheduler.{key}" for key in ("temperature", "top_p", "top_k", "thinking")),
+    "its trees have that shape": ("scheduler.strategy", "scheduler.strategy_options*", "scheduler.budget"),
+    "its trees were scored so": ("scheduler.judge", "judges.use.*", "judges.model", "judges.model.name"),
+    "its trees have the score columns of that": ("learner.scheme", "learner.scheme_options*", "learner.prm.outcome"),
+}
+"""Reason -> keys that a resume must not change, because old trees or checkpoints would be wrong; ``*`` stands for any text. Every other key
+may change: how many updates, the optimizer, limits and time-outs, where and how many processes run, logs and evaluation."""
+REACHED = tuple(
+    f"judges.use.*.{key}"
+    for key in ("concurrency", *(f"endpoint.{key}" for key in ("url", "api_key_env", "concurrency", "attempts", "*_s")))
+)
+"""Keys of a judge that may change all the same: how it is reached, not how it judges."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A key whose value is another one; None where the key is not there."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        old, new = (json.dumps(value, ensure_ascii=False) for value in (self.old, self.new))
+        return f"{self.key}: {old} -> {new}"
+
+    @property
+    def refused(self) -> str:
+        """Why a resume must not make this change, "" if it may."""
+        if any(fnmatchcase(self.key, free) for free in REACHED):
+            return ""
+        return next((why for why, keys in FIXED.items() if any(fnmatchcase(self.key, key) for key in keys)), "")
+
+
+def changes(run: Path, config: Config) -> list[Change]:
+    """Return what differs between the config in the run folder, if there is one, and ``config``. Raises OSError."""
+    if not (run / NAME).is_file():
+        return []
+    old = msgspec.json.decode((run / NAME).read_bytes())
+    with contextlib.suppress(msgspec.ValidationError):  # keys that an earlier release lacked had their defaults
+        old = msgspec.json.decode(as_json(msgspec.convert(old, Config)))
+    return list(differences(old, msgspec.json.decode(as_json(config))))
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterator[Change]:
+    """Yield a change for each value that is not the same in two tables of settings."""
+    for key in dict.fromkeys([*old, *new]):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from differences(before, after, f"{path}{key}.")
+        elif before != after:
+            yield Change(f"{path}{key}", before, after)
+
+
+def check(run: Path, config: Config) -> None:
+    """Refuse a config under which old trees or checkpoints of the run would be wrong. Raises ConfigError and OSError."""
+    refused = [f"{change} ({change.refused})" for change in changes(run, config) if change.refused]
+    if refused:
+        raise ConfigError(
+            f"--resume {run} cannot change {'; '.join(refused)}: remove the change, or begin another run with"
+            " --config and another --run-folder"
+        )
+
+
+def record(run: Path, config: Config) -> list[Change]:
+    """Write the run's config, and keep the former one beside it if the two differ. Return what differs. Raises OSError."""
+    changed = changes(run, config)
+    if changed:
+        write_whole(run / f"config-{len(former(run)) + 1}.json", (run / NAME).read_bytes())
+    write_whole(run / NAME, config)
+    return changed
+
+
+def former(run: Path) -> list[dict[str, Any]]:
+    """Return the configs that a run had before its newest one, the oldest first. Raises OSError and msgspec.DecodeError."""
+    paths = sorted(run.glob("config-*.json"), key=lambda path: (len(path.name), path.name))
+    return [msgspec.json.decode(path.read_bytes()) for path in paths]
+
+
+def check_free(run: Path) -> None:
+    """Refuse a folder that holds a run already, because a new run would be mixed with it. Raises ConfigError."""
+    if not any((run / name).exists() for name in (NAME, "journal.sqlite")):  # the scheduler refuses checkpoints alone
+        return
+    status = gather(run, time.monotonic())
+    reached = f", update {status.version} of {status.updates}" if status.version is not None else ""
+    trees = f", {sum(status.trees.values())} trees" if status.trees else ""
+    raise ConfigError(
+        f"{run} holds the run {status.name!r} already ({status.state}{reached}{trees}): go on with it by"
+        f" {resume_command(run)}, or choose another --run-folder"
+    )
