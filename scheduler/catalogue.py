@@ -30,6 +30,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "count/actions": ("actions", "sampled actions"),
     "count/calls": ("calls", "calls to services"),
     "count/continuation_steps": ("steps", "environment steps of Monte Carlo continuations"),
+    "count/crashed_episodes": ("episodes", "training episodes that an agent's death or a limit ended"),
     "count/dead_workers": ("workers", "workers given up because they fell silent"),
     "count/environment_steps": ("steps", "environment steps of training trajectories"),
     "count/failed": ("calls", "calls that failed for good"),

@@ -100,6 +100,10 @@ class Context(Scoring):
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done:
             columns |= transition.measures | ({} if transition.outcome is None else {"outcome": transition.outcome})
+            self.shop.crashes.note(transition.fault)
+        if transition.fault:
+            node.notes["crashed"] = transition.fault
+            self.shop.counts["crashed_episodes"] += 1
         if columns:
             node.scores |= columns
             self.changed([node])

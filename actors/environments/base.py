@@ -88,7 +88,8 @@ class Transition(msgspec.Struct, frozen=True):
     alone decide the return. measures: named results of a finished episode, such as success and completion. reward: the environment's own
     reward of this step, which becomes the action's column "step_reward". messages: chat messages in the place of the observation, which follow
     the reply to which they belong: the action's own, or that of the episode's earlier action number ``after``. An ``after`` of None
-    says that the next prompt is ``Environment.prompt`` of the state, which begins a branch at the root.
+    says that the next prompt is ``Environment.prompt`` of the state, which begins a branch at the root. fault: why something other than the rules
+    ended the episode, its first line for a terminal; it is kept with the action, as the note "crashed".
     """
 
     state: Any
@@ -99,6 +100,7 @@ class Transition(msgspec.Struct, frozen=True):
     reward: float | None = None
     messages: list[dict[str, Any]] | None = None
     after: int | None = None
+    fault: str = ""
 
 
 class Spent(msgspec.Struct, frozen=True):

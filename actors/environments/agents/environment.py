@@ -265,19 +265,16 @@ class Agent(Environment):
             raise
         if isinstance(event, Ended):
             self._end(episode)
-            raise DataFault(
-                f"the agent ended before it asked the policy ({event.fault or 'exit status 0'}): {event.last}"
-            )
+            raise DataFault(f"the agent ended before it asked the policy ({event.told})")
         return episode, event
 
     def _ended(self, state: Standing, record: tuple[Exchange, ...], event: Ended) -> Transition:
         after = msgspec.structs.replace(state, record=record, asked="", messages=(), tools=())
         crashed = float(bool(event.fault))
         outcome = 0.0 if crashed else event.reward
-        said = f"the agent's process: {event.fault}: {event.last}" if crashed else ""
-        return Transition(
-            after, said, True, None if self.outcome_judge and not crashed else outcome, {"crashed": crashed}
-        )
+        scored = None if self.outcome_judge and not crashed else outcome
+        fault = f"{event.told}\n\nIts last output:\n{event.said}" if crashed else ""
+        return Transition(after, "", True, scored, {"crashed": crashed}, fault=fault)
 
     def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
         self._waiting.append((state, episode, asked))
