@@ -38,7 +38,8 @@ HELD_OUT_SEEDS = range(2**30, 2_000_000_000)
 class Task(msgspec.Struct, frozen=True):
     """One problem, either read from a task file or made from ``seed`` by a game.
 
-    evidence: the supporting passages "Title\\nField: value", one per hop.
+    evidence: the supporting passages "Title\\nField: value", one per hop. row: all columns of the task file's row, as JSON has them, for environments
+    that take tasks as they stand (``Environment.verbatim``).
     """
 
     id: str
@@ -48,6 +49,7 @@ class Task(msgspec.Struct, frozen=True):
     hops: int = 1
     source: str = ""
     seed: int = 0
+    row: dict[str, Any] = {}
 
 
 class Rejected(msgspec.Struct, frozen=True):

@@ -11,6 +11,8 @@ sampled reply is rendered; a request that continues none (another agent inside, 
 import asyncio
 import json
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -63,7 +65,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Agent(Environment):
-    """run: "module:function", called with the task (id, question, golds, seed) in a process of its own, or a command line, which finds them as JSON in
+    """run: "module:function", called with the task (id, question, golds, seed, and all columns of its row) in a process of its own, or a command line, which finds them as JSON in
     its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY. horizon: calls of an episode. outcome_judge: the
     judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
     retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
@@ -71,7 +73,9 @@ class Agent(Environment):
     before it asks again; a reply without one is unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended, and
     reached again by replay. seconds (without those in which it waits for replies), memory_gib,
     output_mib: limits of a process. family: how the model writes tool
-    calls (``wire.tool_calls``). open_calls: whether a reply that must call a tool begins with the opening of a call, which the policy does not sample."""
+    calls (``wire.tool_calls``). open_calls: whether a reply that must call a tool begins with the opening of a call, which the policy does not sample.
+    python: runs functions in the place of the run's own Python; it must be 3.9 or newer, and needs none of the run's packages. pass_env: variables that
+    agents get although their names tell of a secret (``wire.process.without_secrets``)."""
 
     name = "agent"
     fresh = False
@@ -95,9 +99,20 @@ class Agent(Environment):
         output_mib: Positive = 4.0,
         family: str = "hermes",
         open_calls: bool = False,
+        python: str = "",
+        pass_env: Sequence[str] = (),
     ):
         plain = ":" in run and not any(character.isspace() for character in run)
-        self.run, self.nursery = run, Nursery([] if plain else shlex.split(run), run if plain else "")
+        if python and not plain:
+            raise ValueError(f"python = {python!r} has no effect on the command line {run!r}: name the Python in it")
+        if python and shutil.which(python) is None:
+            raise ValueError(
+                f"python = {python!r}: there is no such program; expected the path of a Python, such as venv/bin/python"
+            )
+        self.run = run
+        self.nursery = Nursery(
+            [] if plain else shlex.split(run), run if plain else "", python or sys.executable, pass_env
+        )
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
         self.searches, self.rewarded_by_judge, self.gives_step_rewards = retriever, rewarded == "judge", step_rewards
         self.kept, self.open_calls = kept, open_calls
@@ -111,7 +126,8 @@ class Agent(Environment):
 
     def initial(self, task: Task) -> Standing:
         """Return the state before the agent has begun."""
-        return Standing({"id": task.id, "question": task.question, "golds": task.golds, "seed": task.seed})
+        own = {"id": task.id, "question": task.question, "golds": task.golds, "seed": task.seed}
+        return Standing({**task.row, **own})
 
     async def open(self, state: Standing, tools: Tools) -> Standing:
         """Start the agent, and return the state of its first request. Raises DataFault if it ends without one."""
