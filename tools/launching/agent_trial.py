@@ -35,6 +35,9 @@ class _Rehearsal(Tools):
         return [Passage(str(i), "A trial", f"No corpus is searched in a trial: {query}", 0.0) for i in range(topk)]
 
 
+REHEARSAL = _Rehearsal()  # pyright: ignore[reportAbstractUsage] (an agent's episode has no opponent and no speaker)
+
+
 def check(config: Config) -> None:
     """Refuse a run whose agent cannot begin, in a process of its own. Raises ValueError, with what the agent wrote. A run without an agent passes."""
     if config.data.environment == "agent" and not config.cluster.on:
@@ -62,7 +65,7 @@ async def _first_calls(config: Config) -> None:
         for task in _tasks(config):
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    await environment.open(environment.initial(task), _Rehearsal())
+                    await environment.open(environment.initial(task), REHEARSAL)
                 return
             except TimeoutError:
                 print(f"the agent has not asked within {PATIENCE_S:g} s in a trial; the run goes on", flush=True)
@@ -82,12 +85,12 @@ def _show(config: Config, reply: str) -> bool:
 
 
 async def _episode(config: Config, reply: str) -> bool:
-    environment, tools = _agent(config), _Rehearsal()
+    environment, tools = _agent(config), REHEARSAL
     task, calls = _tasks(config)[0], 0
     try:
         state = await environment.open(environment.initial(task), tools)
-        messages, over = list(state.messages), False
-        while not over:
+        messages = list(state.messages)
+        while True:
             calls += 1
             offered = f"   tools: {', '.join(state.offered)}" if state.offered else ""
             print(
@@ -95,7 +98,9 @@ async def _episode(config: Config, reply: str) -> bool:
                 flush=True,
             )
             step = await environment.step(state, environment.read(state, reply), tools)
-            state, messages, over = step.state, step.messages or list(step.state.messages), step.done
+            if step.done:
+                break
+            state, messages = step.state, step.messages or list(step.state.messages)
     except Fault as fault:
         print(fault)
         return False
