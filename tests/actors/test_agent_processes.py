@@ -29,7 +29,7 @@ def nohup(task):
     return subprocess.Popen(["nohup", "sleep", "600"], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).pid
 
 def detached(task):
-    return subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid
+    return subprocess.Popen(["setsid", "sleep", "600"]).pid
 
 def daemon(task):
     """Leaves a process whose parent has gone, with a session of its own, as a service does."""
