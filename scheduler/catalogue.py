@@ -31,6 +31,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "count/calls": ("calls", "calls to services"),
     "count/continuation_steps": ("steps", "environment steps of Monte Carlo continuations"),
     "count/compared_step_*": ("groups", "emitted groups of two scored trajectories or more, by the step of their first turn (8: or later)"),
+    "count/crashed_episodes": ("episodes", "training episodes that an agent's death or a limit ended"),
     "count/dead_workers": ("workers", "workers given up because they fell silent"),
     "count/environment_steps": ("steps", "environment steps of training trajectories"),
     "count/equal_step_*": ("groups", "those of count/compared_step_* whose rewards are all equal"),

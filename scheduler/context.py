@@ -22,14 +22,12 @@ from scheduler.ahead import Ahead, Drawn, How
 from scheduler.scoring import Scoring
 from scheduler.services import Shop, Taken
 from scheduler.text import Shown
-from scheduler.tree import Fork, Node, Tree, encode_node
+from scheduler.tree import DROPPED, Fork, Node, Tree, encode_node
 from wire import support, vision
 from wire.messages import Sample
 
 log = logging.getLogger("scheduler.context")
 
-DROPPED = "dropped"
-"""The note of an action that says why its episode was dropped."""
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -121,6 +119,10 @@ class Context(Scoring):
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done:
             columns |= transition.measures | ({} if transition.outcome is None else {"outcome": transition.outcome})
+            self.shop.crashes.note(transition.fault)
+        if transition.fault:
+            node.notes["crashed"] = transition.fault
+            self.shop.counts["crashed_episodes"] += 1
         if columns:
             node.scores |= columns
             self.changed([node])

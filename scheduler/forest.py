@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from actors.environments.base import Task
 from scheduler import strategies
 from scheduler.config import SchedulerProcess
-from scheduler.context import DROPPED, Context
+from scheduler.context import Context
 from scheduler.dynamic_sampling import differs
 from scheduler.failures import ALIKE, InARow, brief, is_of_the_run, told
 from scheduler.journal import TreeRow
@@ -18,7 +18,7 @@ from scheduler.phases import Phases
 from scheduler.services import ATTEMPTS, Shop
 from scheduler.stream import Stream
 from scheduler.tasks import GeneratedTasks, Tasks
-from scheduler.tree import Tree
+from scheduler.tree import DROPPED, Tree
 from wire.faults import DataFault, Fault, InfrastructureFault
 
 log = logging.getLogger("scheduler.forest")

@@ -20,6 +20,7 @@ import scheduler
 from actors.environments import registry
 from scheduler import nothing_learnt, report, resume, tasks, terminal
 from scheduler.config import UNJUDGED, SchedulerProcess
+from scheduler.crashes import Crashes
 from scheduler.dispatch import Dispatcher, Transport, Worker
 from scheduler.examination import WORK, Examination
 from scheduler.exporter import Exporter
@@ -48,7 +49,7 @@ from wire.process import begin
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories", "refused_episodes")
+REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories", "refused_episodes", "crashed_episodes")
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
@@ -122,6 +123,7 @@ class Run:
             process.most,
             fleet=Fleet(self.settings.budget, process.batch, clock),
             judged=Judged(self.settings.judge, self.folder),
+            crashes=Crashes(self.folder),
             longest=process.longest,
             faults=self.faults,
             proven=lambda: self.spread.proven,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler import best, nothing_learnt, phases
+from scheduler import best, crashes, nothing_learnt, phases
 from scheduler.evaluation import HeldOut
 from scheduler.journal import Journal
 from scheduler.terminal import conclude, say
@@ -74,6 +74,8 @@ def write(
         say(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
     if counts["refused_episodes"]:
         say(f"  {counts['refused_episodes']} episodes have no outcome: their agents ended when a request was refused")
+    if counts["crashed_episodes"]:
+        say(f"  {counts['crashed_episodes']} training episodes crashed and score 0: {crashes.remedy(run)}")
     if summary["quarantined"]:
         say(f"  {len(summary['quarantined'])} tasks quarantined: see {SUMMARY}")
     conclude("\n".join(phases.table(spent, training)))

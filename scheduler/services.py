@@ -15,6 +15,7 @@ from actors.environments.base import POLICY, SPLIT, Environment, Spent, Task, To
 from scheduler import answers
 from scheduler.calls import Check
 from scheduler.config import UNJUDGED, SchedulerConfig
+from scheduler.crashes import Crashes
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
 from scheduler.journal import Journal
@@ -58,7 +59,7 @@ class Shop(msgspec.Struct, frozen=True):
     proven at least, and the newest one.
 
     aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
-    the tally of the run's judge. faults: says on the terminal what failed, once in a while.
+    the tally of the run's judge. faults: says on the terminal what failed, once in a while. crashes: the tally of its episodes.
     """
 
     dispatcher: Dispatcher
@@ -72,6 +73,7 @@ class Shop(msgspec.Struct, frozen=True):
     aside: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(64))
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: Judged = msgspec.field(default_factory=Judged)
+    crashes: Crashes = msgspec.field(default_factory=Crashes)
     longest: int = 0
     faults: Faults = msgspec.field(default_factory=lambda: Faults("scheduler"))
     proven: Callable[[], int] = lambda: 0

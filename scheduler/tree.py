@@ -19,13 +19,19 @@ BESIDE = 1
 
 SEQUENCE = (list, tuple)
 
+DROPPED = "dropped"
+"""The note of an action that says why its episode was dropped."""
+FATES = ("crashed", "ended", DROPPED)
+"""Notes of an episode's last action that say what ended it: its process failed, its context was full, or the episode was dropped, because
+its request was refused or a replay could not reach it again."""
+
 Kind = Literal["prompt", "action", "observation"]
 
 
 class Node(msgspec.Struct, gc=False):
     """One node. logprobs, versions and sampled are [tokens], on actions only, as in ``wire.messages.TreeNode``.
 
-    scores: named columns; invalid: columns that a judge could not give; notes: explanations, by judge. state: the environment
+    scores: named columns; invalid: columns that a judge could not give; notes: explanations, by judge, and of ``FATES``. state: the environment
     state after the node, as plain values. The pictures of a prompt are among its tokens by their numbers in the journal (``wire.vision``). step: the number of actions up to and including this node. trajectory: which of
     several whole trajectories the node belongs to. cached: prompt tokens that the engine had in its cache. kept: the first tokens of an action
     that it shares with the action from which it was forked. entropies: float32 [tokens] of an action, if the strategy asked for them. support: as in

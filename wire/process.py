@@ -4,14 +4,17 @@ import ctypes
 import faulthandler
 import logging
 import os
+import re
 import resource
 import signal
 import socket
 import sys
+from collections.abc import Collection
 
 STACKS = signal.SIGUSR1
 """The signal that asks a process for its stacks. faulthandler answers in C, so that a deadlock or an endless loop answers as well."""
 _PR_SET_PDEATHSIG = 1
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|CRED|AUTH)S?(_|$)", re.IGNORECASE)
 FILES = 65536
 """Files that a process asks to open at once. Each worker is a connection of the scheduler, and the usual limits are 256 or 1,024."""
 
@@ -37,6 +40,12 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before
             os._exit(1)
+
+
+def without_secrets(passed: Collection[str] = ()) -> dict[str, str]:
+    """Return this process's environment for a program that is not ours: without the variables one of whose words ends in KEY, TOKEN, SECRET, PASSWORD,
+    CREDENTIALS and the like, unless ``passed`` names them. It knows names alone: a secret in another variable passes."""
+    return {name: value for name, value in os.environ.items() if name in passed or not _SECRET.search(name)}
 
 
 def free_port() -> int:

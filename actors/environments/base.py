@@ -38,7 +38,8 @@ HELD_OUT_SEEDS = range(2**30, 2_000_000_000)
 class Task(msgspec.Struct, frozen=True):
     """One problem, either read from a task file or made from ``seed`` by a game.
 
-    evidence: the supporting passages "Title\\nField: value", one per hop.
+    evidence: the supporting passages "Title\\nField: value", one per hop. row: all columns of the task file's row, as JSON has them, for environments
+    that take tasks as they stand (``Environment.verbatim``).
     """
 
     id: str
@@ -48,6 +49,7 @@ class Task(msgspec.Struct, frozen=True):
     hops: int = 1
     source: str = ""
     seed: int = 0
+    row: dict[str, Any] = {}
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -105,7 +107,8 @@ class Transition(msgspec.Struct, frozen=True):
     alone decide the return. measures: named results of a finished episode, such as success and completion. reward: the environment's own
     reward of this step, which becomes the action's column "step_reward". messages: chat messages in the place of the observation, which follow
     the reply to which they belong: the action's own, or that of the episode's earlier action number ``after``. An ``after`` of None
-    says that the next prompt is ``Environment.prompt`` of the state, which begins a branch at the root.
+    says that the next prompt is ``Environment.prompt`` of the state, which begins a branch at the root. fault: why something other than the rules
+    ended the episode, its first line for a terminal; it is kept with the action, as the note "crashed".
     """
 
     state: Any
@@ -116,6 +119,7 @@ class Transition(msgspec.Struct, frozen=True):
     reward: float | None = None
     messages: list[dict[str, Any]] | None = None
     after: int | None = None
+    fault: str = ""
 
 
 class Spent(msgspec.Struct, frozen=True):

@@ -156,6 +156,7 @@ def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
         evidence=evidence,
         hops=hops,
         source=str(row.get("data_source") or ""),
+        row=msgspec.json.decode(msgspec.json.encode(row)) if verbatim else {},
     )
 
 

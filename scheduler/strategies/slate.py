@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler.context import DROPPED, Context
+from scheduler.context import Context
 from scheduler.rewards import choose, judge
-from scheduler.tree import Tree
+from scheduler.tree import DROPPED, Tree
 from wire.declared import StrategyGives
 from wire.numbers import Count, Ddof, Positive
 from wire.statistics import among_siblings

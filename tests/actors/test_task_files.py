@@ -1,5 +1,6 @@
 """Task files: what loads, and what is set aside with its place and reason."""
 
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from actors.environments import hub
+from actors.environments.agents.environment import Agent
 from actors.environments.task_files import check_form, listed, load_tasks
 from scheduler.tasks import Tasks, held_out
 
@@ -273,3 +275,20 @@ def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
     assert (tasks[2].question, tasks[2].golds) == ("Why", ["x"])
     assert [one.where.rpartition(":")[2] for one in rejected] == ["4"]
     assert len(load_tasks(str(path))[0]) == 1
+
+
+def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_has_them(tmp_path: Path) -> None:
+    row = {
+        "question": "q",
+        "golden_answers": ["a"],
+        "unit": "m",
+        "limits": [1, 2.5],
+        "due": datetime.date(2026, 1, 2),
+        "id": 7,
+    }
+    place = tmp_path / "tasks.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), place)
+    ((task,), _) = load_tasks(str(place), verbatim=True)
+    assert task.row == row | {"due": "2026-01-02"}
+    assert Agent("module:run").initial(task).task == task.row | {"id": "7", "golds": ["a"], "seed": 0}
+    assert load_tasks(str(place))[0][0].row == {}

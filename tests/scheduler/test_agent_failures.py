@@ -101,6 +101,7 @@ def deaf(task):
 
 def unlucky(task):
     if "bad" in call([user("go")])["content"]:
+        print("looking at it")
         raise RuntimeError("the tool is broken")
     return 1.0
 
@@ -235,6 +236,18 @@ async def test_an_episode_that_fails_leaves_the_others_of_its_group_their_outcom
     s.check(tree)
     last = [tree.actions(trajectory)[-1].scores for trajectory in range(3)]
     assert sorted((scores["crashed"], scores["outcome"]) for scores in last) == [(0, 1), (0, 1), (1, 0)]
+    assert s.counts["crashed_episodes"] == 1
+
+
+async def test_the_last_action_says_in_the_journal_why_an_episode_crashed_and_what_it_wrote(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(lambda prompt, i: "bad", "unlucky")
+    s.journal.close_tree(await s.grow(chain))
+    (row,) = s.journal.trees()
+    kept = s.journal.tree(row).actions()[-1].notes["crashed"]
+    assert kept.splitlines()[0] == "exit status 1: RuntimeError: the tool is broken"
+    assert "Its last output:\nlooking at it\nTraceback" in kept
 
 
 async def test_a_reward_that_is_no_number_is_a_fault_of_the_agent(stage: Callable[..., Stage]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from scheduler.journal import Journal, TreeRow
-from scheduler.tree import Node, Tree
+from scheduler.tree import FATES, Node, Tree
 from wire.support import decode
 
 SHOWN = 4
@@ -93,8 +93,9 @@ def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:
         text = _wrapped(title(child), indent + rest, detail.width)
         text[0] = indent + branch + text[0].removeprefix(indent + rest)
         text += _folded(child.text.strip(), indent + rest + "  ", detail)
-        for judge, note in child.notes.items() if detail.full else ():
-            text += _wrapped(f"{judge}: {note}", indent + rest + "  # ", detail.width)
+        for name, note in child.notes.items():
+            if detail.full or name in FATES:
+                text += _folded(f"{name}: {note}", indent + rest + "  # ", detail)
         text += [indent + rest + "  " + line for line in detail.tokens(tree.id, child)]
         lines += text + _below(tree, child, indent + rest, detail)
     return lines

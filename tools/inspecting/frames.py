@@ -17,6 +17,7 @@ import msgspec
 import polars as pl
 
 from scheduler.journal import Journal, TreeRow
+from scheduler.tree import FATES, Node
 from tools.inspecting.replay import Replayed
 from wire import shards
 
@@ -36,11 +37,13 @@ NODE: dict[str, pl.DataType | type[pl.DataType]] = {
     "last_version": pl.Int64,
     "logprob": pl.Float64,
     "judge_invalid": pl.Int64,
+    "fate": pl.String,
     "text": pl.String,
 }
 """The columns of ``nodes`` beside the scores. parent: -1 for the root. kind: prompt, action or observation. tokens: those that the node adds.
 cached: prompt tokens that the engine had in its cache. first_version, last_version: the weights that sampled an action. logprob: the sum over an
-action's tokens under the policy that sampled them. judge_invalid: how many score columns a judge could not give."""
+action's tokens under the policy that sampled them. judge_invalid: how many score columns a judge could not give. fate: what ended the episode other
+than its rules ("crashed: exit status 1: ..."), on its last action."""
 TREE: dict[str, pl.DataType | type[pl.DataType]] = {
     "tree": pl.Int64,
     "task": pl.String,
@@ -80,7 +83,17 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
             logprob = None if node.logprobs is None else float(node.logprobs.sum())
             place = row.id, node.id, node.parent, node.kind, node.step, node.trajectory, node.chosen, node.forced
             plain.append(
-                (*place, node.finish, len(node.tokens), node.cached, *span, logprob, len(node.invalid), node.text)
+                (
+                    *place,
+                    node.finish,
+                    len(node.tokens),
+                    node.cached,
+                    *span,
+                    logprob,
+                    len(node.invalid),
+                    _fate(node),
+                    node.text,
+                )
             )
             scores.append(node.scores)
     names = sorted({name for one in scores for name in one})
@@ -90,6 +103,10 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
         for name in names
     }
     return pl.DataFrame(plain, schema=NODE, orient="row").with_columns(**columns)
+
+
+def _fate(node: Node) -> str | None:
+    return next((f"{name}: {node.notes[name].partition(chr(10))[0]}" for name in FATES if name in node.notes), None)
 
 
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:

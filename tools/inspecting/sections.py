@@ -349,6 +349,7 @@ def _trees(groups: Groups) -> Section:
             table = frames.trees(journal, rows, below)
             if not below.is_empty():
                 columns[name] |= _statistics(table, below.filter(frames.ACTION), run)
+                section.words += _crashes(below, name)
                 texts = _remarkable(journal, rows, table, name) if id(run) in first else []
                 section.texts += texts
                 if id(run) in first and not texts:
@@ -374,6 +375,17 @@ def _remarkable(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, 
                 head = f"{name}, {'most ' * (rank == 'surprising')}{rank}: tree {tree['tree']}, task {tree['task']}, version {tree['version']}"
                 texts.append((f"{head} ({', '.join(values)})", text))
     return texts
+
+
+def _crashes(below: pl.DataFrame, name: str) -> list[str]:
+    """Return a sentence on the episodes that crashed, with the most frequent reason; none if there are none."""
+    reasons = below.filter(pl.col("fate").str.starts_with("crashed: "))["fate"].value_counts(sort=True)
+    if reasons.is_empty():
+        return []
+    reason, count = reasons.row(0)
+    return [
+        f"{name}: {reasons['count'].sum()} episodes crashed and score 0, most often ({count} times): {reason[len('crashed: ') :]}"
+    ]
 
 
 def _statistics(table: pl.DataFrame, actions: pl.DataFrame, run: Run) -> dict[str, str]:

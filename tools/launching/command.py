@@ -16,7 +16,7 @@ import msgspec
 
 from scheduler import health, tracking
 from tools.defaults.settings import cache_folder
-from tools.launching import changes, environment, jobs, needs, processes, rules, status
+from tools.launching import agent_trial, changes, environment, jobs, needs, processes, rules, status
 from tools.launching.assets import Assets
 from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from tools.launching.disk import existing, no_space
@@ -61,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
     )
+    trial = "play one episode of [data] agent with REPLY in the place of the policy's replies, show it, start nothing"
+    new.add_argument("--try-agent", nargs="?", const="A trial.", metavar="REPLY", help=trial)
     old = parser.add_argument_group("a run that is there")
     old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
     old.add_argument("--status", type=Path, metavar="RUN", help="explain a live, stopped or broken run on one page")
@@ -143,6 +145,8 @@ def main(command: list[str] | None = None) -> int:
                 raise ConfigError(lacking)
             if options.dry_run:
                 return dry_run(config, run)
+            if options.try_agent is not None:
+                return 0 if agent_trial.show(config, options.try_agent) else 1
             for lacking in needs.lacking_machine(config):
                 raise ConfigError(lacking)
             s = config.scheduler

@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import json
 import shlex
+import shutil
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -69,7 +71,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Agent(Environment):
-    """run: "module:function", called with the task (id, question, golds, seed) in a process of its own, or a command line, which finds them as JSON in
+    """run: "module:function", called with the task (id, question, golds, seed, and all columns of its row) in a process of its own, or a command line, which finds them as JSON in
     its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY, and at
     ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY. horizon: calls of an episode. outcome_judge: the
     judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
@@ -78,7 +80,9 @@ class Agent(Environment):
     before it asks again; a reply without one is unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended, and
     reached again by replay. seconds (without those in which it waits for replies), memory_gib,
     output_mib: limits of a process. family: how the model writes tool
-    calls (``wire.tool_calls``). open_calls: whether a reply that must call a tool begins with the opening of a call, which the policy does not sample."""
+    calls (``wire.tool_calls``). open_calls: whether a reply that must call a tool begins with the opening of a call, which the policy does not sample.
+    python: runs functions in the place of the run's own Python; it must be 3.9 or newer, and needs none of the run's packages. pass_env: variables that
+    agents get although their names tell of a secret (``wire.process.without_secrets``)."""
 
     name = "agent"
     fresh = False
@@ -102,9 +106,20 @@ class Agent(Environment):
         output_mib: Positive = 4.0,
         family: str = "hermes",
         open_calls: bool = False,
+        python: str = "",
+        pass_env: Sequence[str] = (),
     ):
         plain = ":" in run and not any(character.isspace() for character in run)
-        self.run, self.nursery = run, Nursery([] if plain else shlex.split(run), run if plain else "")
+        if python and not plain:
+            raise ValueError(f"python = {python!r} has no effect on the command line {run!r}: name the Python in it")
+        if python and shutil.which(python) is None:
+            raise ValueError(
+                f"python = {python!r}: there is no such program; expected the path of a Python, such as venv/bin/python"
+            )
+        self.run = run
+        self.nursery = Nursery(
+            [] if plain else shlex.split(run), run if plain else "", python or sys.executable, pass_env
+        )
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
         self.searches, self.rewarded_by_judge, self.gives_step_rewards = retriever, rewarded == "judge", step_rewards
         self.kept, self.open_calls = kept, open_calls
@@ -118,7 +133,8 @@ class Agent(Environment):
 
     def initial(self, task: Task) -> Standing:
         """Return the state before the agent has begun."""
-        return Standing({"id": task.id, "question": task.question, "golds": task.golds, "seed": task.seed})
+        own = {"id": task.id, "question": task.question, "golds": task.golds, "seed": task.seed}
+        return Standing({**task.row, **own})
 
     async def open(self, state: Standing, tools: Tools) -> Standing:
         """Start the agent, and return the state of its first request. Raises DataFault if it ends without one."""
@@ -172,7 +188,7 @@ class Agent(Environment):
         if isinstance(event, Ended):
             self._end(episode)
             if event.fault and episode.session.refused:
-                raise TurnedAway(f"the agent ended ({event.fault}){_refused(episode)}: {event.last}")
+                raise TurnedAway(f"the agent ended{_refused(episode)} ({event.told})")
             return msgspec.structs.replace(self._ended(state, record, event), reward=reward)
         transition = _asking(state, record, event)
         self._keep(transition.state, episode, event)
@@ -281,8 +297,10 @@ class Agent(Environment):
             )
 
     def _reply(self, text: str, asked: Asked, spent: Spent) -> Reply:
-        parsed = parse(until(text, asked.stop), self.family, asked.offered)
-        return Reply(parsed.text, parsed.calls, spent, parsed.think)
+        kept = until(text, asked.stop)
+        ended = next((stop for stop in asked.stop if text.startswith(stop, len(kept))), "")
+        parsed = parse(kept, self.family, asked.offered)
+        return Reply(parsed.text, parsed.calls, spent, parsed.think, stop=ended)
 
     async def _begun(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
         if self._started is None:
@@ -303,19 +321,16 @@ class Agent(Environment):
             raise
         if isinstance(event, Ended):
             self._end(episode)
-            raise DataFault(
-                f"the agent ended before it asked the policy ({event.fault or 'exit status 0'}){_refused(episode)}: {event.last}"
-            )
+            raise DataFault(f"the agent ended before it asked the policy{_refused(episode)} ({event.told})")
         return episode, event
 
     def _ended(self, state: Standing, record: tuple[Exchange, ...], event: Ended) -> Transition:
         after = msgspec.structs.replace(state, record=record, asked="", messages=(), tools=())
         crashed = float(bool(event.fault))
         outcome = 0.0 if crashed else event.reward
-        said = f"the agent's process: {event.fault}: {event.last}" if crashed else ""
-        return Transition(
-            after, said, True, None if self.outcome_judge and not crashed else outcome, {"crashed": crashed}
-        )
+        scored = None if self.outcome_judge and not crashed else outcome
+        fault = f"{event.told}\n\nIts last output:\n{event.said}" if crashed else ""
+        return Transition(after, "", True, scored, {"crashed": crashed}, fault=fault)
 
     def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
         self._waiting.append((state, episode, asked))
@@ -340,9 +355,7 @@ class Agent(Environment):
 def _check(tools: Tools, before: Standing, record: tuple[Exchange, ...], asked: Asked) -> None:
     """Raise Refused unless the policy can be asked this after the replies of ``record``, and the journal can keep it."""
     try:
-        place, tail = _continued(record, asked)
-        standing = _standing(before, record, asked, whole=place is None)
-        tools.check(Transition(standing, "", False, messages=tail, after=place))
+        tools.check(_asking(before, record, asked))
     except Exception as error:  # whatever fails, templates and tokenizers too, fails because of this request
         reason = str(error).encode(errors="backslashreplace").decode()
         raise Refused(

@@ -3,20 +3,27 @@
 import asyncio
 import contextlib
 import json
-import os
+import re
 import signal
 from typing import Any
 
 import msgspec
 
 from actors.environments.agents.gateway import Gateway, Session
-from actors.environments.agents.nursery import Nursery, Running
+from actors.environments.agents.nursery import Nursery, Process
 from actors.environments.agents.runner import REWARD
 from actors.serving.asked import Asked
 from actors.serving.replies import Reply
 
-TAIL = 2_000
-"""Bytes of what an agent wrote last that a fault shows."""
+TAIL = 4_096
+"""Bytes of what an agent wrote last that are kept of a fault."""
+DRAIN_S = 1.0
+"""Seconds after the end of a process in which its output is read to its end. Only what has escaped holds it open longer."""
+LONGEST_VARIABLE = 100_000
+"""Bytes of a task that COPPICE_TASK holds. Linux starts no program with a longer variable than 128 KiB."""
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?P<error>\S.*)", re.MULTILINE)
+_NODE = re.compile(r"^Node\.js v\d")
+_THROWN = re.compile(r"^\[?(?:Uncaught )?[\w$.]*(?:Error|Exception|Rejection)\b.*", re.MULTILINE)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -35,9 +42,18 @@ class Ended(msgspec.Struct, frozen=True):
     said: str = ""
 
     @property
-    def last(self) -> str:
-        """The last line that it wrote, as a rule an error's."""
-        return self.said.strip().rpartition("\n")[2][-500:]
+    def error(self) -> str:
+        """The line that tells why: of a Python traceback or of what Node throws the error's own line, else the last line that it wrote."""
+        last = self.said.strip().rpartition("\n")[2]
+        errors = [match["error"] for match in _TRACEBACK.finditer(self.said)]
+        if _NODE.match(last):
+            errors = _THROWN.findall(self.said)
+        return (errors[-1] if errors else last)[:500]
+
+    @property
+    def told(self) -> str:
+        """Why the process ended, in a line."""
+        return f"{self.fault or 'exit status 0'}: {self.error or 'it wrote nothing'}"
 
 
 class Episode:
@@ -47,26 +63,26 @@ class Episode:
         self.gateway, self.nursery, self.task, self.limits = gateway, nursery, task, limits
         self.session: Session = gateway.opened()
         self._waiting: dict[str, tuple[Asked, asyncio.Future[Reply]]] = {}
-        self._process: Running | None = None
+        self._process: Process | None = None
         self._ended: asyncio.Task[Ended] | None = None
-        self._said = bytearray()
+        self._said, self._returned = bytearray(), None
         self._limit: asyncio.Timeout = asyncio.timeout(None)
         self._left = limits.seconds
         self._since: float | None = None
 
     async def start(self) -> None:
         """Start the process. Raises OSError if it cannot be started."""
-        key = self.session.key
+        key, task = self.session.key, msgspec.json.encode(self.task)
         known = {
             "OPENAI_BASE_URL": self.gateway.url,
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": self.gateway.url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": key,
             "COPPICE_SESSION": key,
-            "COPPICE_TASK": json.dumps(self.task),
         }
-        memory = int(self.limits.memory_gib * 2**30)
-        self._process = await self.nursery.start(self.task, {**_environment(), **known}, memory)
+        if len(task) <= LONGEST_VARIABLE:
+            known["COPPICE_TASK"] = task.decode()
+        self._process = await self.nursery.start(task, known, int(self.limits.memory_gib * 2**30))
         self._ended = asyncio.create_task(self._run())
 
     def asked(self) -> list[Asked]:
@@ -117,7 +133,7 @@ class Episode:
         """Kill the process, with all that it has started, and close the session."""
         self.gateway.end(self.session, "the episode has ended")
         if self._process is not None and self._process.returncode is None:
-            _kill(self._process.pid)
+            self._process.kill()
         if self._ended is not None:
             await asyncio.gather(self._ended, return_exceptions=True)
 
@@ -127,49 +143,46 @@ class Episode:
             self._limit.reschedule(when)
 
     async def _run(self) -> Ended:
-        """Read what the process writes until it ends, or until a limit ends it."""
-        assert self._process is not None and self._process.stdout is not None
-        fault, written, reward = "", 0, None
+        """Read what the process writes until it has ended, or until a limit ends it."""
+        assert self._process is not None
+        process, fault = self._process, ""
+        reading, ended = asyncio.create_task(self._read(process.stdout)), asyncio.ensure_future(process.wait())
         try:
-            async with self._limit:
-                self._since = asyncio.get_running_loop().time()
-                self._hold(self._since + self._left)
-                while line := await _line(self._process.stdout):
-                    written += len(line)
-                    if line.startswith(REWARD):
-                        reward = json.loads(line.removeprefix(REWARD))
-                        continue
-                    self._said = (self._said + line)[-TAIL:]
-                    if written > self.limits.output_mib * 2**20:
-                        fault = f"it wrote more than {self.limits.output_mib:g} MiB"
-                        break
-                if not fault:
-                    await self._process.wait()
-        except TimeoutError:
-            fault = f"it ran longer than {self.limits.seconds:g} s"
-        if self._process.returncode is None:
-            _kill(self._process.pid)
-        try:
-            code = await self._process.wait()
+            try:
+                async with self._limit:
+                    self._since = asyncio.get_running_loop().time()
+                    self._hold(self._since + self._left)
+                    await asyncio.wait([reading, ended], return_when=asyncio.FIRST_COMPLETED)
+                    if reading.done() and not reading.result():  # it has closed its output, and goes on
+                        await ended
+            except TimeoutError:
+                fault = f"it ran longer than {self.limits.seconds:g} s"
+            if process.returncode is None:
+                process.kill()
+            code = await ended
+            await asyncio.wait([reading], timeout=DRAIN_S)
         finally:
-            self.nursery.forget(self._process)
+            reading.cancel()
+            process.writer.close()
+        if reading.done() and not reading.cancelled():
+            fault = fault or reading.result()
         if code and not fault:
             fault = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-        return Ended(
-            reward if self.session.reward is None else self.session.reward, fault, self._said.decode(errors="replace")
-        )
+        reward = self._returned if self.session.reward is None else self.session.reward
+        return Ended(reward, fault, self._said.decode(errors="replace"))
 
-
-def _kill(pid: int) -> None:
-    """Kill a process and all that it has started; itself alone, if it has no group of its own yet."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-
-
-def _environment() -> dict[str, str]:
-    """The environment of an agent: this process's, without other keys of this run and of its user's other models."""
-    return {name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_TOKEN"))}
+    async def _read(self, output: asyncio.StreamReader) -> str:
+        """Read to the end of what the process writes. Return the fault if it writes too much."""
+        written = 0
+        while line := await _line(output):
+            written += len(line)
+            if line.startswith(REWARD):
+                self._returned = json.loads(line.removeprefix(REWARD))
+                continue
+            self._said = (self._said + line)[-TAIL:]
+            if written > self.limits.output_mib * 2**20:
+                return f"it wrote more than {self.limits.output_mib:g} MiB"
+        return ""
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:

@@ -1,84 +1,44 @@
-"""Starts the processes of episodes. A command line is started as it is. Agents that are Python functions are forked from one process that
-has imported their libraries already, so that an episode costs milliseconds and not the seconds that a library takes to import."""
+"""Starts the processes of episodes. All are forked from one small process (``actors.environments.agents.runner``), the nurse. Of agents that are Python functions
+it has imported the libraries already, so that an episode costs milliseconds and not the seconds that a library takes to import."""
 
 import asyncio
 import collections
 import contextlib
 import json
 import os
+import shutil
+import signal
 import socket
 import sys
 import tempfile
-from typing import Any, Protocol
+from collections.abc import Sequence
+from pathlib import Path
 
-from actors.environments.agents.runner import confine
+from actors.environments.agents import runner
 from wire.faults import InfrastructureFault
-from wire.process import die_with
-
-
-class Running(Protocol):
-    """The process of an episode, with what asyncio's processes have."""
-
-    pid: int
-    stdout: asyncio.StreamReader | None
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    async def wait(self) -> int: ...
+from wire.process import die_with, without_secrets
 
 
 class Nursery:
-    """Starts processes of ``command``, or of the function ``run`` ("module:function") if the command is empty."""
+    """Starts processes of ``command``, or of the function ``run`` ("module:function") if the command is empty. python: runs the functions. pass_env: the
+    variables that agents get although their names tell of a secret."""
 
-    def __init__(self, command: list[str], run: str = ""):
-        self.command, self.run = command, run
+    def __init__(self, command: list[str], run: str = "", python: str = sys.executable, pass_env: Sequence[str] = ()):
+        self.command, self.run, self.python, self.pass_env = command, run, python, pass_env
         self._channel: socket.socket | None = None
         self._nurse: asyncio.subprocess.Process | None = None
         self._opening = asyncio.Lock()
         self._listening: asyncio.Task[None] | None = None
-        self._expected: collections.deque[asyncio.Future[_Forked]] = collections.deque()
-        self._living: dict[int, _Forked] = {}
+        self._expected: collections.deque[asyncio.Future[Process]] = collections.deque()
+        self._living: dict[int, Process] = {}
 
-    async def start(self, task: dict[str, Any], environment: dict[str, str], memory: int) -> Running:
-        """Start an episode with the task as JSON in its stdin. memory: bytes of its address space, 0 for no limit. Raises OSError if it cannot start."""
-        if not self.command:
-            return await self._fork(task, environment, memory)
-        parent = os.getpid()
-
-        def prepare() -> None:
-            die_with(parent)
-            confine(memory)
-
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(json.dumps(task).encode())
-            stdin.seek(0)
-            return await asyncio.create_subprocess_exec(  # pyright: ignore[reportReturnType]
-                *self.command,
-                stdin=stdin,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=environment,
-                preexec_fn=prepare,
-            )
-
-    def forget(self, running: Running) -> None:
-        """Read no more of what an episode writes."""
-        if isinstance(running, _Forked) and running.writer is not None:
-            running.writer.close()
-
-    async def close(self) -> None:
-        """End the process from which episodes are forked, and them."""
-        if self._channel is not None:
-            with contextlib.suppress(OSError):  # it has died already
-                self._channel.shutdown(socket.SHUT_WR)
-            self._channel.close()
-        if self._nurse is not None:
-            await self._nurse.wait()
-        if self._listening is not None:
-            await self._listening
-
-    async def _fork(self, task: dict[str, Any], environment: dict[str, str], memory: int) -> "_Forked":
+    async def start(self, task: bytes, variables: dict[str, str], memory: int) -> "Process":
+        """Start an episode with the task, JSON, in its stdin. variables: of its environment, beside those of this process. memory: bytes of its address
+        space, 0 for no limit. Raises OSError if it cannot start."""
+        if self.command and shutil.which(self.command[0]) is None:
+            raise FileNotFoundError(f"there is no program {self.command[0]!r}: expected a path, or a name on the PATH")
+        environment = {"PYTHONUNBUFFERED": "1", **without_secrets(self.pass_env), **variables}
+        settings = {"command": self.command, "environment": environment, "memory": memory}
         async with self._opening:
             if self._nurse is None or self._nurse.returncode is not None:
                 await self._open()
@@ -88,8 +48,7 @@ class Nursery:
         born = asyncio.get_running_loop().create_future()
         try:
             with tempfile.TemporaryFile() as stdin:
-                stdin.write(json.dumps({"environment": environment, "memory": memory}).encode() + b"\n")
-                stdin.write(json.dumps(task).encode())
+                stdin.write(json.dumps(settings).encode() + b"\n" + task)
                 stdin.seek(0)
                 self._expected.append(born)
                 socket.send_fds(self._channel, [b"f"], [stdin.fileno(), into.fileno()])
@@ -102,16 +61,27 @@ class Nursery:
             into.close()
         return child
 
+    async def close(self) -> None:
+        """End the nurse, and with it the episodes."""
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # it has died already
+                self._channel.shutdown(socket.SHUT_WR)
+            self._channel.close()
+        if self._nurse is not None:
+            await self._nurse.wait()
+        if self._listening is not None:
+            await self._listening
+
     async def _open(self) -> None:
         self._channel, theirs = socket.socketpair()
         parent = os.getpid()
         with theirs:
             self._nurse = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "actors.environments.agents.runner", self.run, str(theirs.fileno())),
+                *(self.python, str(Path(runner.__file__)), self.run, str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env=without_secrets(self.pass_env),
                 preexec_fn=lambda: die_with(parent),
             )
         self._listening = asyncio.create_task(self._listen(self._channel))
@@ -122,7 +92,7 @@ class Nursery:
             async for line in reader:
                 said = json.loads(line)
                 if "born" in said:
-                    self._living[said["born"]] = child = _Forked(said["born"])
+                    self._living[said["born"]] = child = Process(said["born"])
                     if not (expected := self._expected.popleft()).cancelled():
                         expected.set_result(child)
                 elif child := self._living.pop(said["ended"], None):
@@ -141,18 +111,24 @@ class Nursery:
             self._living.clear()
 
 
-class _Forked:
-    """The process of an episode, a child of the nursery's."""
+class Process:
+    """The process of an episode, with what asyncio's processes have. It ends after everything that the agent has started."""
+
+    stdout: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
     def __init__(self, pid: int):
         self.pid = pid
-        self.stdout: asyncio.StreamReader | None = None
-        self.writer: asyncio.StreamWriter | None = None
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
     def returncode(self) -> int | None:
         return None if not self.ended.done() else 1 if self.ended.exception() else self.ended.result()
+
+    def kill(self) -> None:
+        """Kill the agent with all that it has started. Its keeper (``actors.environments.agents.runner``) does so."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
 
     async def wait(self) -> int:
         """Return the exit status. Raises InfrastructureFault if nobody knows it any more."""

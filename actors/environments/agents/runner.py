@@ -1,8 +1,14 @@
-"""What the processes of agents run that are Python functions. It imports nothing but the agent, so that an episode begins at once.
+"""What the processes of agents run. It imports nothing but the standard library and the agent, so that an episode begins at once, also in another Python.
 
-``python -m actors.environments.agents.runner MODULE:FUNCTION FD`` imports what the module imports, once, and then forks one process for each episode that
-is asked for over the socket FD (``actors.environments.agents.nursery``). What libraries import later, episodes tell, and it is there for those that follow.
-The module itself is imported in the episode's process, which knows the episode's key by then. A number that the function returns is the episode's reward.
+``python runner.py MODULE:FUNCTION FD`` imports what the module imports, once, and then forks an episode for each one that is asked for over the socket
+FD (``actors.environments.agents.nursery``). What libraries import later, episodes tell, and it is there for those that follow. The module itself is imported
+in the episode's process, which knows the episode's key by then. A number that the function returns is the episode's reward. With "" in the place of the
+function, episodes are command lines.
+
+An episode is two processes. The keeper adopts whatever the agent's own process leaves behind (PR_SET_CHILD_SUBREAPER), and ends as that one ends, after it
+has killed all of it::
+
+    scheduler -> nurse (serve) -> keeper (_keep) -> the agent's process (_episode) -> whatever it starts
 """
 
 import ast
@@ -13,30 +19,26 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import random
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
 import sysconfig
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
 REWARD = b"\0reward "
 """Begins the line with which a process tells what the function returned."""
-_PR_SET_PDEATHSIG = 1
-
-
-def confine(memory: int) -> None:
-    """Limit this process's address space, bytes (0 for no limit), and give it a group, so that all it starts ends with it."""
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if memory:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDS = {signal.SIGTERM, signal.SIGCHLD}
+"""The signals for which a keeper waits: the order to end its episode, and the end of a child."""
 
 
 def play(run: str, task: dict[str, Any]) -> None:
@@ -47,9 +49,21 @@ def play(run: str, task: dict[str, Any]) -> None:
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     if result is not None:
-        reward = json.dumps(float(result), allow_nan=False)
+        reward = json.dumps(_reward(run, result))
         sys.stdout.flush()
         sys.stdout.buffer.write(b"\n" + REWARD + reward.encode() + b"\n")
+
+
+def _reward(run: str, result: Any) -> float:
+    try:
+        reward = float(result)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise ValueError(
+            f"{run} returned {str(result)[:200]!r}: expected a finite number, the episode's reward, or None for no reward"
+        )
+    return reward
 
 
 async def _awaited(result: Any) -> Any:
@@ -58,8 +72,10 @@ async def _awaited(result: Any) -> Any:
 
 def serve(run: str, channel: socket.socket) -> None:
     """Fork an episode for every byte that comes, with the files that come with it as its stdin and stdout; tell each start and end in a line."""
-    sys.path.insert(0, os.getcwd())
-    _preload(run.partition(":")[0])
+    here, beside = os.getcwd(), str(Path(__file__).parent)
+    sys.path[:] = [here, *(place for place in sys.path if place not in ("", here, beside))]
+    if run:
+        _preload(run.partition(":")[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its episodes itself
     heard, told = socket.socketpair()
     told.setblocking(False)
@@ -77,9 +93,12 @@ def serve(run: str, channel: socket.socket) -> None:
             asked, files, _, _ = socket.recv_fds(channel, 1, 2)
             if not asked:
                 return
-            pid = os.fork()
+            nurse, pid = os.getpid(), os.fork()
             if not pid:
-                _episode(run, files, [channel, heard, told], tell)
+                for one in (channel, heard, told):
+                    one.close()
+                os.close(late)
+                _keep(run, nurse, files, tell)
             for file in files:
                 os.close(file)
             channel.sendall(json.dumps({"born": pid}).encode() + b"\n")
@@ -92,22 +111,110 @@ def _bury(channel: socket.socket) -> None:
             channel.sendall(json.dumps(line).encode() + b"\n")
 
 
-def _episode(run: str, files: list[int], inherited: list[socket.socket], tell: int) -> NoReturn:
-    """Be the process of an episode. Its stdin holds a line of settings and then the task. tell: takes the names of modules that were imported late."""
+def _keep(run: str, nurse: int, files: list[int], tell: int) -> NoReturn:
+    """Be the keeper of an episode: start the agent's process with a folder of its own, wait for its end or for SIGTERM, kill whatever it has left, and
+    end as it ended."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    _control(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != nurse:  # it died before
+        os._exit(1)
+    folder = tempfile.mkdtemp(prefix="coppice-agent-")
+    leader = os.fork()
+    if not leader:
+        _episode(run, files, folder, tell)
+    for file in files:
+        os.close(file)
+    code = None
+    while code is None and signal.sigwait(_ENDS) != signal.SIGTERM:
+        code = _reaped(leader)
+    for kill in (os.killpg, os.kill):  # it may have no group of its own yet
+        with contextlib.suppress(OSError):
+            kill(leader, signal.SIGKILL)
+    if code is None:
+        code = os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1])
+    _clear()
+    shutil.rmtree(folder, ignore_errors=True)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no disposition
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _control(option: int, value: int) -> None:
+    """Set an attribute of this process (prctl). Linux alone can do so."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _reaped(leader: int) -> "int | None":
+    """Reap what has died. Return the exit status of ``leader`` if it was among it."""
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return None
+        if pid == leader:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _clear() -> None:
+    """Kill and reap all children, and those that they leave in turn. What has other rights than this process, such as a set-user-id program, stays."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                killed = [pid for pid in _children() if _killed(pid)]
+                if not killed:
+                    return
+                os.waitpid(-1, 0)
+
+
+def _killed(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    """The children of this process, as Linux tells them."""
+    children = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has gone
+            if int(entry.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                children.append(int(entry.parent.name))
+    return children
+
+
+def _episode(run: str, files: list[int], folder: str, tell: int) -> NoReturn:
+    """Be the agent's process, with a session and a group of its own. Its stdin holds a line of settings and then the task. tell: takes the names of
+    modules that were imported late."""
     status, before = 1, set(sys.modules)
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for one in inherited:
-            one.close()
-        os.dup2(files[0], 0)
-        os.dup2(files[1], 1)
-        os.dup2(files[1], 2)
-        settings = json.loads(sys.stdin.readline())
+        for target, file in enumerate((files[0], files[1], files[1])):
+            os.dup2(file, target)
+        for file in files:
+            os.close(file)
+        with open(0, "rb", closefd=False) as stdin:
+            line = stdin.readline()
+        os.lseek(0, len(line), os.SEEK_SET)
+        settings = json.loads(line)
         os.environ.clear()
-        os.environ.update(settings["environment"])
-        confine(settings["memory"])
+        os.environ.update(settings["environment"], COPPICE_FOLDER=folder)
+        os.setsid()
+        _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if settings["memory"]:
+            resource.setrlimit(resource.RLIMIT_AS, (settings["memory"], settings["memory"]))
+        if not run:
+            _become(settings["command"])
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         play(run, json.loads(sys.stdin.read()))
         status = 0
     except SystemExit as ended:
@@ -123,6 +230,14 @@ def _episode(run: str, files: list[int], inherited: list[socket.socket], tell: i
             for name in _libraries(set(sys.modules) - before):
                 os.write(tell, name.encode() + b"\n")
         os._exit(status)
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Run a command line in the place of this process, with the signals as a shell leaves them and no files but the three."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.execvp(command[0], command)
 
 
 def _libraries(names: set[str]) -> list[str]:

@@ -21,7 +21,7 @@ from actors.environments.base import Task, Tools
 from actors.environments.others.mutable import KEPT, Live, Mutable, Played, Turned
 from wire.faults import DataFault, InfrastructureFault
 from wire.numbers import Count, Positive
-from wire.process import die_with
+from wire.process import die_with, without_secrets
 
 GAMES = {"gem": "gem_games:Gem", "reasoning_gym": "reasoning_sets:Reasoning", "textworld": "textworld_games:TextWorld"}
 """Classes in the folder of the worker, by the names of their libraries."""
@@ -152,5 +152,4 @@ class _Child:
 
 def _environment() -> dict[str, str]:
     """This process's environment without the keys of the user's services. Sets of texts have one order in all processes, so that a replay is one."""
-    known = {name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_TOKEN"))}
-    return known | {"PYTHONHASHSEED": "0"}
+    return without_secrets() | {"PYTHONHASHSEED": "0"}

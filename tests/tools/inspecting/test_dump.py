@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.journal import Journal
 from scheduler.tree import Tree
-from tools.inspecting import frames
+from tools.inspecting import frames, sections
 from tools.inspecting.dump import main
 from wire.messages import Turn
 
@@ -282,3 +282,33 @@ def test_a_title_has_every_score_and_what_is_unusual(run: Path, capsys: pytest.C
     assert "judge invalid: query" in shown
     assert main([str(run), "--tree", "4"]) == 0
     assert "INVALID" in capsys.readouterr().out
+
+
+def test_why_an_episode_crashed_is_shown_without_being_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal, tree = Journal(tmp_path / "journal.sqlite"), Tree(0, "task")
+    root = tree.add(None, "prompt", ids(1), "Question")
+    crash = "exit status 1: TypeError: bad\n\nIts last output:\n" + "looking\n" * 40
+    tree.add(
+        root,
+        "action",
+        ids(2),
+        "answer",
+        scores={"crashed": 1.0},
+        chosen=True,
+        notes={"crashed": crash, "judge": "well"},
+    )
+    journal.start_tree(tree, 0, 0)
+    journal.save_group(tree, 0, [Turn(1, 0, 0, {})])
+    journal.close_tree(tree)
+    journal.close()
+    assert main([str(tmp_path), "--tree", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "# crashed: exit status 1: TypeError: bad" in shown and "lines (--full)" in shown and "well" not in shown
+    assert main([str(tmp_path), "--where", "crashed_max = 1", "--list"]) == 0
+    _, nodes = frames.read(tmp_path)
+    assert "crashed: exit status 1: TypeError: bad" in nodes["fate"].to_list()
+    assert sections._crashes(nodes, "a run") == [
+        "a run: 1 episodes crashed and score 0, most often (1 times): exit status 1: TypeError: bad"
+    ]

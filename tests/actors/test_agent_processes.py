@@ -1,0 +1,225 @@
+"""The processes of agents, as they are: what ends with an episode, what is kept of it, and what an agent finds in its environment."""
+
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from actors.environments.agents.episode import TAIL, Ended, Episode, Limits
+from actors.environments.agents.gateway import Gateway
+from actors.environments.agents.nursery import Nursery
+
+TASK = {"id": "t", "question": "1 + 1", "golds": ["2"], "seed": 0}
+AGENTS = '''
+import os, signal, subprocess, sys, time
+
+def forked(task):
+    return os.fork() or time.sleep(600)
+
+def opened(task):
+    return subprocess.Popen(["sleep", "600"]).pid
+
+def nohup(task):
+    return subprocess.Popen(["nohup", "sleep", "600"], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).pid
+
+def detached(task):
+    return subprocess.Popen(["setsid", "sleep", "600"]).pid
+
+def daemon(task):
+    """Leaves a process whose parent has gone, with a session of its own, as a service does."""
+    ours, theirs = os.pipe()
+    if not os.fork():
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.write(theirs, str(os.getpid()).encode())
+        time.sleep(600)
+    return int(os.read(ours, 20))
+
+def printing(task):
+    print("begun")
+    print("x" * 10_000)
+    print("the last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def files(task):
+    listed = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False).stdout.split()
+    return len(set(listed) - {"0", "1", "2", "3"})
+
+def folder(task):
+    place = os.environ["COPPICE_FOLDER"]
+    open(os.path.join(place, "notes"), "w").write("of this episode")
+    print(place)
+
+def variables(task):
+    print(sorted(name for name in os.environ if name.startswith("MINE_")))
+
+def python(task):
+    print(sys.prefix)
+
+def big(task):
+    print(len(task["text"]), "COPPICE_TASK" in os.environ)
+
+def text(task):
+    return "Paris"
+
+def number(task):
+    return float("inf")
+
+def deep(task):
+    try:
+        raise KeyError("inner")
+    except KeyError:
+        raise ValueError("two lines:\\n  the second") from None
+'''
+DETACHED = """
+const child = require("child_process").spawn("sleep", ["600"], { detached: true, stdio: "inherit" });
+child.unref();
+fetch(process.env.OPENAI_BASE_URL + "/episode/reward", {
+  method: "POST",
+  headers: { authorization: "Bearer " + process.env.OPENAI_API_KEY },
+  body: JSON.stringify({ reward: child.pid }),
+});
+"""
+
+
+@pytest_asyncio.fixture
+async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gateway]:
+    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    gateway = Gateway()
+    await gateway.start()
+    yield gateway
+    await gateway.close()
+
+
+async def ended(gateway: Gateway, nursery: Nursery | str, limits: Limits = Limits(20.0), **columns: Any) -> Ended:
+    """Play an episode of a process that does not ask the policy."""
+    nursery = Nursery([], f"agents_of_a_test:{nursery}") if isinstance(nursery, str) else nursery
+    episode = Episode(gateway, nursery, TASK | columns, limits)
+    try:
+        await episode.start()
+        event = await episode.next()
+    finally:
+        await episode.close()
+        await nursery.close()
+    assert isinstance(event, Ended)
+    return event
+
+
+@pytest.mark.parametrize("name", ["forked", "opened", "nohup", "detached", "daemon"])
+async def test_an_episode_ends_with_its_process_and_what_that_has_started_ends_too(gateway: Gateway, name: str) -> None:
+    end = await ended(gateway, name)
+    assert end.fault == "" and end.reward is not None and end.reward > 1
+    assert not psutil.pid_exists(int(end.reward)), "the agent's child has survived its episode"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+async def test_a_detached_child_of_node_ends_with_its_episode(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "agent.js").write_text(DETACHED)
+    end = await ended(gateway, Nursery(["node", str(tmp_path / "agent.js")]))
+    assert end.fault == "" and end.reward is not None and not psutil.pid_exists(int(end.reward)), end
+
+
+async def test_a_process_gets_no_files_but_the_three(gateway: Gateway) -> None:
+    assert (await ended(gateway, "files")).reward == 0
+    end = await ended(gateway, Nursery(["sh", "-c", "ls /proc/$$/fd"]))
+    assert end.said.split() == ["0", "1", "2"]
+
+
+async def test_what_a_function_printed_is_kept_when_it_is_killed(gateway: Gateway) -> None:
+    end = await ended(gateway, "printing")
+    assert end.fault == "killed by SIGKILL" and end.error == "the last words"
+    assert len(end.said) == TAIL
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (
+            "x\n  at\nTypeError: bad\n    at a.js:1\n    at b.js:2 {\n  code: 'E'\n}\n\nNode.js v20.1.0\n",
+            "TypeError: bad",
+        ),
+        ("a.js:1\nthrow new Error('x')\n^\n\nError: x\n    at a.js:1:7\n\nNode.js v22.0.0", "Error: x"),
+        ("Traceback (most recent call last):\n  File ...\n    x\nmine.Boom: one\ntwo\n", "mine.Boom: one"),
+        ("Error: tried again\nthe end", "the end"),
+        ("", ""),
+    ],
+)
+def test_the_error_of_an_episode_is_the_line_that_names_it(said: str, error: str) -> None:
+    assert Ended(None, "exit status 1", said).error == error
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+async def test_the_death_of_a_node_agent_is_told_as_its_error(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "agent.js").write_text("JSON.parse(process.env.OPENAI_BASE_URL);")
+    end = await ended(gateway, Nursery(["node", str(tmp_path / "agent.js")]))
+    assert end.fault == "exit status 1" and end.error.startswith("SyntaxError: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("text", "ValueError: agents_of_a_test:text returned 'Paris': expected a finite number, the episode's reward"),
+        ("number", "ValueError: agents_of_a_test:number returned 'inf': expected a finite number"),
+        ("deep", "ValueError: two lines:"),
+        ("missing", "AttributeError: module 'agents_of_a_test' has no attribute 'missing'"),
+    ],
+)
+async def test_a_fault_of_a_function_is_told_by_its_own_line(gateway: Gateway, name: str, error: str) -> None:
+    end = await ended(gateway, name)
+    assert end.fault == "exit status 1" and end.error.startswith(error)
+
+
+async def test_an_episode_has_a_folder_of_its_own_that_goes_with_it(gateway: Gateway) -> None:
+    places = [(await ended(gateway, "folder")).error for _ in range(2)]
+    assert len(set(places)) == 2 and not any(Path(place).exists() for place in places)
+
+
+async def test_variables_with_the_names_of_secrets_pass_by_name_alone(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = ["API_KEY", "ACCESS_KEY_ID", "TOKEN", "DB_PASSWORD", "CREDENTIALS", "CLIENT_SECRET", "PGPASSWD"]
+    for name in [*secrets, "TOKENIZERS_PARALLELISM", "KEYBOARD", "OTHER_API_KEY"]:
+        monkeypatch.setenv(f"MINE_{name}", "1")
+    end = await ended(gateway, Nursery([], "agents_of_a_test:variables", pass_env=["MINE_OTHER_API_KEY"]))
+    assert end.error == "['MINE_KEYBOARD', 'MINE_OTHER_API_KEY', 'MINE_TOKENIZERS_PARALLELISM']"
+
+
+async def test_a_function_runs_in_the_python_that_is_named(gateway: Gateway, tmp_path: Path) -> None:
+    other = tmp_path / "venv"
+    (other / "bin").mkdir(parents=True)
+    (other / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    (other / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    end = await ended(gateway, Nursery([], "agents_of_a_test:python", python=str(other / "bin" / "python")))
+    assert end.error == str(other)
+
+
+async def test_a_task_that_no_variable_holds_is_in_stdin_alone(gateway: Gateway) -> None:
+    assert (await ended(gateway, "big", text="x" * 300_000)).error == "300000 False"
+    end = await ended(gateway, Nursery(["cat"]), text="small")
+    assert json.loads(end.said) == TASK | {"text": "small"}
+
+
+async def test_a_command_that_is_not_there_is_refused_with_its_name(gateway: Gateway) -> None:
+    with pytest.raises(FileNotFoundError, match="no program 'no-such-agent'"):
+        await ended(gateway, Nursery(["no-such-agent"]))
+
+
+async def test_the_end_of_the_nurse_ends_its_episodes(gateway: Gateway) -> None:
+    nursery = Nursery(["sleep", "600"])
+    episode = Episode(gateway, nursery, TASK, Limits())
+    await episode.start()
+    assert episode._process is not None and nursery._nurse is not None
+    keeper = psutil.Process(episode._process.pid)
+    nursery._nurse.kill()
+    psutil.wait_procs([keeper], timeout=20)
+    assert not keeper.is_running()
+    await episode.close()
+    await nursery.close()
