@@ -48,7 +48,9 @@ def ensure(*extras: str) -> None:
     wanted = sorted({os.environ.get("COPPICE_EXTRA") or _hardware(installed), *extras})
     if not installed >= {_mark(), *wanted} and not _asks_for_help():
         _install(venv, stamp, wanted)
-    if python.exists() and (strange or Path(sys.prefix).resolve() != venv.resolve()):
+    # With -S the prefix is never the environment's, so the interpreter itself counts too.
+    inside = Path(sys.prefix).resolve() == venv.resolve() or Path(sys.executable) == python
+    if python.exists() and (strange or not inside):
         os.environ["PYTHONPATH"] = str(ROOT)
         os.execv(python, [str(python), *sys.orig_argv[1:]])
     if str(ROOT) not in sys.path:
