@@ -211,7 +211,7 @@ async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> Non
         ("completions", {"prompt": "a", "regex": "a", "guided_json": {}}, "one constraint"),
         ("completions", {"prompt": "a", "stream": True, "regex": "("}, "unclosed group"),
         ("completions", {"prompt": "a", "json_schema": '{"type": "nothing"}'}, "nothing"),
-        ("completions", b"[" * 100_000, "depth"),
+        ("completions", b"[" * 100_000, "nested more than 100 deep"),
         ("completions", b"[]", "JSON object"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": "hi"}, "messages"),
