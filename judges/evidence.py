@@ -31,18 +31,21 @@ def shown(evidence: str, observations: list[str]) -> bool:
     return any(f"(Title: {title}) {field}: {value}" in seen for seen in observations)
 
 
-def finds(query: str, evidence: str) -> float:
+def finds(query: str, evidence: str, question: str) -> float:
     """Return +1 if the query would find the passage, 0 if it names only a part of what finds it, and -1 if it names nothing of it.
 
-    A query finds the passage if it names every word of the field, together with the title or the value. One word of the field is not
-    enough: "Estonia main religion" does not find the main export partner of Estonia.
+    A query finds the passage if it names every word of the field, together with the title or the value, and has no content word that
+    neither the question nor the passage has. One word of the field is not enough: "Estonia main religion" does not find the main export
+    partner of Estonia. A foreign word names something else: "Estonia main export partner" does not ask for the main export of Estonia.
     """
     title, field, value = (content_words(part) or set(normalize(part).split()) for part in parts(evidence))
     asked = set(normalize(query).split())  # with function words, because ".at" may be all that a value has
+    own = value - field or value  # "national holiday" does not name the value of "National holiday: National Day"
     names_field = bool(field) and field <= asked
     names_title = bool(title) and title <= asked
-    names_value = bool(value) and len(value & asked) >= _HALF * len(value)
-    if names_field and (names_title or names_value):
+    names_value = bool(own) and len(own & asked) >= _HALF * len(own)
+    foreign = content_words(query) - content_words(question) - title - field - value
+    if names_field and (names_title or names_value) and not foreign:
         return 1.0
     return 0.0 if field & asked or names_title or names_value else -1.0
 

@@ -134,7 +134,7 @@ def _asked(turn: JudgedTurn, missing: list[str]) -> Graded:
         return 0, f"the query {_quoted(query)} was asked before"
     if not missing:
         return 0, f"the query {_quoted(query)} asks for nothing that is still missing"
-    fit = finds(query, missing[0])
+    fit = finds(turn.query or "", missing[0], turn.question)
     if fit > 0:
         return _EACH, f"the query {_quoted(query)} would find {_named(missing[0], turn)}"
     if fit == 0:

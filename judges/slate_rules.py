@@ -52,4 +52,4 @@ class SlateRules(RuleJudge):
         if "<" in (turn.query or ""):
             return -1.0
         missing = next((e for e in turn.evidence if not shown(e, turn.past_observations)), None)
-        return -1.0 if missing is None else finds(query, missing)
+        return -1.0 if missing is None else finds(turn.query or "", missing, turn.question)

@@ -121,6 +121,30 @@ async def test_a_query_must_name_every_word_of_the_field(query: str, expected: f
     assert (await judged(SlateRules(), query=query, evidence=evidence)).scores["query"] == expected
 
 
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("Monaco national holiday", 1),
+        ("which national holiday of the country Monaco", 1),  # words of the question are not foreign
+        ("Monaco national holiday National Day", 1),
+        ("Monaco national holiday partner", 0),  # the name of a longer field
+        ("Qatar national holiday", 0),  # another country, though the value has the word "national", too
+        ("Qatar", -1),
+    ],
+)
+async def test_a_query_with_a_word_that_neither_question_nor_passage_has_asks_for_something_else(
+    query: str, expected: float
+) -> None:
+    asked = {"question": "Name the national holiday of Monaco.", "evidence": ["Monaco\nNational holiday: National Day"]}
+    assert (await judged(SlateRules(), query=query, **asked)).scores["query"] == expected
+
+
+async def test_the_words_of_the_field_do_not_name_the_value() -> None:
+    evidence = ["Monaco\nNational holiday: National Day"]
+    assert (await judged(SlateRules(), query="national holiday", evidence=evidence)).scores["query"] == 0
+    assert (await judged(SlateRules(), query="national holiday day", evidence=evidence)).scores["query"] == 1
+
+
 async def test_a_value_that_is_a_function_word_can_be_searched_for() -> None:
     evidence = ["Austria\nInternet code: .at"]
     assert (await judged(SlateRules(), query="internet code .at", evidence=evidence)).scores["query"] == 1

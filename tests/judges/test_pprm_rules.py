@@ -50,6 +50,7 @@ def points(made: JudgedTurn, view: Literal["evidence", "retrieval"] = "evidence"
         (BRIDGE | {"think": "Hm."}, [0, 2, 2]),
         (BRIDGE | {"think": "A capital."}, [1, 2, 2]),
         (BRIDGE | {"query": "lev"}, [2, 1, 2]),
+        (BRIDGE | {"query": "currency lev reserves"}, [2, 1, 2]),  # "reserves" is in neither question nor passage
         (BRIDGE | {"query": "capital"}, [2, 0, 1]),  # of hop 2, but hop 1 comes first
         (BRIDGE | {"query": ""}, [2, 0, 1]),
         (BRIDGE | {"past_queries": ["Currency: LEV"], "past_observations": [OTHER]}, [2, 0, 1]),
