@@ -116,28 +116,41 @@ class Forest:
                 raise
             # What is not written yet may be what cannot be written. The step is lost, as in a crash.
             tree.changed.clear()
-            if self.in_a_row.failed(error):
-                raise Fault(
-                    f"{ALIKE} trees in a row failed alike, the last one with {brief(error)} ({self._whose(tree)}):"
-                    " mend what the traceback in the log names, then resume the run"
-                ) from error
-            self.shop.faults.failed("a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined")
-            raise DataFault(told(error)) from error
+            raise self._own_fault(tree, error) from error
         finally:
             self.shop.fleet.ended(tree.id)
             self.shop.dispatcher.look_again("generate")
             self.moved.set()
 
+    def _own_fault(self, tree: Tree, error: BaseException) -> DataFault:
+        """Return the fault of a tree that ``error`` ended, which is not the run's. Raises Fault if
+        so many trees in a row failed alike that the cause is not theirs."""
+        if self.in_a_row.failed(error):
+            raise Fault(
+                f"{ALIKE} trees in a row failed alike, the last one with {brief(error)} ({self._whose(tree)}):"
+                " mend what the traceback in the log names, then resume the run"
+            ) from error
+        self.shop.faults.failed("a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined")
+        return DataFault(told(error))
+
     def _plant(self) -> None:
         """Draw the next task and start to grow its tree."""
         draw, self.next_draw = self.next_draw, self.next_draw + 1
         position = self.shard.position(draw)
-        task = self.tasks.at(position)
-        tree = Tree(self.number(), task.id)
-        context = self._context(task, tree, position)
+        drawn = self._drawn(position)
+        tree = Tree(self.number(), drawn.id if isinstance(drawn, Task) else f"draw {position}")
         self.pacing.start()
         self.journal.start_tree(tree, position, self.pacing.version)
-        self._spawn(tree, context)
+        self._spawn(tree, drawn, position)
+
+    def _drawn(self, position: int) -> Task | Exception:
+        """Return the task of a draw, or the error of the environment that could not make it."""
+        try:
+            return self.tasks.at(position)
+        except Exception as error:
+            if is_of_the_run(error):
+                raise
+            return error
 
     def _take_up(self, row: TreeRow) -> None:
         """Continue a tree that was journaled before this start: resend its untrained groups, and grow what is missing.
@@ -153,15 +166,15 @@ class Forest:
         if row.status != "growing":
             self.stream.close(tree, row.status == "replaced")
             return
-        context = self._context(self.tasks.at(row.position), tree, row.position)
-        self._spawn(tree, context)
+        self._spawn(tree, self._drawn(row.position), row.position)
 
-    def _context(self, task: Task, tree: Tree, position: int) -> Context:
+    def _spawn(self, tree: Tree, drawn: Task | Exception, position: int) -> None:
+        """Start to grow a tree, or quarantine it if its task could not be made."""
+        if isinstance(drawn, Exception):
+            self._quarantine(tree, str(self._own_fault(tree, drawn)))
+            return
         rng = random.Random(f"{self.process.seed}/{tree.split}/{position}/{len(tree.nodes)}")
-        return Context(self.shop, task, tree, rng)
-
-    def _spawn(self, tree: Tree, context: Context) -> None:
-        task = asyncio.create_task(self._grow(tree, context))
+        task = asyncio.create_task(self._grow(tree, Context(self.shop, drawn, tree, rng)))
         self.growing[tree.id] = task
 
         def ended(task: asyncio.Task[None]) -> None:

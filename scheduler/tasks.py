@@ -1,5 +1,6 @@
 """Tasks in epoch order. Each epoch is a new shuffle by the seed, and a position names one draw, so a resumed run skips no task."""
 
+import contextlib
 import random
 from collections.abc import Callable
 
@@ -7,6 +8,8 @@ from actors.environments import registry
 from actors.environments.base import HELD_OUT_SEEDS, Environment, Rejected, Task
 from actors.environments.task_files import load_tasks, too_few, unusable
 from scheduler.config import SchedulerProcess
+from scheduler.failures import ALIKE
+from wire.faults import DataFault
 
 
 class Tasks:
@@ -55,16 +58,28 @@ class GeneratedTasks:
 
     @property
     def evidence(self) -> bool:
-        """Whether the first task has supporting passages."""
-        return bool(self.at(0).evidence)
+        """Whether the first task that can be made has supporting passages."""
+        for position in range(ALIKE):
+            with contextlib.suppress(Exception):  # such a draw's tree is quarantined
+                return bool(self.at(position).evidence)
+        return False
 
     def at(self, position: int) -> Task:
         """The task of draw ``position``; its seed is below 2^30."""
         return self.make(random.Random(f"{self.seed}/{position}").getrandbits(30))
 
     def held_out(self, count: int) -> list[Task]:
-        """The same ``count`` tasks for every seed of the run."""
-        return [self.make(seed) for seed in HELD_OUT_SEEDS[:count]]
+        """The same ``count`` tasks for every seed of the run. Raises DataFault if one cannot be made."""
+        return [self._held_out(seed) for seed in HELD_OUT_SEEDS[:count]]
+
+    def _held_out(self, seed: int) -> Task:
+        try:
+            return self.make(seed)
+        except Exception as error:
+            raise DataFault(
+                f"the environment cannot make its held-out task of seed {seed}: {type(error).__name__}: {error}."
+                " Its task(seed) must return a task for every seed"
+            ) from error
 
 
 def load(process: SchedulerProcess, environment: Environment) -> tuple[Tasks | GeneratedTasks, list[Task], list[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.base import Action, Environment, Tools, Transition
+from actors.environments.base import Action, Environment, Task, Tools, Transition
 from actors.environments.tictactoe import State, TicTacToe
 from scheduler.config import EvaluationConfig, SchedulerConfig
 from scheduler.failures import ALIKE, InARow
@@ -32,10 +32,20 @@ class Failing(TicTacToe):
 
     errors: list[BaseException | None] = []
     always: BaseException | None = None
+    unmakeable: set[int] = set()
+    """Seeds, by their order of asking, whose task cannot be made."""
+    asked = 0
     replies = Environment.replies
 
     def __init__(self) -> None:
         super().__init__(prompt="tictactoe_compact", opponents={"random": 1.0})
+
+    def task(self, seed: int) -> Task:
+        """Return the task of a seed, unless it is one that cannot be made."""
+        Failing.asked += 1
+        if Failing.asked - 1 in self.unmakeable:
+            raise LookupError(f"no room for seed {seed}")
+        return super().task(seed)
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
         """Return the result of the action, or raise the next error."""
@@ -53,6 +63,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
     """The environment, whose errors are those of one test."""
     monkeypatch.setattr(Failing, "errors", [])
     monkeypatch.setattr(Failing, "always", None)
+    monkeypatch.setattr(Failing, "unmakeable", set[int]())
+    monkeypatch.setattr(Failing, "asked", 0)
     return Failing
 
 
@@ -80,6 +92,33 @@ async def test_an_exception_of_one_tree_quarantines_it_with_the_traceback_and_th
     assert all("Traceback (most recent call last)" in reason for reason in reasons)
     assert all("in step" in reason for reason in (reasons[0], *reasons[2:]))
     assert "a tree fails: ValueError: odd \\ud800 (task " in capsys.readouterr().out
+
+
+async def test_a_task_that_cannot_be_made_quarantines_its_tree_and_the_run_goes_on(
+    tmp_path: Path, llama: Path, failing: type[Failing]
+) -> None:
+    failing.unmakeable = {0, 2, 3}
+    rows = await rows_of(tmp_path, llama)
+    assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
+    odd = [row for row in rows if row.status == "quarantined"]
+    assert odd and all(row.task == f"draw {row.position}" for row in odd)
+    assert all("LookupError: no room for seed" in str(row.reason) and "Traceback" in str(row.reason) for row in odd)
+
+
+async def test_tasks_of_which_none_can_be_made_end_the_run_which_says_so(
+    tmp_path: Path, llama: Path, failing: type[Failing]
+) -> None:
+    failing.unmakeable = set(range(1000))
+    with pytest.raises(Fault, match=rf"^{ALIKE} trees in a row failed alike.*LookupError: no room for seed"):
+        await rows_of(tmp_path, llama)
+
+
+async def test_a_held_out_task_that_cannot_be_made_is_told_with_its_seed(
+    tmp_path: Path, llama: Path, failing: type[Failing]
+) -> None:
+    failing.unmakeable = {0}
+    with pytest.raises(Fault, match=r"cannot make its held-out task of seed \d+: LookupError"):
+        await rows_of(tmp_path, llama, HELD_OUT)
 
 
 async def test_an_exception_of_one_held_out_tree_leaves_the_evaluation_to_the_others(
