@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from scheduler.failures import is_of_the_run, told
 from scheduler.journal import Journal, TreeRow
 from scheduler.tree import Node, Tree
 from wire import loop
@@ -188,7 +189,8 @@ class Kept:
         """The finished tree of a task, from the journal or grown now; None if the task cannot be done.
 
         ``grow`` gets a new tree, and the samples that the player gave before an interruption. name: the task's name if its id is not
-        unique. Raises InfrastructureFault if the first ``HOPELESS`` tasks could not be done.
+        unique. An exception that is not the evaluation's (``scheduler.failures``) gives up its task alone. Raises InfrastructureFault if the
+        first ``HOPELESS`` tasks could not be done.
         """
         await self.room.acquire()
         row = self.rows.get(position)
@@ -206,6 +208,14 @@ class Kept:
             await grow(tree, said)
         except DataFault as fault:
             self._give_up(tree, str(fault), name)
+            return None
+        except Fault:
+            raise
+        except Exception as error:
+            if is_of_the_run(error):
+                raise
+            tree.changed.clear()  # what is not written yet may be what cannot be written
+            self._give_up(tree, told(error), name)
             return None
         self.journal.close_tree(tree)
         self.progress.one()
