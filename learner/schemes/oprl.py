@@ -37,6 +37,7 @@ def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: obj
         group="task",
         least=2,
         models=frozenset(models),
+        pushes_equal="learner.scheme_options.base = 'grpo' or 'rloo'" if base == "reinforce_pp" else "",
         aggregation="trajectory",
     )
 

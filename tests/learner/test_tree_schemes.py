@@ -211,6 +211,16 @@ def test_a_scheme_that_pushes_equal_questions_says_so(name: str, options: dict[s
     assert schemes.load(name, options).needs.pushes_equal
 
 
+@pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
+def test_oprl_says_that_it_pushes_equal_questions_exactly_on_the_base_that_whitens(base: str) -> None:
+    equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
+    other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
+    options = {"base": base, "variant": "environment", "step_reward": "outcome", "alpha": 0.0}
+    push = ours([other, equal], "oprl", **options)
+    pushed = any(value for (number, *_), value in push.items() if number == 1)
+    assert bool(schemes.load("oprl", options).needs.pushes_equal) == pushed == (base == "reinforce_pp")
+
+
 def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
     # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4, 1/2.
     # V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.

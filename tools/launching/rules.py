@@ -94,7 +94,7 @@ def doubts(config: Config) -> list[str]:
     if remedy and not config.scheduler.dynamic_sampling_budget:
         doubts.append(
             f"learner.scheme = {w.scheme!r} whitens over the batch, so a question whose trajectories all earn the same still gets an advantage other"
-            f" than 0, though it compares nothing: set {remedy} to leave it out, or scheduler.dynamic_sampling_budget to replace it"
+            f" than 0, though it compares nothing: set {remedy} to end that, or scheduler.dynamic_sampling_budget to replace it"
         )
     if w.kl_estimator == "k1" and w.kl_coef:
         doubts.append(
