@@ -1,0 +1,150 @@
+"""The whole loop of Coppice in one process, in some seconds: ``.venv/bin/python examples/one_update.py``.
+
+A run uses the same classes, but engine, judge, scheduler and learner are processes that work at once.
+"""
+
+import asyncio
+import itertools
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers.utils import logging
+
+from actors.config import ActorsConfig
+from actors.engines.local import LocalEngine
+from actors.environments.base import Action, Environment, Task, Tools, Transition
+from judges.base import Judge
+from learner.batches import Inbox
+from learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from learner.publish import publish
+from learner.ranks import Ranks
+from learner.table import build
+from learner.trainer import Trainer
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context
+from scheduler.journal import Journal
+from scheduler.services import Shop
+from scheduler.strategies import slate
+from scheduler.text import Text
+from scheduler.tree import Tree
+from tools.evaluating.in_process import InProcess
+from wire.messages import JudgedTurn, Judgement, LoadRequest, TrainGroup, TreeClosed, Turn
+
+QUESTIONS, CANDIDATES, STEPS = 8, 5, 3
+
+
+class Number(msgspec.Struct, frozen=True):
+    last: int
+    turns: int = 0
+
+
+class Counting(Environment):
+    """The policy reads a digit and should say the next one. Then it reads the right one, and so on."""
+
+    name, fresh = "counting", False
+
+    def initial(self, task: Task) -> Number:
+        return Number(task.seed % 10)
+
+    def prompt(self, task: Task, state: Number) -> list[dict[str, str]]:
+        return [{"role": "user", "content": str(state.last)}]
+
+    def read(self, state: Number, text: str) -> Action:
+        return Action("move", text, move=(int(text),)) if text.strip().isdigit() else Action("invalid", text)
+
+    async def step(self, state: Number, action: Action, tools: Tools) -> Transition:
+        after, done = Number((state.last + 1) % 10, state.turns + 1), state.turns + 1 == STEPS
+        return Transition(after, "" if done else f" {after.last}", done, outcome=1.0 if done else None)
+
+
+class NextDigit(Judge):
+    """1 for the next digit, 0 for another one, -1 for no digit."""
+
+    name, columns = "next_digit", ("reward",)
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return [Judgement({"reward": self.one(turn.move, msgspec.convert(turn.state, Number))}) for turn in turns]
+
+    def one(self, move: list[int] | None, state: Number) -> float:
+        return -1.0 if move is None else float(move[0] == (state.last + 1) % 10)
+
+
+def save_model(folder: Path) -> Path:
+    """Write a random Llama with one layer whose tokens are the ten digits. Return its folder."""
+    logging.disable_progress_bar()
+    numbers = {word: number for number, word in enumerate(["<pad>", "</s>", *"0123456789"])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<pad>"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    words = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    words.save_pretrained(folder)
+    set_seed(0)
+    layer = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", vocab_size=len(words), eos_token_id=1, pad_token_id=0, **layer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+async def grow(shop: Shop, inbox: Inbox, number: int, version: int) -> None:
+    """Grow one tree by SLATE: sample candidates, have them judged, emit them, continue one."""
+    tree, task = Tree(number, f"task {number}"), Task(f"task {number}", seed=number)
+    shop.journal.start_tree(tree, number, version)
+    context = Context(shop, task, tree, random.Random(number))
+    await context.plant()
+    await slate.grow(tree, context, k=CANDIDATES)
+    shop.journal.close_tree(tree)
+    inbox.close(TreeClosed(tree.id, tree.groups))
+
+
+async def main(run: Path, updates: int) -> list[float]:
+    """Make ``updates`` updates in folder ``run``. Return the mean reward of each."""
+    model = str(save_model(run / "model"))
+    engine = LocalEngine(model, ActorsConfig(dtype="float32", max_context=64))
+    services = InProcess(engine, [NextDigit()])  # in a run: the dispatcher, with workers behind it
+    await services.start()
+    learning = LearnerConfig(scheme="slate", lr=1e-2, dtype="float32", lora=LoraConfig(rank=0))
+    trainer = Trainer(LearnerProcess("learner", str(run), 0, model, QUESTIONS, 1.0, learning), Ranks(60))
+    journal, inbox, groups = Journal(run / "journal.sqlite"), Inbox(QUESTIONS, {}), itertools.count()
+
+    def emit(tree: Tree, turns: list[Turn]) -> None:
+        """Pass the judged candidates of one step to the learner, with the nodes of their paths."""
+        tree.groups.append(next(groups))
+        journal.save_group(tree, tree.groups[-1], turns)
+        path = {node.id: node for turn in turns for node in tree.path(tree.nodes[turn.node])}
+        inbox.add(TrainGroup(tree.groups[-1], tree.id, [node.travels({}) for node in path.values()], turns))
+
+    settings = SchedulerConfig(judge="next_digit", max_action_tokens=1, budget=STEPS)
+    shop = Shop(services, journal, Text(model), Counting(), settings, Counter(), emit)  # pyright: ignore[reportArgumentType]
+    rewards = list[float]()
+    for update in range(updates):
+        # 1. Trees grow, here one after the other; in a run they grow at once, during the updates.
+        for number in range(update * QUESTIONS, (update + 1) * QUESTIONS):
+            await grow(shop, inbox, number, trainer.version)
+        batch = inbox.take(inbox.ready() or [], trainer.version)
+
+        # 2. A scheme is a function from the table of turns to one advantage per token.
+        nodes = {(tree, node.id): node for tree, node in batch.nodes}
+        table, _ = build(batch.groups, nodes, trainer.scheme.needs.columns)
+        advantages = trainer.scheme(table).advantages
+        rewards.append(float(table.column("reward").mean()))
+
+        # 3. The learner packs the paths into a forest, computes each node once, and steps.
+        trainer.update(batch)
+
+        # 4. The engine loads the weights of the new version and proves that they arrived.
+        new = publish(trainer.policy, trainer.version, run, keep=1)
+        await engine.load(LoadRequest(new.version, new.path, new.digest))
+        print(f"version {new.version:2}: mean reward {rewards[-1]:+.2f}, advantages up to {abs(advantages).max():.2f}")
+    await services.close()
+    return rewards
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(main(Path(folder), int(sys.argv[1]) if sys.argv[1:] else 20))
