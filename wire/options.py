@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -42,16 +43,37 @@ def known(setting: str, name: str, names: Iterable[str], otherwise: str = "") ->
 
 
 def imported(setting: str, place: str) -> Any:
-    """Return the object at ``place`` ("module:name"); the current folder is importable. Raises ValueError, which begins with ``setting``."""
+    """Return the object at ``place``: "module:name", importable from the current folder, or "file.py:name".
+
+    Raises ValueError, which begins with ``setting``.
+    """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     module, _, name = place.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        return getattr(_module(module), name)
     except Exception as error:  # noqa: BLE001 a plug-in's module may raise anything while it is imported
         raise ValueError(
-            f"{setting}: {type(error).__name__}: {error}; expected module:Class, importable from {Path.cwd()}"
+            f"{setting}: {type(error).__name__}: {error}; expected module:Class, importable from {Path.cwd()},"
+            " or ./file.py:Class"
         ) from None
+
+
+def _module(place: str) -> types.ModuleType:
+    """Import a module by its name, or by the path of its file, which ends with .py. A file is run once."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    if str(path) not in sys.modules:
+        spec = importlib.util.spec_from_file_location(str(path), path)
+        assert spec is not None and spec.loader is not None, "a path that ends with .py has a loader"
+        module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[str(path)]
+            raise
+    return sys.modules[str(path)]
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -79,7 +101,7 @@ def plugin(setting: str, name: str, package: str, function: str) -> tuple[Any, C
     """
     if ":" in name:
         own = imported(setting, name)
-        return sys.modules[name.partition(":")[0]], own
+        return _module(name.partition(":")[0]), own
     known(setting, name, modules(package), f", or module:{function}")
     module = importlib.import_module(f"{package}.{name}")
     return module, getattr(module, function)

@@ -32,7 +32,7 @@ from wire.options import command_parser
 _EXAMPLES = """\
   tools/launch --actors 4 --learner 4           train the default task
   tools/launch --config configs/slate-cpu.toml --actors 2 --learner 2
-  tools/launch --set scheduler.updates=20 --set learner.lr=1e-4
+  tools/launch scheduler.updates=20 learner.lr=1e-4    change keys
   tools/launch --resume runs/NAME-TIME          go on after a stop or a crash
   tools/launch --status runs/NAME-TIME          what it does, or why it ended
   tools/launch --track wandb --quiet            W&B, and hardly a line here
@@ -50,8 +50,9 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--config", type=Path, metavar="FILE", help=default)
     new.add_argument("--actors", type=int, help="actor processes (default: the config's actors.count)")
     new.add_argument("--learner", type=int, help="learner ranks (default: the config's learner.count)")
-    change = "change a key, e.g. learner.lr=1e-6; null takes a key or section away; repeatable"
-    new.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=change)
+    change = "change a key, e.g. learner.lr=1e-6; null takes a key or section away"
+    new.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=change)
+    new.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="the same; repeatable")
     cluster = (
         "where to run: ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job that does"
     )
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 def arguments(options: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     command = parser()
-    parsed = command.parse_args(options)
+    parsed = command.parse_intermixed_args(options)
     if parsed.quiet and (parsed.dry_run or parsed.status):
         command.error("--quiet has no effect with --dry-run and --status, which print one page: remove it")
     if parsed.json and parsed.dry_run:
@@ -92,7 +93,7 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
 
 def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     """Return the config and the run folder that the command line asks for. Raises ConfigError."""
-    overrides = list(options.set)
+    overrides = [*options.set, *options.changes]
     if options.actors is not None:
         overrides.append(f"actors.count={options.actors}")
     if options.learner is not None:

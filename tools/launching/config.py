@@ -169,12 +169,13 @@ def _set(tree: dict[str, Any], override: str) -> None:
     try:
         key, value = option(override)
     except ValueError:
-        raise ConfigError(f"--set {override!r}: expected key=value, such as learner.lr=1e-6") from None
-    *path, last = key.strip().split(".")
+        raise ConfigError(f"{override!r}: expected key=value, such as learner.lr=1e-6") from None
+    # A part in quotes may have dots: judges.use."./judges/mine.py:Brevity"
+    *path, last = (part.strip('"') for part in re.findall(r'"[^"]*"|[^.]+', key.strip()) or [key])
     for part in path:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+            raise ConfigError(f"{override!r}: {part!r} is a value, not a section")
     # An option of a correction may know null as a value (wire.options.checked).
     if value == "null" and path[-1:] != ["correction_options"]:
         tree.pop(last, None)
