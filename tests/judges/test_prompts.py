@@ -9,15 +9,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
+from actors.serving.server import Server, runner
 from judges.llm import ChatEndpoint
 from judges.slate import Slate, parse_score, reply_form
 from judges.templates import PROMPTS
-from tools.research.benches import judge_prefix
 from wire.messages import JudgedTurn
 
 PLACEHOLDERS = {
@@ -107,20 +108,19 @@ def test_a_later_context_goes_on_from_the_one_before_it() -> None:
     assert two.startswith(head)
 
 
-def test_in_every_order_of_the_benchmark_the_prompts_hold_the_same_words_about_their_component() -> None:
-    for order in judge_prefix.ORDERS:
-        for column, text in judge_prefix.templates(order).items():
-            built_in = (PROMPTS / f"slate_{column}.txt").read_text()
-            assert set(text.split()) <= set(built_in.split())
-            assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
-            assert "<explanation> reasons </explanation>\n<score> grade </score>" in text
-
-
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
-    config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2)
-    async with judge_prefix.server(folder, config) as made:
-        yield made
+    """A server of the embedded engine: the engine and the server's URL."""
+    engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2))
+    await engine.start()
+    web_runner = runner(Server(engine, folder))
+    await web_runner.setup()
+    await web.TCPSite(web_runner, "127.0.0.1", 0).start()
+    try:
+        yield engine, f"http://127.0.0.1:{web_runner.addresses[0][1]}/v1"
+    finally:
+        await web_runner.cleanup()
+        await engine.close()
 
 
 def distinct(engine: LocalEngine, judge: Slate, steps: list[list[JudgedTurn]]) -> tuple[int, int]:
@@ -149,16 +149,6 @@ async def test_a_server_computes_what_the_candidates_of_two_steps_share_once(lla
         assert (
             needed <= engine.counts["prefilled_tokens"] <= needed + prompts
         )  # a prompt's last token may be computed anew
-
-
-@pytest.mark.slow
-async def test_the_built_in_order_computes_less_than_a_prompt_for_each_component(llama: Path) -> None:
-    found = {}
-    steps = judge_prefix.turns(judge_prefix.Shape(questions=1, steps=2, step_words=60, think_words=20))
-    config = ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2)
-    for order in ("apart", "head"):
-        found[order] = (await judge_prefix.served(order, steps, llama, config))["prefilled_tokens"]
-    assert found["head"] < 0.5 * found["apart"]
 
 
 # ---------------------------------------------------------------------------------------------- constrained replies

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -29,13 +30,23 @@ import numpy as np
 
 from actors.config import ActorsConfig, SGLangConfig
 from actors.engines.sglang import SGLangEngine
+from actors.environments.base import Task
 from actors.worker import service
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context
 from scheduler.dispatch import Dispatcher
 from scheduler.fleet import Fleet
+from scheduler.journal import Journal
+from scheduler.placement import Place
+from scheduler.services import Shop
+from scheduler.strategies import slate
+from scheduler.text import Text
+from scheduler.together import together
+from scheduler.tree import Tree
 from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, version_folder
 from tests.sglang_cpu import server
-from tools.research.benches import fleet_shape
-from tools.research.benches.routers import Arrival
+from tools.defaults.tiny_board import make_tiny_policy
+from tools.research.benches.any_text import AnyText, Shape
 from wire.messages import GenerateRequest, Judgement, JudgeRequest, JudgeResult, LoadRequest, Sampling
 from wire.process import free_port
 from wire.service import Call, Service
@@ -43,6 +54,12 @@ from wire.service import Call, Service
 CONTEXT, TOKENS = 512, 32768
 """Tokens: the longest sequence; what one server's cache holds, more than all trees together."""
 START_S = 300.0
+HEAD, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 16
+"""Lengths in tokens: the text that begins all prompts, the text that a question adds, an observation, the longest action."""
+STEPS, CANDIDATES = 4, 5
+JUDGE = "bench"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+"""Each is one token of the tiny policy, so all lengths are known."""
 POLICIES = {
     "round_robin": ["--policy", "round_robin"],
     "cache_aware": ["--policy", "cache_aware"],
@@ -151,7 +168,7 @@ async def dispatching(folder: Path, made: Sequence[SGLangEngine]) -> AsyncIterat
     """A dispatcher with an actor for each engine and a judge."""
     dispatcher = Dispatcher(f"ipc://{folder}/scheduler", None)
     services = [service(one, f"actor-{i}", one.config.capacity) for i, one in enumerate(made)]
-    services.append(Service("judge", {f"judge.{fleet_shape.JUDGE}": judge}, 64))
+    services.append(Service("judge", {f"judge.{JUDGE}": judge}, 64))
     await dispatcher.start()
     for one in made:
         await one.start()
@@ -175,6 +192,51 @@ def decoded(url: str) -> float:
     )
 
 
+class Arrival(Fleet):
+    """Serves calls in order of arrival on the least loaded actor, without knowledge of prefixes."""
+
+    def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
+        """See ``Fleet.call``."""
+        return Place()
+
+
+def distinct(prompts: Sequence[np.ndarray]) -> int:
+    """Count the tokens of the prompts, each common prefix once."""
+    return len({tokens[:end].tobytes() for tokens in prompts for end in range(1, len(tokens) + 1)})
+
+
+def ideal(trees: Sequence[Tree]) -> int:
+    """Count the prompt tokens that one unbounded cache computes: the first prompts, then the observations, each with the last token of
+    the action before it, which was sampled but never computed."""
+    later = [node for tree in trees for node in tree.nodes.values() if node.kind == "observation"]
+    return distinct([tree.nodes[0].tokens for tree in trees]) + sum(1 + len(node.tokens) for node in later)
+
+
+async def grown(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, questions: int) -> list[Tree]:
+    """Grow ``questions`` trees concurrently. The environment reads any text as an action; its questions are one character shorter, because the
+    template adds a newline."""
+    environment = AnyText(Shape(STEPS, HEAD, QUESTION - 1, OBSERVATION), LETTERS)
+    settings = SchedulerConfig(budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
+    journal = Journal(folder / "journal.sqlite")
+    shop = Shop(
+        dispatcher, journal, Text(str(model)), environment, settings, Counter(), lambda tree, turns: None, fleet=fleet
+    )
+
+    async def one(number: int) -> Tree:
+        tree = Tree(number, str(number))
+        context = Context(shop, Task(str(number), seed=number), tree, random.Random(number))
+        await context.plant()
+        await slate.grow(tree, context, CANDIDATES)
+        fleet.ended(tree.id)
+        dispatcher.look_again("generate")
+        return tree
+
+    try:
+        return await together(one(number) for number in range(questions))
+    finally:
+        journal.close()
+
+
 async def grow(
     model: Path, made: Sequence[SGLangEngine], workers: Sequence[str], fleet: Fleet, questions: int
 ) -> dict[str, Any]:
@@ -183,16 +245,16 @@ async def grow(
     with tempfile.TemporaryDirectory() as scratch:
         async with dispatching(Path(scratch), made) as dispatcher:
             start = time.monotonic()
-            trees = await fleet_shape.grow(dispatcher, model, Path(scratch), fleet, questions)
+            trees = await grown(dispatcher, model, Path(scratch), fleet, questions)
             seconds = time.monotonic() - start
             stats = [one.stats() for one in made]
     prompt, cached, prefilled = (
         sum(s[name] for s in stats) for name in ("prompt_tokens", "cached_tokens", "prefilled_tokens")
     )
-    ideal = fleet_shape.ideal(trees)
+    least = ideal(trees)
     shares = [decoded(url) - was for url, was in zip(workers, before, strict=True)]
     return {
-        "prefilled": int(prefilled), "ideal": ideal, "ratio": prefilled / ideal, "cached": cached / prompt,
+        "prefilled": int(prefilled), "ideal": least, "ratio": prefilled / least, "cached": cached / prompt,
         "decoded": [share / sum(shares) for share in shares], "seconds": seconds,
     }  # fmt: skip
 
@@ -302,7 +364,7 @@ def main() -> None:
     count = chosen.questions
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = fleet_shape.policy(folder)
+        model = make_tiny_policy(folder / "policy", hidden=32, layers=2, heads=4, intermediate=64)
         with servers(model, folder, 3) as found:
             workers = list(found)[:2]
 

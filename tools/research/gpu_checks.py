@@ -54,13 +54,13 @@ class Outcome:
 
 CHECKS = [
     Check("engine-and-learner", ["pytest", "-q", "tests/actors/test_local_engine.py", "tests/gpu"], 120),
-    Check("tree-training", ["tools.research.benches.gpu_tree_training"], 90),
+    Check("tree-training", ["tools.research.benches.tree_training"], 90),
     Check("contract", ["pytest", "-q", *(f"tests/actors/test_{name}.py" for name in _CONTRACT)], 180, True),
     Check("speed-7b", ["tools.research.benches.gpu_sglang", "--size", "7b"], 240, True),
-    Check("updates-0.5b", ["tools.research.benches.gpu_updates", "--size", "0.5b"], 90, True),
-    Check("updates-3b", ["tools.research.benches.gpu_updates", "--size", "3b"], 120, True),
+    Check("updates-0.5b", ["tools.research.benches.weight_update", "--size", "0.5b"], 90, True),
+    Check("updates-3b", ["tools.research.benches.weight_update", "--size", "3b"], 120, True),
     # Merging 7B on the actor's CPU takes as long as the other transports together.
-    Check("updates-7b", ["tools.research.benches.gpu_updates", "--size", "7b", "--without", "merged"], 150, True),
+    Check("updates-7b", ["tools.research.benches.weight_update", "--size", "7b", "--without", "merged"], 150, True),
 ]  # fmt: skip
 """The limits are about twice the estimates of docs/gpu.md."""
 

@@ -1,21 +1,51 @@
 """The scheduler's cost for a call and for a node, in executed bytecode instructions: the same numbers on every machine and under every load.
 
-Work in C is not counted (sorting without a key, encoding, tokenizing); ``tools/bench call_cost tree_cost`` time it.
+Work in C is not counted (sorting without a key, encoding, tokenizing); ``tools/bench call_cost`` times a call.
 """
 
 import asyncio
+import contextlib
+import itertools
+import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from actors.environments.base import Task
+from actors.environments.search_qa import SearchQA
+from scheduler.config import SchedulerConfig
+from scheduler.context import Context
+from scheduler.journal import Journal
+from scheduler.services import Shop
+from scheduler.strategies import slate
 from scheduler.text import Text
-from tools.research.benches import call_cost, call_lag, call_sockets, fleet_limit, tree_cost
+from scheduler.together import together
+from scheduler.tree import Tree
+from tools.research.benches import call_cost
+from tools.research.benches.load import ACTION
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    Passage,
+    RetrieveResult,
+    Sample,
+)
 
 pytestmark = pytest.mark.slow
+
+TREES = 8
+"""Trees that are counted. They grow together, and so share transactions of the journal, as in a run."""
+PASSAGE = Passage("1", "Peru", "The capital of Peru is Lima, on the coast, where a third of its people live. " * 4, 1.0)
+"""About 80 tokens; a search shows three."""
 
 
 class Instructions:
@@ -54,60 +84,55 @@ def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(instruction
     assert cost(16, 4, 1000) < 1.5 * one
 
 
-def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_path: Path, llama: Path) -> None:
-    def cost(budget: int) -> dict[str, float]:
-        work = tree_cost.measure(text, tmp_path, budget, True, 8, lambda: instructions.executed)
-        return asyncio.run(work)
+class Answers:
+    """Stands for the dispatcher: answers every call at once."""
 
-    text = Text(str(llama))
-    small, large = cost(4), cost(20)
-    assert (small["nodes"], large["nodes"]) == (27, 123)
-    assert large["us"] < 1.3 * small["us"]
-    assert large["bytes"] < 2 * small["bytes"]
+    def __init__(self, act: np.ndarray):
+        self.sample = Sample(act, np.full(len(act), -1, np.float32), np.zeros(len(act), np.int32), "stop")
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        """Answer as an actor, a retriever or a judge does."""
+        if isinstance(request, GenerateRequest):
+            return GenerateResult([self.sample] * request.n, len(request.tokens), 0)
+        if isinstance(request, JudgeRequest):
+            return JudgeResult([Judgement({"think": 1.0, "query": 0.0, "answer": 0.0}) for _ in request.turns])
+        return RetrieveResult([[PASSAGE] * 3])
 
 
-def test_a_simulated_fleet_grows_trees_to_their_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Path
-) -> None:
-    monkeypatch.setattr(
-        fleet_limit, "SECONDS", {name: (0.02, sigma) for name, (_, sigma) in fleet_limit.SECONDS.items()}
+async def grow(shop: Shop, number: int) -> int:
+    """Grow one tree to its end, and return its number of nodes."""
+    tree, task = (
+        Tree(number, f"t{number}"),
+        Task(f"t{number}", f"What is the capital of country {number}?", golds=["Lima"]),
     )
-    monkeypatch.setattr(fleet_limit, "BEGIN_S", 0.1)
-
-    async def grown() -> dict[str, int]:
-        async with fleet_limit.Fleet(tmp_path, Text(str(llama)), actors=20, judges=100, heartbeat_s=0.5) as fleet:
-            fleet.more(30)
-            async with asyncio.timeout(300):
-                while fleet.grown < 60:
-                    await asyncio.sleep(0.05)
-            assert fleet.nodes == 27 * fleet.grown
-            assert sum(fleet.dispatcher.waiting().values()) <= 30  # a tree has one call open at a time
-            return fleet.journal.tally()
-
-    tally = asyncio.run(grown())
-    recorded = fleet_limit.Texts(Text(str(llama)), str(tmp_path))
-    assert {len(sample.tokens) for sample in recorded.samples} == {len(Text(str(llama)).encode(fleet_limit.ACTION))}
-    assert sum("Lima" in passages[0].text for passages in recorded.found) > len(recorded.found) / 2, recorded.found[:3]
-    assert tally["closed"] >= 60
-    assert tally["growing"] <= 30
+    context = Context(shop, task, tree, random.Random(number))
+    shop.journal.start_tree(tree, number, 0)
+    await context.plant()
+    await slate.grow(tree, context)
+    shop.journal.close_tree(tree)
+    shop.fleet.ended(number)
+    return len(tree.nodes)
 
 
-def test_the_lag_is_measured_at_the_rate_that_was_asked_with_and_without_a_journal() -> None:
-    row = call_lag.run(rates=(100,), workers=(16,), seconds=1)
-    assert [*row["rows"]] == ["16/100/False", "16/100/True"]
-    for measured in row["rows"].values():
-        assert 0 < measured["calls_s"] <= 110
-        assert 0 <= measured["lag_p50"] <= measured["lag_p99"] <= measured["lag_max"]
-        assert measured["us"] > 0
+async def node_cost(text: Text, folder: Path, budget: int, instructions: Instructions) -> dict[str, float]:
+    """Grow SLATE trees whose calls are all answered at once. Returns instructions and bytes of the journal for a node, and the nodes of a tree."""
+    path, groups, answers = folder / f"{budget}.sqlite", itertools.count(), cast(Any, Answers(text.encode(ACTION)))
+    with contextlib.closing(Journal(path)) as journal:
+        shop = Shop(
+            answers, journal, text, SearchQA(), SchedulerConfig(budget=budget, judge="any"), Counter(),
+            lambda tree, turns: journal.save_group(tree, next(groups), turns),
+        )  # fmt: skip
+        await grow(shop, -1)
+        began = instructions.executed
+        nodes = sum(await together(grow(shop, number) for number in range(TREES)))
+        spent = instructions.executed - began
+    written = sum(file.stat().st_size for file in folder.glob(path.name + "*"))
+    return {"cost": spent / nodes, "bytes": written / nodes, "nodes": nodes / TREES}
 
 
-def test_a_call_over_sockets_is_measured_with_a_place_without_one_and_with_a_journal() -> None:
-    row = call_sockets.run(seconds=0.3, rounds=1, sizes=("16/64",))
-    assert [*row["rows"]] == ["16/64", "16/64 place", "16/64 journal"]
-    assert row["ratio"] == 1.0
-    for measured in row["rows"].values():
-        assert measured["calls_s"] > 0
-        assert 0 <= measured["lag_p50"] <= measured["lag_p99"]
-        assert 0 <= measured["heartbeats"] < 1
-    with pytest.raises(ValueError, match="'3/3'"):
-        call_sockets.run(sizes=("3/3",))
+def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_path: Path, llama: Path) -> None:
+    text = Text(str(llama))
+    small, large = (asyncio.run(node_cost(text, tmp_path, budget, instructions)) for budget in (4, 20))
+    assert (small["nodes"], large["nodes"]) == (27, 123)
+    assert large["cost"] < 1.3 * small["cost"]
+    assert large["bytes"] < 2 * small["bytes"]

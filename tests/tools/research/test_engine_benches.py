@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tools.research import benches
-from tools.research.benches import decode, limits, prefill, rollout_speed
-from tools.research.benches.slate_shape import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
+from tools.research.benches import decode, prefill
+from tools.research.benches.prefill import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
 
 
 def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> None:
@@ -18,17 +18,9 @@ def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> N
     assert row["ratio"] <= row["goal"]
 
 
-@pytest.mark.slow
-def test_rollout_speed_measures_both_sides_in_every_round(llama: Path) -> None:
-    row = rollout_speed.run(str(llama))
-    assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == rollout_speed.ROUNDS
-    assert min(row["ours_tokens_s"] + row["generate_tokens_s"]) > 0
-    assert row["better"] == "higher"
-
-
 def test_decode_compares_both_sides_and_names_its_limit(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "NEW", 6)
-    monkeypatch.setattr(limits, "_BUFFER", 2**20)
+    monkeypatch.setattr(decode, "_BUFFER", 2**20)
     row = decode.run(str(llama))
     assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == decode.ROUNDS
     assert row["ratio"] > 0
@@ -45,8 +37,8 @@ def _parameters(folder: Path) -> int:
 
 
 def test_a_machine_moves_more_bytes_than_none_and_its_peak_is_that_of_a_processor() -> None:
-    assert 1e8 < limits.bandwidth() < 1e13
-    assert 1e9 < limits.matrix_peak() < 1e15
+    assert 1e8 < decode.bandwidth() < 1e13
+    assert 1e9 < decode.matrix_peak() < 1e15
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from tests.actors.test_engine_contract import restore
 from tests.sglang_cpu import environment
 from tests.sglang_cpu.server import SITE, VARIABLES
 from tests.sglang_cpu.shared import KEY, Shared
-from tools.research.benches import bench_serving, gpu_sglang, gpu_updates
-from tools.research.benches.bench_serving import Server, Wanted
-from tools.research.benches.game_shape import COMPACT
+from tools.research.benches import gpu_sglang, weight_update
+from tools.research.benches.gpu_sglang import COMPACT, Server, Wanted
 from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 
 pytestmark = pytest.mark.slow
@@ -87,8 +86,8 @@ async def test_it_times_each_transport_and_the_server_then_samples_from_the_last
     engine = sglang_server.engine()
     await engine.start()
     await restore(engine, llama, tmp_path)
-    device, transports = "cuda:0" if torch.cuda.is_available() else "cpu", gpu_updates.possible()
-    found = await gpu_updates.updates(engine, llama, device, transports, ADAPTER_RANK)
+    device, transports = "cuda:0" if torch.cuda.is_available() else "cpu", weight_update.possible()
+    found = await weight_update.updates(engine, llama, device, transports, ADAPTER_RANK)
     assert tuple(found) == transports
     assert {"tensor", "disk", "adapter", "merged"} <= set(found)
     assert min(found.values()) > 0
@@ -99,7 +98,7 @@ async def test_it_times_each_transport_and_the_server_then_samples_from_the_last
 
 def test_its_adapter_is_one_of_the_learners_files(llama: Path, tmp_path: Path) -> None:
     giver: object = None
-    made = gpu_updates._published(4, "adapter", llama, tmp_path, giver, "cpu", 16)  # pyright: ignore[reportArgumentType]
+    made = weight_update._published(4, "adapter", llama, tmp_path, giver, "cpu", 16)  # pyright: ignore[reportArgumentType]
     tensors = load_file(Path(made.path) / "adapter_model.safetensors")
     assert (Path(made.path) / "adapter_config.json").is_file()
     assert len(tensors) == 2 * 7 * 2  # two matrices for each of seven layers, in two blocks
@@ -132,7 +131,7 @@ TWO = [Wanted(np.array([1, 2, 3], np.int32), 4), Wanted(np.array([1, 2], np.int3
 async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
     copy = "open('COPY', 'w').write(open(path('--dataset-path')).read())".replace("COPY", str(tmp_path / "seen"))
     made = scripted(tmp_path, copy + ANSWER.replace("CHANGES", "{}"))
-    assert await bench_serving.tokens_s(made, TWO) == 12.5
+    assert await gpu_sglang.bench_serving(made, TWO) == 12.5
     rows = [msgspec.json.decode(line) for line in (tmp_path / "seen").read_bytes().splitlines()]
     assert [(row["input_ids"], row["max_tokens"]) for row in rows] == [([1, 2, 3], 4), ([1, 2], 5)]
 
@@ -149,12 +148,12 @@ async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
 )  # fmt: skip
 async def test_a_baseline_that_fails_or_does_other_work_says_so(tmp_path: Path, code: str, told: str) -> None:
     with pytest.raises(RuntimeError, match=told) as raised:
-        await bench_serving.tokens_s(scripted(tmp_path, code), TWO)
+        await gpu_sglang.bench_serving(scripted(tmp_path, code), TWO)
     assert "secret-key" not in str(raised.value)
 
 
 async def test_a_baseline_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_serving, "LONGEST_S", 0.5)
+    monkeypatch.setattr(gpu_sglang, "LONGEST_S", 0.5)
     with pytest.raises(RuntimeError, match=r"after 0\.5 s"):
-        await bench_serving.tokens_s(scripted(tmp_path, "time.sleep(600)"), TWO)
+        await gpu_sglang.bench_serving(scripted(tmp_path, "time.sleep(600)"), TWO)
     assert not [child for child in psutil.Process().children() if "sglang.bench_serving" in child.cmdline()]

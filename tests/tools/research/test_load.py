@@ -10,7 +10,7 @@ from scheduler.dispatch import DispatchConfig
 from scheduler.journal import Journal
 from tools.inspecting.audit import audit
 from tools.research.benches import load
-from tools.research.benches.load_peers import FAST, SLOW, Plan
+from tools.research.benches.load import FAST, SLOW, Plan
 from wire import frontier
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,7 @@ from scheduler.tasks import GeneratedTasks
 from scheduler.text import Text
 from tools.research.benches import peer
 from tools.research.benches.any_text import AnyText, Shape, State
-from tools.research.benches.peer import Look, Round, Update
-from tools.research.benches.peer_load import DIGITS, LOADS, Load, endless, prompts
+from tools.research.benches.peer import DIGITS, LOADS, Load, Look, Round, Update, endless, prompts
 
 SMALL = {
     "groups": Load(Shape(steps=1, shared=6, question=4, observation=0), questions=3, samples=4, action=5, rows=4),

@@ -1,20 +1,37 @@
 """Wall time of the same number of updates with max_staleness = 0 over max_staleness = 4, with a judge of heavy-tailed latency.
 
 These are whole runs of the real processes. The default model is cut to two random layers, so that the judge takes most of the time. The
-time is measured from the first training rollout to the last update.
+time is measured from the first training rollout to the last update. The judges' process imports this module for its judge, so that nothing
+heavy is imported at the top.
 """
 
+import asyncio
 import json
+import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from judges.exact_match import ExactMatch
 from tools.bootstrap import ROOT
-from tools.research.benches.slate_shape import random_copy
+from wire.messages import JudgedTurn, Judgement
 
 UPDATES = 12
+
+
+class SlowExactMatch(ExactMatch):
+    """Takes median_s exp(sigma z) seconds per request, with z standard normal. Every tree asks this judge once, before the tree closes."""
+
+    batch = 1
+
+    def __init__(self, median_s: float = 1.0, sigma: float = 1.3, seed: int = 0):
+        self.median_s, self.sigma, self.rng = median_s, sigma, random.Random(seed)
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        await asyncio.sleep(self.median_s * self.rng.lognormvariate(0.0, self.sigma))
+        return await super().score(turns)
 
 
 def _seconds(folder: Path, model: Path, staleness: int) -> float:
@@ -22,7 +39,7 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
     settings = {
         "model.name": f'"{model}"',
         "warm_start.steps": 0,
-        "judges.use": '{slate_rules = {}, "tools.research.benches.slow_judge:SlowExactMatch" = {}}',
+        "judges.use": '{slate_rules = {}, "tools.research.benches.asynchrony:SlowExactMatch" = {}}',
         "scheduler.strategy_options": "{k = 2}",
         "scheduler.budget": 1,
         "scheduler.max_action_tokens": 4,
@@ -44,6 +61,8 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
 
 def run() -> dict[str, Any]:
     """Return the seconds of both runs and their ratio."""
+    from tools.research.benches.prefill import random_copy
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = random_copy(folder / "model", num_hidden_layers=2)

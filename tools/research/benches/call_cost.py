@@ -19,11 +19,23 @@ from scheduler.dispatch import DispatchConfig, Dispatcher
 from scheduler.fleet import CAPACITY, Fleet
 from scheduler.placement import Place
 from scheduler.survivors import sparing
-from tools.research.benches.overhead import ANSWER, REQUEST, SERVICE
 from wire import loop
 from wire.arrays import Frame, decode_header, encode, encode_body
 from wire.keys import Grant, RunKeys
-from wire.messages import GenerateRequest, GenerateResult, Heartbeat, Register, Request, Result, Sample, Sampling
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Heartbeat,
+    JudgedTurn,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    Register,
+    Request,
+    Result,
+    Sample,
+    Sampling,
+)
 from wire.numbers import Count
 
 SIZES = {
@@ -40,6 +52,26 @@ SIZES = {
     "10,000 workers, 100,000 open calls": (10_000, 4, 100_000),
 }
 """Workers, calls that each takes at once, callers that each have one call open."""
+SERVICE = "judge.noop"
+SENTENCE = "The city of Ghent lies where the Scheldt meets the Lys and was once the largest north of the Alps. "
+REQUEST = JudgeRequest(
+    [
+        JudgedTurn(
+            question="Which river meets the Scheldt in Ghent?",
+            golds=["Lys"],
+            context=SENTENCE * 6,
+            response=f"<think> {SENTENCE} </think> <search> rivers of Ghent </search>",
+            step=2,
+            budget=4,
+            think=SENTENCE,
+            query="rivers of Ghent",
+            observation=SENTENCE * 3,
+            past_queries=["Ghent"],
+        )
+    ]
+)
+"""One turn of a SLATE tree, about 1.5 kB."""
+ANSWER = JudgeResult([Judgement({"think": 1.0, "query": 0.0}, explanation="no-op")])
 GROWTH, TURNS, SHARED = 40, 4, 100
 """Tokens that a tree's prompt grows by at a call, the calls of a tree, and the tokens that all prompts begin with."""
 

@@ -6,13 +6,15 @@ the rollout benchmark measures. ``generate`` gets left-padded prompts and their 
 pass ``past_key_values`` provide them. Rounds alternate after a short uncounted round, and the ratio is the median.
 
 The limit of a step is the time of its matrix products (weights and keys) at the measured peak, or of reading its bytes (weights once, each
-prefix once, tails) at the measured bandwidth, whichever is longer.
+prefix once, tails) at the measured bandwidth, whichever is longer. Times are CPU seconds of this process, because other programs on the
+machine then slow neither side.
 """
 
 import asyncio
 import copy
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from actors.config import ActorsConfig
 from actors.engines.local import LocalEngine
 from tools.defaults.models import DEFAULT
-from tools.research.benches import limits
-from tools.research.benches import slate_shape as shape
+from tools.research.benches import prefill as shape
 from wire.messages import GenerateRequest, Sampling
 
 ROUNDS = 2
@@ -32,6 +33,12 @@ REQUESTS, SAMPLES, NEW = 8, 4, 48
 INSTRUCTION = 100
 PREFIX = (370, 430)
 """Lengths of the shortest and of the longest prompt in tokens."""
+
+
+_BUFFER = 2**26
+"""float32 numbers in the streamed buffer: 256 MiB, more than any cache holds."""
+_SIDE = 1536
+"""Rows and columns of the multiplied matrices: enough to reach the peak, few enough to repeat the product quickly."""
 
 
 def _prompts(vocabulary: int) -> list[np.ndarray]:
@@ -121,7 +128,7 @@ def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
     width = settings.num_attention_heads * engine.memory.shape.head_dim
     attended = SAMPLES * prefixes + batch * middle
     operations = 2 * weights * batch + 4 * settings.num_hidden_layers * width * attended
-    read, peak = limits.bandwidth(), limits.matrix_peak()
+    read, peak = bandwidth(), matrix_peak()
     seconds = max(moved / read, operations / peak)
     return {
         "bytes_per_step": moved,
@@ -132,6 +139,28 @@ def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
         "compute_limit_tokens_s": batch / (operations / peak),
         "limit_tokens_s": batch / seconds,
     }
+
+
+def cpu_s(work: Callable[[], object], times: int = 5) -> float:
+    """Run ``work`` ``times`` times and return the least CPU seconds."""
+    spent = []
+    for _ in range(times):
+        start = time.process_time()
+        work()
+        spent.append(time.process_time() - start)
+    return min(spent)
+
+
+def bandwidth() -> float:
+    """Return the bytes per second that this process's compute threads read from memory."""
+    buffer = torch.ones(_BUFFER)
+    return buffer.nbytes / cpu_s(buffer.sum)
+
+
+def matrix_peak() -> float:
+    """Return the float32 operations per second of a large matrix product (a multiplication and an addition are two)."""
+    a, b = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+    return 2 * _SIDE**3 / cpu_s(lambda: a @ b)
 
 
 def run(model: str = DEFAULT) -> dict[str, Any]:

@@ -8,6 +8,14 @@ of its own with the whole prefix as its prompt.
 
 Rounds take turns. The first update is not counted, nor is the last of ours, beside which nothing is sampled any more. Memory is the
 largest sum of the proportional set sizes of a side's processes.
+
+The text consists of digits. Each digit is one token of the default tokenizer, so every length is known and no text costs more than another.
+
+``python -m tools.research.benches.peer WORK.json`` is the process of TRL's side, in the environment that has trl: GRPOTrainer on the prompts of a
+file. Its settings should make TRL fast on a CPU: no gradient checkpointing, no reference model, no dropout, no logging, evaluation or checkpoints, one
+batch of ``generate`` for all prompts of one length (so nothing is padded) with its cache of keys and values, log-probabilities of the completions
+alone, none of them computed twice, and one group of sequences per forward pass (other numbers were not tried). Generation and training take turns in
+one process on all threads. trl is imported only inside the function that uses it, because the environment of this project does not have it.
 """
 
 import json
@@ -25,12 +33,15 @@ from typing import Any, Literal
 
 import msgspec
 import psutil
+from transformers import AutoConfig, AutoTokenizer
 
+from scheduler.tasks import GeneratedTasks
+from scheduler.text import Text
 from tools.bootstrap import ROOT
-from tools.defaults.models import DEFAULT
+from tools.defaults.models import DEFAULT, ensure_model
+from tools.defaults.settings import cache_folder
 from tools.research import venvs as environments
-from tools.research.benches.peer_load import DIGITS, LOADS, Load, endless, prompts
-from tools.research.benches.slate_shape import model_folder
+from tools.research.benches.any_text import AnyText, Shape, State, reward
 from wire.numbers import Count
 
 ROUNDS, COUNTED = 3, 1
@@ -49,6 +60,81 @@ SHOWN = {
 """The rows of the table."""
 LOOK_S = 0.5
 """Between two looks at a side's processes."""
+DIGITS = "0123456789"
+END = "<|no end|>"
+
+
+# ---------------------------------------------------------------------------------------------- the load of both sides
+
+
+class Load(msgspec.Struct, frozen=True):
+    """One shape of work: questions per update, samples per step, tokens per action, and rows (sequences) per forward pass of the peer."""
+
+    shape: Shape
+    questions: int
+    samples: int
+    action: int
+    rows: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per update."""
+        return self.questions * self.shape.steps * self.samples
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens per update."""
+        return self.sequences * self.action
+
+
+LOADS = {
+    "groups": Load(Shape(steps=1, shared=27, question=12, observation=0), questions=8, samples=8, action=40, rows=8),
+    "slate": Load(Shape(steps=3, shared=120, question=30, observation=60), questions=4, samples=5, action=40, rows=5),
+}
+"""Plain groups whose prompts are as long as in configs/slate-cpu.toml, and trees with the lengths of the other SLATE benchmarks."""
+
+
+def prompts(load: Load, model: Path, seed: int, updates: int) -> list[str]:
+    """Return the peer's prompts in order: by update, then by step, the whole prefix of each group of candidates once (TRL repeats it).
+
+    The questions are those that a run of ``seed`` draws. Digits replace the trunk's actions, which a run would sample: they have the
+    same number of tokens and are known beforehand. Raises ValueError if the tokenizer does not make one token of each digit.
+    """
+    text, environment = Text(str(model)), AnyText(load.shape, DIGITS)
+    if len(text.encode(environment.words("", 100))) != 100:
+        raise ValueError(
+            f"{model}: its tokenizer merges digits, so the lengths of both sides would differ; choose another"
+        )
+    tasks, all_texts = GeneratedTasks(environment.task, seed), []
+    for update in range(updates):
+        drawn = [tasks.at(update * load.questions + place) for place in range(load.questions)]
+        texts = [text.prompt(environment.prompt(task, State(task.seed))) for task in drawn]
+        for step in range(1, load.shape.steps + 1):
+            all_texts += texts
+            after = [State(task.seed, step) for task in drawn]
+            added = [environment.words(f"action {one}", load.action) + environment.observation(one) for one in after]
+            texts = [before + more for before, more in zip(texts, added, strict=True)]
+    return all_texts
+
+
+def endless(model: Path, folder: Path) -> Path:
+    """Make a copy of the model, with links to its weights, whose end-of-text token has no row in the model, so that it is never
+    sampled and all samples of both sides have their full length. Raises ValueError."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"eos_token": END})
+    end, rows = tokenizer.convert_tokens_to_ids(END), AutoConfig.from_pretrained(model).vocab_size
+    if end < rows:
+        raise ValueError(f"{model}: a new token gets id {end} of {rows}, which can be sampled; choose another model")
+    tokenizer.save_pretrained(folder)
+    for weights in model.glob("*.safetensors*"):
+        (folder / weights.name).symlink_to(weights.resolve())
+    (folder / "config.json").symlink_to((model / "config.json").resolve())
+    settings = msgspec.json.decode((model / "generation_config.json").read_bytes(), type=dict[str, Any])
+    (folder / "generation_config.json").write_bytes(msgspec.json.encode(settings | {"eos_token_id": end}))
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- the rounds
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -136,7 +222,7 @@ def peer(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Rou
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = folder / "updates.jsonl"
     looks = watched(
-        [str(python), "-m", "tools.research.benches.peer_trl", str(folder / "work.json")], folder, variables, done
+        [str(python), "-m", "tools.research.benches.peer", str(folder / "work.json")], folder, variables, done
     )
     updates = [msgspec.json.decode(line, type=Update) for line in done.read_bytes().splitlines()]
     return rated(_checked(load, updates), looks, busy)
@@ -263,7 +349,7 @@ def run(
     environments.python("trl", "peer", over_ours=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        copy = endless(model_folder(model), folder / "model")
+        copy = endless(ensure_model(model, cache_folder()), folder / "model")
         found = {}
         for name, load in shapes.items():
             (folder / name).mkdir()
@@ -281,3 +367,75 @@ def _version(package: str) -> str:
     python = str(environments.python("trl", "peer", over_ours=True))
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+# ---------------------------------------------------------------------------------------------- the process of TRL's side
+
+
+def trl_settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the fields of GRPOConfig. work: what ``peer`` writes."""
+    per_step = work["sequences"] // work["steps"]
+    return {
+        "output_dir": str(folder / "trl"),
+        "max_steps": work["updates"],
+        "use_cpu": True,
+        "model_init_kwargs": {"dtype": work["dtype"]},
+        "bf16": work["dtype"] == "bfloat16",
+        "num_generations": work["samples"],
+        "max_completion_length": work["action"],
+        "per_device_train_batch_size": work["rows"],
+        "gradient_accumulation_steps": work["sequences"] // work["rows"],
+        "steps_per_generation": per_step // work["rows"],
+        "shuffle_dataset": False,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "num_iterations": 1,
+        "learning_rate": work["lr"],
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "disable_dropout": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": work["seed"],
+    }
+
+
+def train(work: dict[str, Any], folder: Path) -> None:
+    """Train with TRL. At its end, each update appends to ``updates.jsonl`` the clock ("seconds") and the number of its trained "tokens"."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] (of the other environment, as trl)
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(work["threads"])
+    trained = [0]
+
+    def rewards(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        trained[0] += sum(map(len, completion_ids))
+        return [reward(text) for text in completions]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            line = json.dumps({"seconds": time.perf_counter(), "tokens": trained[0]})
+            with (folder / "updates.jsonl").open("a") as out:
+                out.write(line + "\n")
+            trained[0] = 0
+
+    trainer = GRPOTrainer(
+        model=work["model"],
+        reward_funcs=rewards,
+        args=GRPOConfig(**trl_settings(work, folder)),
+        train_dataset=Dataset.from_dict({"prompt": work["prompts"]}),
+        processing_class=AutoTokenizer.from_pretrained(work["model"], padding_side="left"),
+        peft_config=LoraConfig(r=work["rank"], lora_alpha=work["alpha"], target_modules="all-linear", lora_dropout=0.0),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    work = Path(sys.argv[1])
+    train(json.loads(work.read_text()), work.parent)
