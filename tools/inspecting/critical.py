@@ -75,7 +75,7 @@ class Update(msgspec.Struct, frozen=True):
 
 class Recorded(msgspec.Struct, frozen=True):
     """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the learner. heldout: trees of evaluations.
-    streamed: when groups were sent to the learner. epoch: the time of day at ``began``, in seconds since 1970."""
+    streamed: when groups were sent to the learner."""
 
     began: float
     until: float
@@ -83,7 +83,6 @@ class Recorded(msgspec.Struct, frozen=True):
     updates: list[Update]
     heldout: set[int]
     streamed: list[float] = []
-    epoch: float | None = None
 
 
 def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -112,7 +111,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
             work = list(_consecutive(round(end - sum(lengths.values()), 6), lengths))
             updates.append(Update(version, work, trees[version]))
     until = max([*(call.end for call in start.calls), *start.answered.values(), start.began])
-    return Recorded(start.began, until, start.calls, updates, heldout, start.streamed, start.epoch)
+    return Recorded(start.began, until, start.calls, updates, heldout, start.streamed)
 
 
 def _lengths(record: Mapping[str, float]) -> dict[str, float]:
@@ -127,7 +126,6 @@ class _Start(msgspec.Struct):
     """What the trace says of one start. answered: when each of its updates was. streamed: when groups were sent to the learner."""
 
     began: float
-    epoch: float | None
     calls: list[Call] = []
     answered: dict[int, float] = {}
     streamed: list[float] = []
@@ -156,7 +154,7 @@ def _newest(run: Path) -> _Start:
     first, *others = shards.homes(run)
     for row in _rows(first):
         if row["name"] == STARTED:
-            newest = _Start(round(row["ts"] / 1e6, 6), row.get("args", {}).get("epoch"))
+            newest = _Start(round(row["ts"] / 1e6, 6))
         elif newest is not None:
             newest.take(row)
     if newest is None:
