@@ -1,8 +1,11 @@
-"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and workers.
+"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and workers. docs/metrics.md declares the metrics.
 
 A thread answers scrapes from objects that are never changed after they are published, so a scrape waits for nothing and nothing waits for it.
 """
 
+import fnmatch
+import functools
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +14,33 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from scheduler import terminal
-from scheduler.catalogue import declaration, exported
 from scheduler.health import Health
 from wire.atomic import write_whole
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
+
+PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+
+
+@functools.cache
+def declared() -> dict[str, tuple[str, str]]:
+    """Return unit and meaning of each metric in the page's tables. A star in a name stands for what
+    a plug-in, a judge or a number fills in. An installation without the documents has none."""
+    names = PAGE.read_text(encoding="utf-8").partition("## All names")[2] if PAGE.is_file() else ""
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", names, re.MULTILINE)
+    return {name: (unit, meaning) for name, unit, meaning in rows}
+
+
+def declaration(name: str) -> tuple[str, str] | None:
+    """Return unit and meaning of a metric, or None if no table has it (a plug-in's own)."""
+    rows = declared()
+    return rows.get(name) or next((rows[row] for row in rows if fnmatch.fnmatchcase(name, row)), None)
+
+
+def exported(name: str) -> str:
+    """Return a metric's name in Prometheus."""
+    return "coppice_" + re.sub(r"\W", "_", name)
 
 
 class Exporter:

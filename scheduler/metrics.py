@@ -13,8 +13,7 @@ import msgspec
 
 from scheduler.board import Board
 from scheduler.calls import STARTED, Event, Worker
-from scheduler.catalogue import UPDATE
-from scheduler.records import Reader
+from scheduler.records import UPDATE, Reader
 from wire.atomic import write_whole
 from wire.frontier import Frontier
 

@@ -1,16 +1,51 @@
-"""The records of a run's updates, of all its schedulers: each has its own metrics.jsonl, and ``scheduler.catalogue.joined`` makes one of theirs."""
+"""The records of a run's updates, of all its schedulers: each has its own metrics.jsonl, and ``joined`` makes one record of theirs."""
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from scheduler.catalogue import UPDATE, joined
 from wire import shards
 
 Record = dict[str, float]
+UPDATE = "learner/groups"
+"""The metric that every update's record has, and no evaluation's."""
+
+SUM, LARGEST = "sum", "largest"
+JOINED = {
+    "busy/engine": "busy/engines",
+    "cache/prefilled_over_ideal": "cache/ideal_tokens",
+    "rollout/outcome": "rollout/outcomes",
+    "score/judge_valid": "rollout/judged_scores",
+    "time/spread": LARGEST,
+    **dict.fromkeys(("cache/hit_rate", "cache/predicted_hit_rate", "cache/prediction_error"), "cache/prompt_tokens"),
+    **dict.fromkeys(("cache/ideal_tokens", "cache/prompt_tokens", "cache/tokens_saved"), SUM),
+    **dict.fromkeys(("busy/engines", "count/*", "rate/decoded_tokens"), SUM),
+    **dict.fromkeys(("rollout/judged_scores", "rollout/outcomes"), SUM),
+}
+"""How the records that several schedulers have of one update become the run's: a sum, the largest,
+or the mean weighted by another metric. Of a metric without a rule the first scheduler's value is the
+run's: the learner tells all schedulers the same, and the clock is the first one's."""
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """Return the run's record of an update. records: those of its schedulers, in order."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: _joined(name, [record for record in records if name in record]) for name in names}
+
+
+def _joined(name: str, records: Sequence[Record]) -> float:
+    values = [record[name] for record in records]
+    rule = JOINED.get("count/*" if name.startswith("count/") else name)
+    if len(values) == 1 or not rule:
+        return values[0]
+    if rule in (SUM, LARGEST):
+        return sum(values) if rule == SUM else max(values)
+    weights = [record.get(rule, 1.0) for record in records]
+    whole = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / whole if whole else sum(values) / len(values)
 
 
 class Joined:
