@@ -73,7 +73,7 @@ class Exporter:
         from prometheus_client.core import GaugeMetricFamily
 
         report = self._health()
-        gauges: dict[str, dict[str, float]] = {name: {"": value} for name, value in self._metrics().items()}
+        gauges: dict[str, Mapping[str, float]] = {k: {"": v} for k, v in self._metrics().items()}
         for name, values in (gauges | (_live(report) if report is not None else {})).items():
             unit, meaning = declaration(name) or ("", "a plug-in's own")
             gauge = GaugeMetricFamily(
@@ -92,15 +92,13 @@ class Exporter:
             thread.join()
 
 
-def _live(report: Health) -> dict[str, dict[str, float]]:
+def _live(report: Health) -> dict[str, Mapping[str, float]]:
     """The gauges of health: values by service, "" for those that have none."""
     workers = Counter(service for worker in report.workers if worker.state == "here" for service in worker.services)
-    numbers = {
-        "done": report.done, "evaluations": report.evaluations, "growing": report.growing, "loop_lag": report.lag_s,
-        "idle": time.monotonic() - report.progress_at, "updates": report.updates, "version": report.version,
-    }  # fmt: skip
-    queues = report.queues.items()
-    live: dict[str, dict[str, float]] = {f"health/{name}": {"": float(number)} for name, number in numbers.items()}
-    live["health/running"] = {service: float(queue.running) for service, queue in queues}
-    live["health/waiting"] = {service: float(queue.waiting) for service, queue in queues}
-    return live | {"health/workers": {service: float(count) for service, count in workers.items()}}
+    same = ("done", "evaluations", "growing", "updates", "version")
+    numbers = {name: getattr(report, name) for name in same}
+    numbers |= {"loop_lag": report.lag_s, "idle": time.monotonic() - report.progress_at}
+    live: dict[str, Mapping[str, float]] = {name: {"": n} for name, n in numbers.items()}
+    for name in ("running", "waiting"):
+        live[name] = {service: getattr(queue, name) for service, queue in report.queues.items()}
+    return {f"health/{name}": values for name, values in (live | {"workers": workers}).items()}

@@ -84,6 +84,13 @@ class Training(msgspec.Struct, frozen=True):
     without_trees: float
     loading: float
 
+    def rows(self) -> dict[str, float]:
+        """Return the seconds of the learner's and the actors' activities, which overlap, by name."""
+        rows = {f"learner: {name}": seconds for name, seconds in self.learner.items()}
+        rows |= {f"{name}: busy": share * self.seconds for name, share in self.busy.items()}
+        rows |= {"actors: no tree may grow": self.without_trees}
+        return rows | {"actors: new weights on their way": self.loading}
+
     @classmethod
     def of(
         cls,
@@ -109,14 +116,11 @@ def table(phases: Mapping[str, float], training: Training) -> list[str]:
     lines += [_line(name, seconds, wall) for name, seconds in phases.items()]
     if not updates:
         return lines
-    rows = {f"learner: {name}": seconds for name, seconds in training.learner.items()}
-    rows |= {f"{name}: busy": share * training.seconds for name, share in training.busy.items()}
-    rows |= {"actors: no tree may grow": training.without_trees, "actors: new weights on their way": training.loading}
     each = training.seconds / updates
     lines.append(
         f"  {updates} update{'s' * (updates > 1)} in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process"
     )
-    return lines + [_line(name, seconds, training.seconds) for name, seconds in rows.items()]
+    return lines + [_line(name, seconds, training.seconds) for name, seconds in training.rows().items()]
 
 
 def _line(name: str, seconds: float, whole: float) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,13 @@ def _joined(name: str, records: Sequence[Record]) -> float:
     weights = [record.get(rule, 1.0) for record in records]
     whole = sum(weights)
     return sum(v * w for v, w in zip(values, weights, strict=True)) / whole if whole else sum(values) / len(values)
+
+
+def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
+    """Yield each line of a metrics.jsonl with its record. A line that a crash cut off is left out."""
+    for line in text.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield line, msgspec.json.decode(line, type=dict[str, float | None])
 
 
 class Joined:
@@ -105,9 +112,7 @@ class Reader:
             file.seek(at)
             whole, end, _ = file.read().rpartition(b"\n")
             self._files[path] = found.st_ino, at + len(whole) + len(end)
-            for line in whole.splitlines():
-                with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
-                    record = msgspec.json.decode(line, type=dict[str, float | None])
-                    if UPDATE in record and record.get("version") is not None:
-                        records.append({name: value for name, value in record.items() if value is not None})
+            for _, record in parsed(whole):
+                if UPDATE in record and record.get("version") is not None:
+                    records.append({k: value for k, value in record.items() if value is not None})
         return records
