@@ -20,7 +20,6 @@ waits for a free worker is not open yet.
 import bisect
 import contextlib
 import itertools
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,13 +37,8 @@ from wire import shards
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
 """The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn and counted as one."""
 PUBLISH, CHECKPOINT = "learner: publishing weights", "learner: checkpoints"
-STARTING, WEIGHTS, HELDOUT, OTHERS, SCHEDULER = (
-    "starting processes",
-    "new weights",
-    "held-out evaluation",
-    "other trees",
-    "scheduler",
-)
+STARTING, SCHEDULER = "starting processes", "scheduler"
+WEIGHTS, HELDOUT, OTHERS = "new weights", "held-out evaluation", "other trees"
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -142,34 +136,26 @@ class _Start(msgspec.Struct):
             if version > self.base:  # what an earlier start has trained is answered at once
                 self.answered.setdefault(version, end)
         elif row["name"] != "close":
-            words = known.get("for", "").split(",")[0].split()
-            tree = int(words[1]) if words[:1] == ["tree"] else None
             phases = tuple(_consecutive(start, known.get("phases", {}), end))
-            self.calls.append(Call(row["name"], start, end, tree, row["pid"], known["outcome"], phases))
+            of = frames.tree_of(known)
+            self.calls.append(Call(row["name"], start, end, of, row["pid"], known["outcome"], phases))
 
 
 def _newest(run: Path) -> _Start:
     """Return a run's newest start. Raises ValueError if the trace cannot say."""
     newest = None
     first, *others = shards.homes(run)
-    for row in _rows(first):
+    for row in frames.traced(first):
         if row["name"] == STARTED:
             newest = _Start(round(row["ts"] / 1e6, 6))
         elif newest is not None:
             newest.take(row)
     if newest is None:
         raise ValueError("its trace was recorded before calls said whom they serve")
-    for row in itertools.chain.from_iterable(map(_rows, others)):
+    for row in itertools.chain.from_iterable(map(frames.traced, others)):
         if row["name"] != STARTED and row["ts"] >= newest.began * 1e6:
             newest.take(row)
     return newest
-
-
-def _rows(home: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a scheduler's trace."""
-    for line in (home / frames.TRACE).read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # cut off by a crash
-            yield json.loads(line.removesuffix(","))
 
 
 def _consecutive(

@@ -86,20 +86,13 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
         free = 0 if process == LEARNER else free  # its work never overlaps but for the clock's rounding
         lanes[process][free : free + 1] = [end]
         place = {"pid": processes[process], "tid": free + 1}
-        events.append(
-            {
-                "ph": "X",
-                "name": name,
-                "ts": _us(start, run),
-                "dur": round((end - start) * 1e6, 3),
-                "args": known,
-                **place,
-            }
-        )
-        events += [
-            {"ph": "X", "name": name, "ts": _us(a, run), "dur": round((b - a) * 1e6, 3), **place}
-            for name, a, b in getattr(what, "phases", ())
+        parts = [(name, start, end), *getattr(what, "phases", ())]
+        shown = [
+            {"ph": "X", "name": part, "ts": _us(a, run), "dur": round((b - a) * 1e6, 3), **place}
+            for part, a, b in parts
         ]
+        shown[0]["args"] = known
+        events += shown
         if isinstance(what, Call) and name == "generate" and what.tree in updates:
             trained = updates[what.tree].work[0][1]
             if start < trained <= until:
