@@ -10,14 +10,13 @@ from contextlib import contextmanager
 
 import msgspec
 
-LOADING = "loading"
-SUMMED = {
+LEARNER = {
     "learner/seconds": "updates",
     "time/publish": "publishing weights",
     "time/checkpoint": "checkpoints",
-    "time/spread": LOADING,
 }
-"""Metrics in the updates' records that are seconds, and the table's names for them."""
+"""Metrics in the updates' records that are seconds of the learner, and the table's names for them."""
+LOADING = "time/spread"
 
 
 class Phases:
@@ -91,21 +90,12 @@ class Training(msgspec.Struct, frozen=True):
         rows |= {"actors: no tree may grow": self.without_trees}
         return rows | {"actors: new weights on their way": self.loading}
 
-    @classmethod
-    def of(
-        cls,
-        versions: tuple[int, int],
-        resumed: bool,
-        seconds: float,
-        sums: Mapping[str, float],
-        busy: dict[str, float],
-        idle: float,
-    ) -> "Training":
-        """Make the record. sums: the sums over all updates of the metrics in ``SUMMED``. idle: seconds without trees."""
-        learner = {name: sums.get(metric, 0.0) for metric, name in SUMMED.items()}
-        loading = learner.pop(LOADING)
-        learner["waiting for trees"] = max(0.0, seconds - sum(learner.values()))
-        return cls(*versions, resumed, seconds, learner, busy, idle, loading)
+
+def learner_seconds(sums: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Return the seconds of one rank by activity, which sum to ``seconds``. sums: of ``LEARNER``'s
+    metrics over all updates."""
+    activities = {name: sums.get(metric, 0.0) for metric, name in LEARNER.items()}
+    return activities | {"waiting for trees": max(0.0, seconds - sum(activities.values()))}
 
 
 def table(phases: Mapping[str, float], training: Training) -> list[str]:
