@@ -1,4 +1,5 @@
-"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and workers. docs/metrics.md declares the metrics.
+"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and workers.
+docs/metrics.md declares the metrics.
 
 A thread answers scrapes from objects that are never changed after they are published, so a scrape waits for nothing and nothing waits for it.
 """
@@ -35,7 +36,8 @@ def declared() -> dict[str, tuple[str, str]]:
 def declaration(name: str) -> tuple[str, str] | None:
     """Return unit and meaning of a metric, or None if no table has it (a plug-in's own)."""
     rows = declared()
-    return rows.get(name) or next((rows[row] for row in rows if fnmatch.fnmatchcase(name, row)), None)
+    matching = (rows[row] for row in rows if fnmatch.fnmatchcase(name, row))
+    return rows.get(name) or next(matching, None)
 
 
 def exported(name: str) -> str:

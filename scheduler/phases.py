@@ -15,7 +15,7 @@ LEARNER = {
     "time/publish": "publishing weights",
     "time/checkpoint": "checkpoints",
 }
-"""Metrics in the updates' records that are seconds of the learner, and the table's names for them."""
+"""Metrics in the updates' records: the learner's seconds. The table has these names for them."""
 LOADING = "time/spread"
 
 
@@ -84,7 +84,7 @@ class Training(msgspec.Struct, frozen=True):
     loading: float
 
     def rows(self) -> dict[str, float]:
-        """Return the seconds of the learner's and the actors' activities, which overlap, by name."""
+        """Return the seconds of the learner's and the actors' activities by name; they overlap."""
         rows = {f"learner: {name}": seconds for name, seconds in self.learner.items()}
         rows |= {f"{name}: busy": share * self.seconds for name, share in self.busy.items()}
         rows |= {"actors: no tree may grow": self.without_trees}
@@ -110,7 +110,8 @@ def table(phases: Mapping[str, float], training: Training) -> list[str]:
     lines.append(
         f"  {updates} update{'s' * (updates > 1)} in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process"
     )
-    return lines + [_line(name, seconds, training.seconds) for name, seconds in training.rows().items()]
+    rows = training.rows().items()
+    return lines + [_line(name, seconds, training.seconds) for name, seconds in rows]
 
 
 def _line(name: str, seconds: float, whole: float) -> str:

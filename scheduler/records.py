@@ -1,4 +1,5 @@
-"""The records of a run's updates, of all its schedulers: each has its own metrics.jsonl, and ``joined`` makes one record of theirs."""
+"""The records of a run's updates, of all its schedulers: each has its own metrics.jsonl, and
+``joined`` makes one record of theirs."""
 
 import contextlib
 import os
@@ -26,8 +27,8 @@ JOINED = {
     **dict.fromkeys(("rollout/judged_scores", "rollout/outcomes"), SUM),
 }
 """How the records that several schedulers have of one update become the run's: a sum, the largest,
-or the mean weighted by another metric. Of a metric without a rule the first scheduler's value is the
-run's: the learner tells all schedulers the same, and the clock is the first one's."""
+or the mean weighted by another metric. A metric without a rule has the first scheduler's value: the
+learner tells all schedulers the same, and the clock is the first one's."""
 
 
 def joined(records: Sequence[Record]) -> Record:
@@ -49,7 +50,7 @@ def _joined(name: str, records: Sequence[Record]) -> float:
 
 
 def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
-    """Yield each line of a metrics.jsonl with its record. A line that a crash cut off is left out."""
+    """Yield each line of a metrics.jsonl with its record, but none that a crash cut off."""
     for line in text.splitlines():
         with contextlib.suppress(msgspec.DecodeError):
             yield line, msgspec.json.decode(line, type=dict[str, float | None])

@@ -141,7 +141,7 @@ def calls(values: Mapping[str, Any]) -> list[str]:
 
 
 def traced(home: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a scheduler's trace; one that a crash cut off is left out. Raises OSError."""
+    """Yield the lines of a scheduler's trace but one that a crash cut off. Raises OSError."""
     with (home / TRACE).open("rb") as lines:
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):

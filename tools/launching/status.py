@@ -259,7 +259,7 @@ def head(status: Status, width: int = WIDTH) -> list[str]:
 
 
 def cells(process: ProcessStatus) -> tuple[str, ...]:
-    """Name, number, state, age, restarts, memory and last heartbeat of a process, "-" where unknown."""
+    """Name, number, state, age, restarts, memory and last heartbeat; "-" where unknown."""
     memory = f"{process.mib:.0f} MiB" if process.mib is not None else "-"
     age, restarts, heard = span(process.age_s), str(process.restarts), span(process.heard_s)
     return process.name, str(process.pid), process.state, age, restarts, memory, heard
