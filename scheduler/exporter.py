@@ -1,8 +1,12 @@
 """An endpoint for Prometheus: the newest value of every metric, and the state of queues and workers.
+docs/metrics.md declares the metrics.
 
 A thread answers scrapes from objects that are never changed after they are published, so a scrape waits for nothing and nothing waits for it.
 """
 
+import fnmatch
+import functools
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +15,34 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from scheduler import terminal
-from scheduler.catalogue import declaration, exported
 from scheduler.health import Health
 from wire.atomic import write_whole
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
+
+PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+
+
+@functools.cache
+def declared() -> dict[str, tuple[str, str]]:
+    """Return unit and meaning of each metric in the page's tables. A star in a name stands for what
+    a plug-in, a judge or a number fills in. An installation without the documents has none."""
+    names = PAGE.read_text(encoding="utf-8").partition("## All names")[2] if PAGE.is_file() else ""
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", names, re.MULTILINE)
+    return {name: (unit, meaning) for name, unit, meaning in rows}
+
+
+def declaration(name: str) -> tuple[str, str] | None:
+    """Return unit and meaning of a metric, or None if no table has it (a plug-in's own)."""
+    rows = declared()
+    matching = (rows[row] for row in rows if fnmatch.fnmatchcase(name, row))
+    return rows.get(name) or next(matching, None)
+
+
+def exported(name: str) -> str:
+    """Return a metric's name in Prometheus."""
+    return "coppice_" + re.sub(r"\W", "_", name)
 
 
 class Exporter:
@@ -49,7 +75,7 @@ class Exporter:
         from prometheus_client.core import GaugeMetricFamily
 
         report = self._health()
-        gauges: dict[str, dict[str, float]] = {name: {"": value} for name, value in self._metrics().items()}
+        gauges: dict[str, Mapping[str, float]] = {k: {"": v} for k, v in self._metrics().items()}
         for name, values in (gauges | (_live(report) if report is not None else {})).items():
             unit, meaning = declaration(name) or ("", "a plug-in's own")
             gauge = GaugeMetricFamily(
@@ -68,15 +94,13 @@ class Exporter:
             thread.join()
 
 
-def _live(report: Health) -> dict[str, dict[str, float]]:
+def _live(report: Health) -> dict[str, Mapping[str, float]]:
     """The gauges of health: values by service, "" for those that have none."""
     workers = Counter(service for worker in report.workers if worker.state == "here" for service in worker.services)
-    numbers = {
-        "done": report.done, "evaluations": report.evaluations, "growing": report.growing, "loop_lag": report.lag_s,
-        "idle": time.monotonic() - report.progress_at, "updates": report.updates, "version": report.version,
-    }  # fmt: skip
-    queues = report.queues.items()
-    live: dict[str, dict[str, float]] = {f"health/{name}": {"": float(number)} for name, number in numbers.items()}
-    live["health/running"] = {service: float(queue.running) for service, queue in queues}
-    live["health/waiting"] = {service: float(queue.waiting) for service, queue in queues}
-    return live | {"health/workers": {service: float(count) for service, count in workers.items()}}
+    same = ("done", "evaluations", "growing", "updates", "version")
+    numbers = {name: getattr(report, name) for name in same}
+    numbers |= {"loop_lag": report.lag_s, "idle": time.monotonic() - report.progress_at}
+    live: dict[str, Mapping[str, float]] = {name: {"": n} for name, n in numbers.items()}
+    for name in ("running", "waiting"):
+        live[name] = {service: getattr(queue, name) for service, queue in report.queues.items()}
+    return {f"health/{name}": values for name, values in (live | {"workers": workers}).items()}

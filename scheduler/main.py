@@ -31,7 +31,7 @@ from scheduler.journal import Journal, JournalError
 from scheduler.judged import Judged
 from scheduler.metrics import Metrics
 from scheduler.pacing import Pacing
-from scheduler.phases import SUMMED, Phases, Training
+from scheduler.phases import LEARNER, LOADING, Phases, Training, learner_seconds
 from scheduler.services import Shop
 from scheduler.spread import Spread, Weights
 from scheduler.stream import Stream
@@ -255,14 +255,11 @@ class Run:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
                     await self.forest.moved.wait()
-        self.training = Training.of(
-            (first, self.pacing.version),
-            self.resumed,
-            self._clock() - self.training_since,
-            self.totals,
-            self.metrics.busy(),
-            self.forest.phases.spent("no trees") - idle,
-        )
+        seconds = self._clock() - self.training_since
+        activities, busy = learner_seconds(self.totals, seconds), self.metrics.busy()
+        idle, loading = self.forest.phases.spent("no trees") - idle, self.totals[LOADING]
+        last, resumed = self.pacing.version, self.resumed
+        self.training = Training(first, last, resumed, seconds, activities, busy, idle, loading)
 
     def _emit(self, tree: Tree, turns: list[Turn]) -> None:
         self.counts.update(nothing_learnt.counted(turns, self.process.reward, self.process.equal))
@@ -319,7 +316,7 @@ class Run:
             self.forest.outcomes.clear()
         values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
         values |= self.shop.fleet.residency.take().values()
-        self.totals.update({name: values.get(name, 0.0) for name in SUMMED})
+        self.totals.update({name: values.get(name, 0.0) for name in (*LEARNER, LOADING)})
         self.metrics.record(trained.version, values)
         self.trackers.check()
         learnt = [*trained.warnings, *self.fruitless.note(values)]

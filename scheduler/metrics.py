@@ -13,8 +13,7 @@ import msgspec
 
 from scheduler.board import Board
 from scheduler.calls import STARTED, Event, Worker
-from scheduler.catalogue import UPDATE
-from scheduler.records import Reader
+from scheduler.records import UPDATE, Reader, parsed
 from wire.atomic import write_whole
 from wire.frontier import Frontier
 
@@ -68,16 +67,8 @@ class Metrics:
         self._board = Board(run / "tensorboard")
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = time.monotonic()
-        began = {
-            "name": STARTED,
-            "ph": "i",
-            "pid": "scheduler",
-            "tid": "scheduler",
-            "ts": self._start * 1e6,
-            "s": "g",
-            "args": {"epoch": time.time()},
-        }
-        self._trace.write(msgspec.json.encode(began) + b",\n")
+        epoch = {"epoch": time.time()}
+        self._traced("i", STARTED, "scheduler", "scheduler", self._start, s="g", args=epoch)
         self._seen: dict[str, Seen] = {}
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._watched: defaultdict[str, float] = defaultdict(float)
@@ -88,12 +79,8 @@ class Metrics:
     def last(self, names: Sequence[str]) -> dict[str, int]:
         """The newest counts of the given names that earlier starts of this run recorded; 0 if there are none."""
         counts = dict.fromkeys(names, 0)
-        for line in self._path.read_bytes().splitlines():
-            try:
-                record = msgspec.json.decode(line, type=dict[str, float])
-            except msgspec.DecodeError:
-                continue  # the line was cut off by a crash
-            counts |= {name: max(counts[name], int(record.get(f"count/{name}", 0))) for name in names}
+        for _, record in parsed(self._path.read_bytes()):
+            counts |= {k: max(counts[k], int(record.get(f"count/{k}") or 0)) for k in names}
         return counts
 
     def resume(self, frontier: Frontier, newest: int) -> set[int]:
@@ -102,15 +89,11 @@ class Metrics:
         before."""
         lines: dict[tuple[int, bool, int], bytes] = {}
         times = {0: 0.0}
-        for number, line in enumerate(self._path.read_bytes().splitlines()):
-            try:
-                record = msgspec.json.decode(line, type=dict[str, float])
-            except msgspec.DecodeError:
-                continue  # the line was cut off by a crash
-            version, update = int(record["version"]), UPDATE in record
+        for number, (line, record) in enumerate(parsed(self._path.read_bytes())):
+            version, update = int(record["version"] or 0), UPDATE in record
             if version <= newest:
                 lines[version, not update, 0 if update else number] = line
-                times[version] = record.get("time/run", 0.0)
+                times[version] = record.get("time/run") or 0.0
         for version, metrics in frontier.records.items():
             time_before = times[max(known for known in times if known <= version)]
             values = {"version": version, "time/run": time_before, **metrics}
@@ -197,15 +180,13 @@ class Metrics:
         phases: seconds."""
         phases = {name: round(seconds, 6) for name, seconds in event.phases.items()}
         known = {"outcome": event.outcome, "for": event.caller, "version": event.version, "phases": phases}
-        row = {
-            "name": event.service,
-            "ph": "X",
-            "pid": event.worker,
-            "tid": event.service,
-            "ts": event.start * 1e6,
-            "dur": (event.end - event.start) * 1e6,
-            "args": {name: value for name, value in known.items() if value not in ("", None, {})},
-        }
+        args = {name: value for name, value in known.items() if value not in ("", None, {})}
+        service, length = event.service, (event.end - event.start) * 1e6
+        self._traced("X", service, event.worker, service, event.start, dur=length, args=args)
+
+    def _traced(self, ph: str, name: str, pid: str, tid: str, at: float, **more: object) -> None:
+        """Write a line of the trace with the names of Chrome's format. at: monotonic seconds."""
+        row = {"name": name, "ph": ph, "pid": pid, "tid": tid, "ts": at * 1e6, **more}
         self._trace.write(msgspec.json.encode(row) + b",\n")
 
     def close(self) -> None:

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 
 import msgspec
 
-LOADING = "loading"
-SUMMED = {
+LEARNER = {
     "learner/seconds": "updates",
     "time/publish": "publishing weights",
     "time/checkpoint": "checkpoints",
-    "time/spread": LOADING,
 }
-"""Metrics in the updates' records that are seconds, and the table's names for them."""
+"""Metrics in the updates' records: the learner's seconds. The table has these names for them."""
+LOADING = "time/spread"
 
 
 class Phases:
@@ -84,21 +83,19 @@ class Training(msgspec.Struct, frozen=True):
     without_trees: float
     loading: float
 
-    @classmethod
-    def of(
-        cls,
-        versions: tuple[int, int],
-        resumed: bool,
-        seconds: float,
-        sums: Mapping[str, float],
-        busy: dict[str, float],
-        idle: float,
-    ) -> "Training":
-        """Make the record. sums: the sums over all updates of the metrics in ``SUMMED``. idle: seconds without trees."""
-        learner = {name: sums.get(metric, 0.0) for metric, name in SUMMED.items()}
-        loading = learner.pop(LOADING)
-        learner["waiting for trees"] = max(0.0, seconds - sum(learner.values()))
-        return cls(*versions, resumed, seconds, learner, busy, idle, loading)
+    def rows(self) -> dict[str, float]:
+        """Return the seconds of the learner's and the actors' activities by name; they overlap."""
+        rows = {f"learner: {name}": seconds for name, seconds in self.learner.items()}
+        rows |= {f"{name}: busy": share * self.seconds for name, share in self.busy.items()}
+        rows |= {"actors: no tree may grow": self.without_trees}
+        return rows | {"actors: new weights on their way": self.loading}
+
+
+def learner_seconds(sums: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Return the seconds of one rank by activity, which sum to ``seconds``. sums: of ``LEARNER``'s
+    metrics over all updates."""
+    activities = {name: sums.get(metric, 0.0) for metric, name in LEARNER.items()}
+    return activities | {"waiting for trees": max(0.0, seconds - sum(activities.values()))}
 
 
 def table(phases: Mapping[str, float], training: Training) -> list[str]:
@@ -109,14 +106,12 @@ def table(phases: Mapping[str, float], training: Training) -> list[str]:
     lines += [_line(name, seconds, wall) for name, seconds in phases.items()]
     if not updates:
         return lines
-    rows = {f"learner: {name}": seconds for name, seconds in training.learner.items()}
-    rows |= {f"{name}: busy": share * training.seconds for name, share in training.busy.items()}
-    rows |= {"actors: no tree may grow": training.without_trees, "actors: new weights on their way": training.loading}
     each = training.seconds / updates
     lines.append(
         f"  {updates} update{'s' * (updates > 1)} in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process"
     )
-    return lines + [_line(name, seconds, training.seconds) for name, seconds in rows.items()]
+    rows = training.rows().items()
+    return lines + [_line(name, seconds, training.seconds) for name, seconds in rows]
 
 
 def _line(name: str, seconds: float, whole: float) -> str:

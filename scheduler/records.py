@@ -1,16 +1,59 @@
-"""The records of a run's updates, of all its schedulers: each has its own metrics.jsonl, and ``scheduler.catalogue.joined`` makes one of theirs."""
+"""The records of a run's updates, of all its schedulers: each has its own metrics.jsonl, and
+``joined`` makes one record of theirs."""
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from scheduler.catalogue import UPDATE, joined
 from wire import shards
 
 Record = dict[str, float]
+UPDATE = "learner/groups"
+"""The metric that every update's record has, and no evaluation's."""
+
+SUM, LARGEST = "sum", "largest"
+JOINED = {
+    "busy/engine": "busy/engines",
+    "cache/prefilled_over_ideal": "cache/ideal_tokens",
+    "rollout/outcome": "rollout/outcomes",
+    "score/judge_valid": "rollout/judged_scores",
+    "time/spread": LARGEST,
+    **dict.fromkeys(("cache/hit_rate", "cache/predicted_hit_rate", "cache/prediction_error"), "cache/prompt_tokens"),
+    **dict.fromkeys(("cache/ideal_tokens", "cache/prompt_tokens", "cache/tokens_saved"), SUM),
+    **dict.fromkeys(("busy/engines", "count/*", "rate/decoded_tokens"), SUM),
+    **dict.fromkeys(("rollout/judged_scores", "rollout/outcomes"), SUM),
+}
+"""How the records that several schedulers have of one update become the run's: a sum, the largest,
+or the mean weighted by another metric. A metric without a rule has the first scheduler's value: the
+learner tells all schedulers the same, and the clock is the first one's."""
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """Return the run's record of an update. records: those of its schedulers, in order."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: _joined(name, [record for record in records if name in record]) for name in names}
+
+
+def _joined(name: str, records: Sequence[Record]) -> float:
+    values = [record[name] for record in records]
+    rule = JOINED.get("count/*" if name.startswith("count/") else name)
+    if len(values) == 1 or not rule:
+        return values[0]
+    if rule in (SUM, LARGEST):
+        return sum(values) if rule == SUM else max(values)
+    weights = [record.get(rule, 1.0) for record in records]
+    whole = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / whole if whole else sum(values) / len(values)
+
+
+def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
+    """Yield each line of a metrics.jsonl with its record, but none that a crash cut off."""
+    for line in text.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield line, msgspec.json.decode(line, type=dict[str, float | None])
 
 
 class Joined:
@@ -70,9 +113,7 @@ class Reader:
             file.seek(at)
             whole, end, _ = file.read().rpartition(b"\n")
             self._files[path] = found.st_ino, at + len(whole) + len(end)
-            for line in whole.splitlines():
-                with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
-                    record = msgspec.json.decode(line, type=dict[str, float | None])
-                    if UPDATE in record and record.get("version") is not None:
-                        records.append({name: value for name, value in record.items() if value is not None})
+            for _, record in parsed(whole):
+                if UPDATE in record and record.get("version") is not None:
+                    records.append({k: value for k, value in record.items() if value is not None})
         return records

@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 
 from scheduler import terminal
-from scheduler.catalogue import UPDATE
-from scheduler.records import Reader, Record
+from scheduler.records import UPDATE, Reader, Record
 from wire.atomic import write_whole
 from wire.process import die_with
 

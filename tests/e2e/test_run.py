@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.catalogue import declaration
+from scheduler.exporter import declaration
 from scheduler.journal import Journal
 from tests import tiny
 from tools.evaluating.versions import chosen

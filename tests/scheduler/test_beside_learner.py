@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal
+from scheduler.records import UPDATE
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House, check
 from wire import frontier
 from wire.messages import Trained, TrainGroup

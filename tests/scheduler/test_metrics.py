@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from scheduler.dispatch import Worker
 from scheduler.metrics import Metrics
@@ -53,13 +55,27 @@ def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_p
     assert all(line["learner/groups"] == 3.0 for line in lines if "heldout/em" not in line)
 
 
+def test_a_record_with_a_metric_that_is_no_number_outlives_a_crash(tmp_path: Path) -> None:
+    first = Metrics(tmp_path)
+    first.record(1, {"learner/groups": 3.0, "learner/kl": float("nan"), "count/calls": 7.0})
+    first.close()
+    again = Metrics(tmp_path)
+    assert again.last(["calls"]) == {"calls": 7}
+    assert again.resume(Frontier(1), 1) == {1}
+    again.close()
+
+
 def drawn(run: Path, name: str) -> list[tuple[int, float]]:
     """What TensorBoard draws of a metric: its steps and values."""
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     return [(point.step, point.value) for point in board.Scalars(name)]
 
 
-def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(tmp_path: Path) -> None:
+def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # TensorBoard orders the files of one second by this number as text, where 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     home = shards.folder(tmp_path, 1)
     home.mkdir(parents=True)
     first, second = Metrics(tmp_path, whole=True), Metrics(home)

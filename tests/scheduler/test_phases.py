@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.metrics import Metrics
-from scheduler.phases import Phases, Training, table
+from scheduler.phases import Phases, Training, learner_seconds, table
 from tests.scheduler.test_metrics import beat, worker
 
 NAMES = st.sampled_from(["starting processes", "updates", "stopping"])
@@ -59,14 +59,14 @@ def test_a_phase_counts_while_any_of_its_blocks_is_open() -> None:
 
 
 def trained(first: int, last: int) -> Training:
-    sums = Counter({"learner/seconds": 30.0, "time/publish": 2.0, "time/checkpoint": 4.0, "time/spread": 1.5})
-    return Training.of((first, last), first > 0, 60.0, sums, {"actors": 0.75, "judges": 0.01}, 12.0)
+    sums = Counter({"learner/seconds": 30.0, "time/publish": 2.0, "time/checkpoint": 4.0})
+    busy = {"actors": 0.75, "judges": 0.01}
+    return Training(first, last, first > 0, 60.0, learner_seconds(sums, 60.0), busy, 12.0, 1.5)
 
 
 def test_what_a_learner_did_in_its_updates_adds_up_to_their_time() -> None:
     made = trained(0, 10)
     assert made.learner == {"updates": 30.0, "publishing weights": 2.0, "checkpoints": 4.0, "waiting for trees": 24.0}
-    assert made.loading == 1.5
 
 
 PHASES = {"set-up": 2.0, "starting processes": 8.0, "first evaluation": 20.0, "updates": 50.0, "stopping": 20.0}
@@ -97,7 +97,7 @@ def test_a_resumed_start_says_where_it_went_on_and_counts_its_own_updates() -> N
     lines = table(PHASES, trained(6, 10))
     assert lines[0].endswith("(resumed at version 6)")
     assert lines[6].startswith("  4 updates in 60.0 s, 15.0 s each")
-    finished = table(PHASES, Training.of((10, 10), True, 0.0, Counter(), {}, 0.0))
+    finished = table(PHASES, Training(10, 10, True, 0.0, {}, {}, 0.0, 0.0))
     assert len(finished) == 1 + len(PHASES)
 
 

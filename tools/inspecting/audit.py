@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from scheduler.catalogue import UPDATE
 from scheduler.journal import Journal, TreeRow
+from scheduler.records import UPDATE
 from scheduler.tree import Tree
 from tools.launching import changes
 from wire import digest, frontier, shards

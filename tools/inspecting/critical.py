@@ -20,7 +20,6 @@ waits for a free worker is not open yet.
 import bisect
 import contextlib
 import itertools
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,13 +37,8 @@ from wire import shards
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
 """The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn and counted as one."""
 PUBLISH, CHECKPOINT = "learner: publishing weights", "learner: checkpoints"
-STARTING, WEIGHTS, HELDOUT, OTHERS, SCHEDULER = (
-    "starting processes",
-    "new weights",
-    "held-out evaluation",
-    "other trees",
-    "scheduler",
-)
+STARTING, SCHEDULER = "starting processes", "scheduler"
+WEIGHTS, HELDOUT, OTHERS = "new weights", "held-out evaluation", "other trees"
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -75,7 +69,7 @@ class Update(msgspec.Struct, frozen=True):
 
 class Recorded(msgspec.Struct, frozen=True):
     """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the learner. heldout: trees of evaluations.
-    streamed: when groups were sent to the learner. epoch: the time of day at ``began``, in seconds since 1970."""
+    streamed: when groups were sent to the learner."""
 
     began: float
     until: float
@@ -83,7 +77,6 @@ class Recorded(msgspec.Struct, frozen=True):
     updates: list[Update]
     heldout: set[int]
     streamed: list[float] = []
-    epoch: float | None = None
 
 
 def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -112,7 +105,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
             work = list(_consecutive(round(end - sum(lengths.values()), 6), lengths))
             updates.append(Update(version, work, trees[version]))
     until = max([*(call.end for call in start.calls), *start.answered.values(), start.began])
-    return Recorded(start.began, until, start.calls, updates, heldout, start.streamed, start.epoch)
+    return Recorded(start.began, until, start.calls, updates, heldout, start.streamed)
 
 
 def _lengths(record: Mapping[str, float]) -> dict[str, float]:
@@ -127,7 +120,6 @@ class _Start(msgspec.Struct):
     """What the trace says of one start. answered: when each of its updates was. streamed: when groups were sent to the learner."""
 
     began: float
-    epoch: float | None
     calls: list[Call] = []
     answered: dict[int, float] = {}
     streamed: list[float] = []
@@ -144,34 +136,26 @@ class _Start(msgspec.Struct):
             if version > self.base:  # what an earlier start has trained is answered at once
                 self.answered.setdefault(version, end)
         elif row["name"] != "close":
-            words = known.get("for", "").split(",")[0].split()
-            tree = int(words[1]) if words[:1] == ["tree"] else None
             phases = tuple(_consecutive(start, known.get("phases", {}), end))
-            self.calls.append(Call(row["name"], start, end, tree, row["pid"], known["outcome"], phases))
+            of = frames.tree_of(known)
+            self.calls.append(Call(row["name"], start, end, of, row["pid"], known["outcome"], phases))
 
 
 def _newest(run: Path) -> _Start:
     """Return a run's newest start. Raises ValueError if the trace cannot say."""
     newest = None
     first, *others = shards.homes(run)
-    for row in _rows(first):
+    for row in frames.traced(first):
         if row["name"] == STARTED:
-            newest = _Start(round(row["ts"] / 1e6, 6), row.get("args", {}).get("epoch"))
+            newest = _Start(round(row["ts"] / 1e6, 6))
         elif newest is not None:
             newest.take(row)
     if newest is None:
         raise ValueError("its trace was recorded before calls said whom they serve")
-    for row in itertools.chain.from_iterable(map(_rows, others)):
+    for row in itertools.chain.from_iterable(map(frames.traced, others)):
         if row["name"] != STARTED and row["ts"] >= newest.began * 1e6:
             newest.take(row)
     return newest
-
-
-def _rows(home: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a scheduler's trace."""
-    for line in (home / frames.TRACE).read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # cut off by a crash
-            yield json.loads(line.removesuffix(","))
 
 
 def _consecutive(

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
-from learner.config import LearnerProcess
 from tools.evaluating import versions
+from tools.inspecting import replay
 from wire import published, vision
 from wire.atomic import drafted
 from wire.faults import InfrastructureFault
@@ -30,10 +30,9 @@ def export(run: Path, folder: Path, version: int | str | None = None, dtype: str
 
     from actors.engines import weights
 
-    file = run / "processes" / "learner.json"
-    if not file.is_file():
+    process = replay.learner(run)
+    if process is None:
         raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
-    process = msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
     number, weights_folder = versions.chosen(run, version)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"--out {folder} holds something already: choose another folder, or remove that one")

@@ -9,7 +9,7 @@ import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,6 @@ tokens; invalid: how many could not be read; judge_invalid: how many scores a ju
 ACTION = pl.col("kind") == "action"
 TRACE = "trace.jsonl"
 """The calls of a run, beside its journal."""
-_OF_TREE = re.compile(r"tree (\d+)")
 RANKS = {
     "best": ("outcome", "reward", "step_reward"),
     "worst": ("outcome", "reward", "step_reward"),
@@ -82,19 +81,8 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
             span = (None, None) if versions is None else (int(versions.min()), int(versions.max()))
             logprob = None if node.logprobs is None else float(node.logprobs.sum())
             place = row.id, node.id, node.parent, node.kind, node.step, node.trajectory, node.chosen, node.forced
-            plain.append(
-                (
-                    *place,
-                    node.finish,
-                    len(node.tokens),
-                    node.cached,
-                    *span,
-                    logprob,
-                    len(node.invalid),
-                    _fate(node),
-                    node.text,
-                )
-            )
+            sizes = node.finish, len(node.tokens), node.cached
+            plain.append((*place, *sizes, *span, logprob, len(node.invalid), _fate(node), node.text))
             scores.append(node.scores)
     names = sorted({name for one in scores for name in one})
     taken = {*NODE, *TREE, *SUMS}
@@ -152,25 +140,28 @@ def calls(values: Mapping[str, Any]) -> list[str]:
     return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds]
 
 
-class _Call(msgspec.Struct):
-    name: str
-    dur: float
-    args: dict[str, Any]
+def traced(home: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a scheduler's trace but one that a crash cut off. Raises OSError."""
+    with (home / TRACE).open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):
+                yield msgspec.json.decode(line.rstrip(b",\n"))
+
+
+def tree_of(args: Mapping[str, Any]) -> int | None:
+    """Return the tree that waited for a call, from the ``args`` of its line in the trace."""
+    known = re.match(r"tree (\d+)", args.get("for", ""))
+    return int(known[1]) if known else None
 
 
 def seconds(run: Path) -> pl.DataFrame:
     """Return, for each tree of a run, the seconds that its calls of each kind took, their waiting for a worker not counted: generate_s, judge_s, ... A
     run of an earlier release did not record for whom a call was."""
     sums: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    decoder = msgspec.json.Decoder(_Call)
-    traces = [trace for home in shards.homes(run) if (trace := home / TRACE).is_file()]
-    for line in itertools.chain.from_iterable(trace.open("rb") for trace in traces):
-        try:
-            call = decoder.decode(line.rstrip(b",\n"))
-        except msgspec.DecodeError:
-            continue  # the run is writing it, or a crash has cut it off
-        if of := _OF_TREE.match(call.args.get("for", "")):
-            sums[f"{call.name.partition('.')[0]}_s"][int(of[1])] += call.dur / 1e6
+    homes = [home for home in shards.homes(run) if (home / TRACE).is_file()]
+    for row in itertools.chain.from_iterable(map(traced, homes)):
+        if (tree := tree_of(row.get("args", {}))) is not None:
+            sums[f"{row['name'].partition('.')[0]}_s"][tree] += row["dur"] / 1e6
     known = sorted({tree for kind in sums.values() for tree in kind})
     columns = {kind: pl.Series([sums[kind].get(tree) for tree in known], dtype=pl.Float64) for kind in sorted(sums)}
     return pl.DataFrame({"tree": pl.Series(known, dtype=pl.Int64), **columns})

@@ -10,8 +10,8 @@ run.plot("score/reward", "learner/entropy")
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -150,18 +150,5 @@ async def _scored(judge: Judge, turns: list[Any]) -> list[dict[str, float]]:
 
 def _wait(work: Any) -> Any:
     """Run a coroutine to its end, also inside a notebook, whose own event loop is running."""
-    results: list[Any] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 raised again in the caller's thread
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(asyncio.run, work).result()

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from scheduler.journal import Journal, TreeRow
+from scheduler.phases import Training
 from tools.bootstrap import ROOT
 from tools.inspecting import critical, drawing, frames
 from tools.inspecting.figures import caption, inline, panels
@@ -310,10 +311,7 @@ def _time(groups: Groups, against: str) -> Section:
         if "phases" in seconds:
             phases[name] = _spent(seconds["phases"])
         if training := seconds.get("training"):
-            rows = {f"learner: {activity}": value for activity, value in training["learner"].items()}
-            rows |= {f"{kind}: busy": share * training["seconds"] for kind, share in training["busy"].items()}
-            rows |= {"no tree may grow": training["without_trees"], "new weights on their way": training["loading"]}
-            shares[name] = _spent(rows, training["seconds"])
+            shares[name] = _spent(msgspec.convert(training, Training).rows(), training["seconds"])
     captions = {
         "Who waited for whom: each moment of the newest start has one cause": waits,
         "Phases of the newest start": phases,

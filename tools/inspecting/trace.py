@@ -6,7 +6,6 @@ for a tree to the update that trained the tree.
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from wire.options import command_parser
 EXAMPLES = """\
   tools/trace RUN --out trace.json                the newest start of a run
   tools/trace RUN --from 60 --to 90 --out t.json  half a minute of it
-  tools/trace RUN --otlp http://127.0.0.1:4318    to an OpenTelemetry collector
 then open the file at ui.perfetto.dev; nothing of it leaves your browser"""
 LEARNER = "learner"
 
@@ -42,7 +40,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="file to write (default: %(default)s)"
     )
-    parser.add_argument("--otlp", metavar="URL", help="send the whole start to this collector of OpenTelemetry instead")
     return parser
 
 
@@ -51,9 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         run = recorded(options.run, runs.read(options.run).records)
-        if options.otlp:
-            print(f"trace: {_send(run, options.run.resolve().name, options.otlp)} spans sent to {options.otlp}")
-            return 0
         events = window(run, run.began + options.since, run.began + options.until)
         if not any(event["ph"] == "X" for event in events):
             raise ValueError(
@@ -65,16 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"trace: {options.out} ({len(events)} events; open it at ui.perfetto.dev)")
     return 0
-
-
-def _send(run: Recorded, name: str, url: str) -> int:
-    if importlib.util.find_spec("opentelemetry") is None:
-        raise ValueError(
-            f"--otlp needs OpenTelemetry: {sys.executable} -m pip install opentelemetry-exporter-otlp-proto-http"
-        )
-    from tools.inspecting import otlp
-
-    return otlp.send(run, name, url)
 
 
 def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
@@ -102,20 +86,13 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
         free = 0 if process == LEARNER else free  # its work never overlaps but for the clock's rounding
         lanes[process][free : free + 1] = [end]
         place = {"pid": processes[process], "tid": free + 1}
-        events.append(
-            {
-                "ph": "X",
-                "name": name,
-                "ts": _us(start, run),
-                "dur": round((end - start) * 1e6, 3),
-                "args": known,
-                **place,
-            }
-        )
-        events += [
-            {"ph": "X", "name": name, "ts": _us(a, run), "dur": round((b - a) * 1e6, 3), **place}
-            for name, a, b in getattr(what, "phases", ())
+        parts = [(name, start, end), *getattr(what, "phases", ())]
+        shown = [
+            {"ph": "X", "name": part, "ts": _us(a, run), "dur": round((b - a) * 1e6, 3), **place}
+            for part, a, b in parts
         ]
+        shown[0]["args"] = known
+        events += shown
         if isinstance(what, Call) and name == "generate" and what.tree in updates:
             trained = updates[what.tree].work[0][1]
             if start < trained <= until:

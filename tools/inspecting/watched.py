@@ -99,13 +99,9 @@ def _processes(run: Path, now: Status) -> Rows:
     workers = {worker.pid: worker for worker in report.workers if worker.state == "here"} if report is not None else {}
     rows: Rows = []
     for process in now.processes:
-        worker = workers.pop(process.pid, None)
-        rows.append((
-            process.name, str(process.pid), process.state, _span(process.age_s), str(process.restarts),
-            "-" if process.mib is None else f"{process.mib:.0f} MiB", _span(process.heard_s), _calls(worker),
-        ))  # fmt: skip
+        rows.append((*status.cells(process), _calls(workers.pop(process.pid, None))))
     for worker in workers.values():
-        heard = _span(report.at - worker.heard if report is not None else None)
+        heard = span(report.at - worker.heard if report is not None else None)
         rows.append((worker.name, str(worker.pid), f"on {worker.host}", "-", "-", "-", heard, _calls(worker)))
     return rows
 
@@ -114,10 +110,6 @@ def _calls(worker: health.WorkerHealth | None) -> str:
     if worker is None:
         return "-"
     return str(worker.in_flight) if worker.capacity >= 2**20 else f"{worker.in_flight}/{worker.capacity}"
-
-
-def _span(seconds: float | None) -> str:
-    return "-" if seconds is None else span(seconds)
 
 
 # ---------------------------------------------------------------------------------------------- text

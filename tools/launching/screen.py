@@ -15,8 +15,7 @@ from typing import IO, Literal, TextIO
 
 import msgspec
 
-from scheduler.catalogue import UPDATE
-from scheduler.records import Joined
+from scheduler.records import UPDATE, Joined
 from scheduler.terminal import NOTICE, WARNING
 from tools.launching.table import BLOCK, Progress, Table
 from wire import shards

@@ -258,11 +258,17 @@ def head(status: Status, width: int = WIDTH) -> list[str]:
     return lines + told(f"held out last: {status.heldout or 'not yet'}", width)
 
 
-def _row(process: ProcessStatus) -> str:
-    age = span(process.age_s) if process.age_s is not None else "-"
+def cells(process: ProcessStatus) -> tuple[str, ...]:
+    """Name, number, state, age, restarts, memory and last heartbeat; "-" where unknown."""
     memory = f"{process.mib:.0f} MiB" if process.mib is not None else "-"
-    heard = f"{span(process.heard_s)} ago" if process.heard_s is not None else "-"
-    return f"  {process.name[:13]:<14}{process.pid:>8}  {process.state:<12}{age:>10}{process.restarts:>9}{memory:>10}{heard:>10}"
+    age, restarts, heard = span(process.age_s), str(process.restarts), span(process.heard_s)
+    return process.name, str(process.pid), process.state, age, restarts, memory, heard
+
+
+def _row(process: ProcessStatus) -> str:
+    name, pid, state, age, restarts, memory, heard = cells(process)
+    heard = f"{heard} ago" if process.heard_s is not None else heard
+    return f"  {name[:13]:<14}{pid:>8}  {state:<12}{age:>10}{restarts:>9}{memory:>10}{heard:>10}"
 
 
 def told(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
@@ -273,8 +279,10 @@ def told(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
     )
 
 
-def span(seconds: float) -> str:
-    """A duration in at most seven characters."""
+def span(seconds: float | None) -> str:
+    """A duration in at most seven characters, "-" if it is unknown."""
+    if seconds is None:
+        return "-"
     if seconds < 100:
         return f"{seconds:.0f} s"
     return (

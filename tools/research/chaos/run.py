@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from scheduler import health
-from scheduler.catalogue import UPDATE
+from scheduler.records import UPDATE
 from tools.launching import record
 from tools.research.chaos import inside, plan
 from tools.research.chaos.forked import Fork
