@@ -143,7 +143,7 @@ def test_a_scheme_that_pushes_questions_without_a_spread_is_told_with_the_settin
         return [doubt for doubt in rules.doubts(load(path, list(overrides))) if "though it compares nothing" in doubt]
 
     (doubt,) = told(SPO, "learner.scheme_options.form=paper")
-    assert "set learner.scheme_options.form = 'released' to leave it out" in doubt
+    assert "set learner.scheme_options.form = 'released' to end that" in doubt
     group = ["learner.scheme=reinforce_pp", "learner.scheme_options.column=outcome"]
     assert "leave_out_equal = true" in told(SPO, *group)[0]
     assert not told(SPO, *group, "learner.scheme_options.leave_out_equal=true")
