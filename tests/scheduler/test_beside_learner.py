@@ -1,5 +1,6 @@
 """A scheduler that is started again beside a living learner: what the learner trained since its checkpoint is told and recorded, once."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,15 @@ from tests.scheduler.test_begin import QUESTIONS, UPDATES, House, check
 from wire import frontier
 from wire.messages import Trained, TrainGroup
 from wire.service import Call
+
+
+class OneUpdate(House):
+    """A run whose learner answers one update and no other, however long the run lives on."""
+
+    async def train(self, group: TrainGroup, call: Call) -> Trained:
+        if self.trained:
+            await asyncio.get_running_loop().create_future()
+        return await super().train(group, call)
 
 
 class Outlived(House):
@@ -29,7 +39,7 @@ class Outlived(House):
 async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no_place_of_the_next(
     tmp_path: Path, llama: Path
 ) -> None:
-    dead = House(tmp_path, llama, held=lambda house: False)
+    dead = OneUpdate(tmp_path, llama, held=lambda house: False)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     rows = journal.trees("split='train'")[:QUESTIONS]
